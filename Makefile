@@ -1,0 +1,63 @@
+# Needs nothing beforehand but Python >= 3.11 (with venv) and make. `make PYTHON=python3.12 test` chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all bench check format clean
+
+help:
+	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
+	@echo "make test        set up .venv and run the tests"
+	@echo "make test-all    the slow tests too"
+	@echo "make check       formatting, lint, types, documentation"
+	@echo "make format      rewrite the files as \`make check\` wants them"
+	@echo "make bench       speed and memory: runs benchmarks/"
+	@echo "make clean       remove .venv, builds and caches"
+
+# A set-up that was interrupted leaves .venv/.building (or no working pip) behind: the next one starts from nothing.
+# An environment without either mark is somebody's own, and is installed into.
+define set_up
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "perada needs Python >= 3.11 and $(PYTHON) is not: name another with make PYTHON=python3.11 ..." >&2; exit 1; }
+	@if [ -e $(VENV)/.building ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(VENV)/.building
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '$(1)'
+	@rm -f $(VENV)/.building && touch $@
+endef
+
+$(VENV)/.installed: pyproject.toml
+	$(call set_up,.)
+
+$(VENV)/.installed-dev: pyproject.toml
+	$(call set_up,.[dev])
+
+quickstart: $(VENV)/.installed
+	$(BIN)/perada fit --config quickstart
+
+# Tests read nothing from a hub: a name that is not on this machine fails at once instead of after retries.
+test test-all check: export HF_HUB_OFFLINE = 1
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -qq tests/test_house.py
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
