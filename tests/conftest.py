@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: no network, one stream of random numbers, small files in the formats of real data sets."""
+
+import os
+
+# Read at import by huggingface_hub, so it is set first: a missing model then fails at once instead of after retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Models and tensors that a test draws do not depend on which tests ran before it."""
+    torch.manual_seed(0)
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """Write unsigned bytes in the gzipped idx format of MNIST: magic 0x0000 08 <dims>, the sizes, the values."""
+    header = struct.pack(f">I{array.ndim}I", 0x0800 | array.ndim, *array.shape)
+    path.write_bytes(gzip.compress(header + array.astype(np.uint8).tobytes(), mtime=0))
+
+
+@pytest.fixture
+def fashion_root(tmp_path):
+    """Folder like Fashion-MNIST's with 120 training and 40 test images: noise and a bright bar, whose row is the class."""
+    root = tmp_path / "fashion-mnist"
+    root.mkdir()
+    random = np.random.default_rng(0)
+    for split, n in (("train", 120), ("t10k", 40)):
+        labels = np.arange(n) % 10
+        images = random.integers(0, 64, (n, 28, 28))
+        for image, label in zip(images, labels, strict=True):
+            image[4 + 2 * label : 6 + 2 * label] = 255
+        write_idx(root / f"{split}-images-idx3-ubyte.gz", images)
+        write_idx(root / f"{split}-labels-idx1-ubyte.gz", labels)
+    return root
