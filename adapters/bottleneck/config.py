@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the bottleneck adapter."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peft import PeftConfig
+
+
+@dataclass
+class BottleneckConfig(PeftConfig):
+    """A bottleneck adapter ``x + up(dropout(activation(down(x))))`` on the output ``x`` of a module.
+
+    ``up`` starts at zero, so the adapted network starts as the plain one.
+
+    Source: Houlsby et al. (ICML 2019); placement after Pfeiffer et al. (EACL 2021).
+
+    Args:
+        reduction: Features of ``x`` for each feature of the bottleneck.
+        bottleneck_dim: Features of the bottleneck; takes the place of ``reduction``.
+        activation: Nonlinearity of the bottleneck.
+        dropout: Probability of dropout inside the bottleneck.
+        placement: ``"pfeiffer"`` adapts the output of each block's MLP, ``"houlsby"`` also that of its attention.
+        target_modules: Modules to adapt instead of those of ``placement``: names (or ends of names), or a regular
+            expression of the full name. Each must be, or end in, a linear layer.
+        exclude_modules: Modules to leave out of ``target_modules``.
+        modules_to_save: Modules trained whole and saved beside the adapters, such as the classification head.
+    """
+
+    reduction: int = field(default=16, metadata={"help": "features per feature of the bottleneck"})
+    bottleneck_dim: int | None = field(default=None, metadata={"help": "features of the bottleneck"})
+    activation: Literal["relu", "gelu", "silu", "tanh"] = field(default="gelu", metadata={"help": "nonlinearity"})
+    dropout: float = field(default=0.0, metadata={"help": "dropout probability"})
+    placement: Literal["pfeiffer", "houlsby"] = field(default="pfeiffer", metadata={"help": "pfeiffer or houlsby"})
+    target_modules: list[str] | str | None = field(default=None, metadata={"help": "modules to adapt"})
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "modules to leave out"})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "modules trained and saved whole"})
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        super().__post_init__()
+        self.peft_type = "PERADA_BOTTLENECK"
+        if self.reduction < 1:
+            raise ValueError(f"reduction={self.reduction!r} is too small: give 1 or more")
+        if self.bottleneck_dim is not None and self.bottleneck_dim < 1:
+            raise ValueError(f"bottleneck_dim={self.bottleneck_dim!r} is too small: give 1 or more, or leave it out")
+        if self.activation not in ("relu", "gelu", "silu", "tanh"):
+            raise ValueError(f"activation={self.activation!r} is unknown: choose 'relu', 'gelu', 'silu' or 'tanh'")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} is no probability: give a number from 0 up to, not with, 1")
+        if self.placement not in ("pfeiffer", "houlsby"):
+            raise ValueError(f"placement={self.placement!r} is unknown: choose 'pfeiffer' or 'houlsby'")

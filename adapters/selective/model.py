@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selective training as a PEFT tuner that adds no layer."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+
+from .config import SelectiveConfig
+
+PEFT_PREFIX = "base_model.model."
+
+
+def _owned(model: nn.Module, config: SelectiveConfig) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Yield (path, module, names of its own selected parameters) for each module that owns one."""
+    for path, module in model.named_modules():
+        parts = path.split(".")
+        whole = (
+            "all" in config.select
+            or ("norm" in config.select and "Norm" in type(module).__name__)
+            or any(".".join(parts[:depth]) in config.modules for depth in range(1, len(parts) + 1))
+        )
+        own = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if whole or ("bias" in config.select and parameter.ndim == 1 and (f"_{name}").endswith("_bias"))
+        ]
+        if own:
+            yield path, module, own
+
+
+def selected_names(model: nn.Module, config: SelectiveConfig) -> list[str]:
+    """Return the names, in ``model.state_dict()``, of all tensors that belong to the selection."""
+    names = []
+    for path, module, own in _owned(model, config):
+        kept = set(module.state_dict().keys())
+        own = own + [name for name, _ in module.named_buffers(recurse=False) if name in kept]
+        names += [f"{path}.{name}" if path else name for name in own]
+    return names
+
+
+class SelectiveModel(BaseTuner):
+    """Make the selected parameters of the network trainable, and save and load exactly those.
+
+    The network holds one such adapter at a time, since its own tensors are the adapter.
+    """
+
+    prefix = "perada_selective_"
+    tuner_layer_cls = BaseTunerLayer
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
+
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Freeze ``model`` but for the selected parameters.
+
+        Raises:
+            ValueError: If the model holds an adapter already, or lacks a module that the selection names.
+        """
+        if len(self.peft_config) > 1:
+            self._refuse("hold a second adapter")
+        config = cast(SelectiveConfig, self.peft_config[adapter_name])
+        for name in config.modules:
+            if name not in dict(model.named_modules()):
+                raise ValueError(f"modules={name!r} is not in {type(model).__name__}: give the full name of a module")
+        model.requires_grad_(False)
+        self.set_adapter(adapter_name, inference_mode=config.inference_mode)
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Make the selection trainable, or with ``inference_mode`` freeze it."""
+        self.active_adapter = adapter_name
+        self.set_requires_grad(adapter_name, not inference_mode)
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """Let the selected parameters require gradients, or not."""
+        name = adapter_names if isinstance(adapter_names, str) else adapter_names[0]
+        for _, module, own in _owned(self.model, cast(SelectiveConfig, self.peft_config[name])):
+            for parameter in own:
+                module.get_parameter(parameter).requires_grad_(requires_grad)
+
+    def disable_adapter_layers(self) -> None:
+        """Refuse: the network's former values are not kept.
+
+        Raises:
+            ValueError: Always.
+        """
+        self._refuse("be disabled")
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Refuse: the network's former values are not kept.
+
+        Raises:
+            ValueError: Always.
+        """
+        self._refuse("be deleted")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {what}: build the backbone anew"
+        )
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: no module is replaced."""
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """Pick the selected tensors out of the whole state."""
+        return {key: state_dict[key] for key in _full_keys(model, cast(SelectiveConfig, config))}
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        """Return ``key``, which never holds the adapter's name."""
+        return key
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return ``state_dict`` under the model's names.
+
+        Raises:
+            ValueError: If it lacks a selected tensor.
+        """
+        keys = _full_keys(model, cast(SelectiveConfig, config))
+        found = {key.removeprefix(PEFT_PREFIX): value for key, value in state_dict.items()}
+        missing = [key for key in keys if key.removeprefix(PEFT_PREFIX) not in found]
+        if missing:
+            raise ValueError(
+                f"the saved adapter lacks {len(missing)} of {len(keys)} tensors, {missing[0]!r} first: "
+                "load it into the backbone it was made with"
+            )
+        return {key: found[key.removeprefix(PEFT_PREFIX)] for key in keys}
+
+
+def _full_keys(model: nn.Module, config: SelectiveConfig) -> list[str]:
+    """Return the selected names as ``model.state_dict()`` has them, be ``model`` a PeftModel or a plain network."""
+    if isinstance(model, PeftModel):
+        return [PEFT_PREFIX + name for name in selected_names(model.get_base_model(), config)]
+    return selected_names(model, config)
