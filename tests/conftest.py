@@ -29,7 +29,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 @pytest.fixture
 def fashion_root(tmp_path):
-    """Folder like Fashion-MNIST's with 120 training and 40 test images: noise and a bright bar, whose row is the class."""
+    """Folder like Fashion-MNIST's with 120 training and 40 test images: noise and a bar whose row is the class."""
     root = tmp_path / "fashion-mnist"
     root.mkdir()
     random = np.random.default_rng(0)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small backbones for machines without a model hub: a timm ResNet trained from scratch on Fashion-MNIST.
+
+The weights in ``perada/weights/`` were made here; the card beside them names the command.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import jsonargparse
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+
+from perada.backbones import Backbone, ImageConfig, build_backbone
+from perada.data.datasets import FashionMNIST
+from perada.data.transforms import augment, draw_crops, prepare_images
+from perada.seeding import derive_seed, generator
+
+__all__ = ["pretrain"]
+
+PADDING = 2  # pixels by which training images are shifted, at most
+WEIGHT_DECAY = 5e-4
+MOMENTUM = 0.9
+
+
+class _Classifier(pl.LightningModule):
+    """Trains all parameters of a backbone: SGD with one rise and fall of the learning rate, shifts and mirroring.
+
+    Args:
+        backbone: The model, with its head.
+        image: What its images look like.
+        lr: Highest learning rate.
+        steps: Steps of the whole training.
+        seed: Of the augmentation.
+    """
+
+    def __init__(self, backbone: Backbone, image: ImageConfig, lr: float, steps: int, seed: int) -> None:
+        super().__init__()
+        self.model, self.image = backbone.model, image
+        self.lr, self.steps, self.seed = lr, steps, seed
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        crops = draw_crops(len(images), True, True, PADDING, generator(self.seed, "augment", self.global_step))
+        loss = F.cross_entropy(self(augment(images, crops, PADDING)), labels)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map uint8 images (B, 1, H, W) to logits (B, K)."""
+        logits: Tensor = self.model(prepare_images(images, self.image, self.image.input_size[-1]))
+        return logits
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        hits = (self(images).argmax(-1) == labels).float().mean()
+        self.log("test/accuracy", hits, on_epoch=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> pl.utilities.types.OptimizerLRScheduler:
+        parameters = self.model.parameters()
+        optimizer = torch.optim.SGD(parameters, self.lr, MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _loader(data: FashionMNIST, batch_size: int, shuffled_by: torch.Generator | None) -> DataLoader[tuple[Tensor, ...]]:
+    """Batches gathered by index from tensors, in order or, given a generator, shuffled and full."""
+    images = TensorDataset(data.images, data.labels)
+    order = SequentialSampler(images) if shuffled_by is None else RandomSampler(images, generator=shuffled_by)
+    return DataLoader(
+        images, sampler=BatchSampler(order, batch_size, drop_last=shuffled_by is not None), batch_size=None
+    )
+
+
+def pretrain(
+    *,
+    output: Path,
+    backbone: str = "test_resnet",
+    root: str | None = None,
+    epochs: int = 8,
+    batch_size: int = 256,
+    lr: float = 0.1,
+    image_size: int = 32,
+    seed: int = 0,
+) -> Path:
+    """Train a timm image classifier from scratch on Fashion-MNIST, on the CPU, and write its weights and their card.
+
+    Two runs on one machine with equal arguments and number of threads write the same bytes.
+
+    Args:
+        output: File to write, ending in ``.safetensors``; the card stands beside it, ending in ``.md``.
+        backbone: Name of a timm model with normalisation constants for three channels.
+        root: Folder of the four Fashion-MNIST files; by default where Debian's package puts them.
+        epochs: Passes over the 60,000 training images.
+        batch_size: Images in a step.
+        lr: Highest learning rate of the schedule.
+        image_size: Height and width to which the images are resized, in pixels.
+        seed: Of the initial weights, the order of the images and their augmentation.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: If ``output`` does not end in ``.safetensors``.
+        FileNotFoundError: If the data are not there.
+    """
+    if output.suffix != ".safetensors":
+        raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
+    train, test = (FashionMNIST(root=root, train=part) for part in (True, False))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "pretrain"))
+        built = build_backbone(backbone, 10, pretrained=False)
+    built.model.requires_grad_(True)
+    constants = built.image or ImageConfig((3, image_size, image_size), (0.5,) * 3, (0.5,) * 3)
+    image = ImageConfig((3, image_size, image_size), constants.mean, constants.std)
+    loader = _loader(train, batch_size, generator(seed, "batches"))
+    classifier = _Classifier(built, image, lr, epochs * len(loader), seed)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_model_summary=False
+    )
+    trainer.fit(classifier, loader)
+    (scores,) = trainer.test(classifier, _loader(test, 1000, None))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: value.contiguous() for key, value in built.model.state_dict().items()}, output)
+    arguments = {"backbone": backbone, "epochs": epochs, "batch_size": batch_size, "lr": lr, "image_size": image_size}
+    command = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
+    card = _card(output, f"perada pretrain {command}", backbone, image, scores["test/accuracy"], seed)
+    output.with_suffix(".md").write_text(card, encoding="utf-8")
+    return output
+
+
+def _card(file: Path, command: str, backbone: str, image: ImageConfig, accuracy: float, seed: int) -> str:
+    """Model card: what the weights are, what made them, how to load them."""
+    side, mean, std = image.input_size[-1], image.mean, image.std
+    return f"""# {file.name}
+
+timm's `{backbone}` with a head for the ten classes of Fashion-MNIST, trained from scratch by perada.
+
+| | |
+|---|---|
+| accuracy on the 10,000 test images | {accuracy:.4f} |
+| command | `{command}` |
+| commit | {_commit()} |
+| seed | {seed} |
+| machine | {platform.system()} {platform.machine()}, {_processor()}, {torch.get_num_threads()} threads |
+| software | Python {platform.python_version()}, torch {version("torch")}, timm {version("timm")} |
+| size | {file.stat().st_size:,} bytes |
+| SHA-256 | `{hashlib.sha256(file.read_bytes()).hexdigest()}` |
+
+**Images**: uint8 grey images to [0, 1], repeated to three channels, resized to {side}×{side} pixels (bilinear,
+antialiased), minus {mean}, over {std}.
+In training they are shifted by up to {PADDING} pixels and mirrored at random.
+
+**Training**: all parameters, cross-entropy, SGD with Nesterov momentum {MOMENTUM} and weight decay {WEIGHT_DECAY}, the
+learning rate rising once and falling (`torch.optim.lr_scheduler.OneCycleLR`).
+
+**Use**: a starting point for demonstrations and tests on small grey images; it has seen no colour and no photograph.
+
+```python
+timm.create_model("{backbone}", pretrained=True, num_classes=10, pretrained_cfg_overlay={{"file": "{file.name}"}})
+```
+
+**Data**: [Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist) (Xiao, Rasul, Vollgraf, 2017; MIT licence).
+**Licence** of the weights: Apache-2.0.
+"""
+
+
+def _commit() -> str:
+    """Commit of this checkout, ending in ``-dirty`` if tracked files differ; the version where there is no checkout."""
+    here = Path(__file__)
+    try:
+        git = ["git", "-C", os.fspath(here.parent)]
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], check=True, capture_output=True)
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return f"perada {version('perada')}"
+    return described.stdout.strip()
+
+
+def _processor() -> str:
+    """Name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "processor unknown"
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run ``perada pretrain`` with these arguments, by default those of the command line."""
+    jsonargparse.auto_cli(
+        pretrain, args=None if args is None else list(args), as_positional=False, prog="perada pretrain"
+    )
