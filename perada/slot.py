@@ -150,6 +150,8 @@ def _configure(backbone: Backbone, adapter: str | PeftConfig, options: dict[str,
         )
     if getattr(config, "target_modules", "unset") is None and isinstance(config, (LoraConfig, IA3Config)):
         _fill_targets(backbone, config)
+    if isinstance(config, IA3Config) and config.feedforward_modules is None:
+        config.feedforward_modules = set()
     if not isinstance(config, SelectiveConfig):
         _check_head_name(backbone)
         config.modules_to_save = list(dict.fromkeys([backbone.head, *(config.modules_to_save or [])]))

