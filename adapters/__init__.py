@@ -6,9 +6,13 @@ A new method adds its folder and one row to ``METHODS``.
 """
 
 if __name__ != "perada.adapters":
-    raise ImportError(f"import perada.adapters, not {__name__!r}: the name 'adapters' belongs to another package on PyPI")
+    raise ImportError(
+        f"import perada.adapters, not {__name__!r}: the name 'adapters' belongs to another package on PyPI"
+    )
 
-from peft import PeftConfig, mapping
+from typing import cast
+
+from peft import PeftConfig, PeftType, mapping
 from peft.tuners.tuners_utils import BaseTuner
 
 from .bottleneck import BottleneckConfig, BottleneckModel
@@ -25,6 +29,7 @@ METHODS: dict[str, tuple[type[PeftConfig], type[BaseTuner]]] = {
 """PEFT type (a plain string: PEFT's own enumeration is closed) of each method, with its config and tuner."""
 
 for _name, (_config, _model) in METHODS.items():
-    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[_name] = _config
-    mapping.PEFT_TYPE_TO_TUNER_MAPPING[_name] = _model
-    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[_name] = _model.prefix
+    _type = cast(PeftType, _name)
+    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[_type] = _config
+    mapping.PEFT_TYPE_TO_TUNER_MAPPING[_type] = _model
+    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[_type] = _model.prefix

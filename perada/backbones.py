@@ -5,16 +5,21 @@ import copy
 import difflib
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import timm
 import torch
-from timm.data import resolve_model_data_config
+from timm.data.config import resolve_model_data_config
+from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from perada.backbone_weights import cached_file, hub_problem, load_weights, no_weights
 from perada.slot import AdaptedModel, Backbone, ImageConfig, adapter_names, insert_adapter
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["AdaptedModel", "Backbone", "ImageConfig", "adapter_names", "build_backbone", "insert_adapter"]
 
@@ -106,7 +111,7 @@ def _from_timm(
     return Backbone(model, name, head, _timm_image_config(model, image_size, in_chans))
 
 
-def _timm_weights(name: str, config: Any, pretrained: bool | str) -> dict[str, Any]:
+def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | str) -> dict[str, Any]:
     """Return changes to timm's weights configuration, after checking that weights asked for can be had."""
     if isinstance(pretrained, str):
         described = Path(pretrained) / "config.json"
@@ -131,17 +136,17 @@ def _timm_weights(name: str, config: Any, pretrained: bool | str) -> dict[str, A
 
 def _timm_image_config(model: nn.Module, image_size: int | None, in_chans: int) -> ImageConfig:
     """Return the model's own data configuration, with the size and channels asked for."""
-    data = resolve_model_data_config(model)
+    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
     height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
     return ImageConfig((in_chans, height, width), _channels(data["mean"], in_chans), _channels(data["std"], in_chans))
 
 
-def _channels(values: Any, in_chans: int) -> tuple[float, ...]:
+def _channels(values: Iterable[float], in_chans: int) -> tuple[float, ...]:
     """Fit normalisation constants to another number of channels: their mean for one channel, else repeated in turn."""
-    values = tuple(float(value) for value in values)
+    known = [float(value) for value in values]
     if in_chans == 1:
-        return (sum(values) / len(values),)
-    return tuple(values[index % len(values)] for index in range(in_chans))
+        return (sum(known) / len(known),)
+    return tuple(known[index % len(known)] for index in range(in_chans))
 
 
 def _from_transformers(
@@ -155,7 +160,9 @@ def _from_transformers(
         config = AutoConfig.from_pretrained(source, **where)
         size = _set_up(config, name, num_classes, pretrained is not False, image_size, in_chans)
         if pretrained is False:
-            model = AutoModelForImageClassification.from_config(config, dtype=torch.float32)
+            model = AutoModelForImageClassification.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=torch.float32
+            )
         else:
             model, report = _quiet_load(source, config, where)
     except OSError as error:
@@ -187,7 +194,7 @@ def _transformers_local(name: str, source: str, weights: bool) -> bool:
 
 
 def _set_up(
-    config: Any, name: str, num_classes: int | None, weights: bool, image_size: int | None, in_chans: int
+    config: "PretrainedConfig", name: str, num_classes: int | None, weights: bool, image_size: int | None, in_chans: int
 ) -> int | None:
     """Write classes, size and channels into a transformers configuration; return the image size, if one is known."""
     if num_classes is not None and num_classes != config.num_labels:
@@ -205,7 +212,7 @@ def _set_up(
     return image_size if image_size is not None else getattr(config, "image_size", None)
 
 
-def _quiet_load(source: str, config: Any, where: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _quiet_load(source: str, config: "PretrainedConfig", where: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Load a transformers model in float32 with a report of what did not fit, without its log of the same."""
     from transformers import AutoModelForImageClassification
 
@@ -236,12 +243,12 @@ def _check_loaded(name: str, head: str, report: dict[str, Any]) -> None:
     lost = [key for key in [*report["missing_keys"], *mismatched] if not key.startswith(f"{head}.")]
     if lost:
         raise ValueError(
-            f"the weights of backbone {name!r} lack {lost[0]!r}, or have it in another shape ({len(lost)} such tensors): "
-            "check the name, or set `pretrained: false`"
+            f"the weights of backbone {name!r} lack {lost[0]!r}, or have it in another shape ({len(lost)} such "
+            "tensors): check the name, or set `pretrained: false`"
         )
 
 
-def _transformers_image_config(source: str, where: dict[str, Any], size: Any, in_chans: int) -> ImageConfig:
+def _transformers_image_config(source: str, where: dict[str, Any], size: object, in_chans: int) -> ImageConfig:
     """Return what the model's image processor says; without one, mean and standard deviation 0.5."""
     from transformers import ImageProcessingMixin
 
@@ -254,7 +261,7 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: Any, in
     said = size or processor.get("crop_size") or processor.get("size") or 224
     if isinstance(said, dict):
         said = (said["height"], said["width"]) if "height" in said else said.get("shortest_edge", 224)
-    height, width = (said, said) if isinstance(said, int) else said
+    height, width = (said, said) if isinstance(said, int) else cast(tuple[int, int], said)
     return ImageConfig((in_chans, height, width), mean, std)
 
 
@@ -264,5 +271,5 @@ def _return_logits(model: nn.Module) -> None:
         model.register_forward_hook(_logits)
 
 
-def _logits(module: nn.Module, arguments: Any, output: Any) -> Tensor:
+def _logits(module: nn.Module, arguments: tuple[object, ...], output: object) -> Tensor:
     return cast(Tensor, getattr(output, "logits", output))

@@ -5,7 +5,7 @@ import copy
 import re
 import warnings
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import peft
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel
@@ -79,7 +79,7 @@ class AdaptedModel:
     @property
     def model(self) -> nn.Module:
         """The network itself, whose names are the names of states everywhere in perada."""
-        return cast(nn.Module, self.peft_model.get_base_model())
+        return self.peft_model.get_base_model()
 
 
 def adapter_names() -> list[str]:
@@ -141,7 +141,7 @@ def _configure(backbone: Backbone, adapter: str | PeftConfig, options: dict[str,
         config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head])
     elif adapter in METHODS:
         _check_options(adapter, options, {field.name for field in fields(METHODS[adapter])} - INTERNAL)
-        config = METHODS[adapter](**options)
+        config = METHODS[adapter](**cast(dict[str, Any], options))
     else:
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
     if config.is_prompt_learning or not hasattr(config, "modules_to_save" if adapter not in SELECTIONS else "modules"):
@@ -151,10 +151,11 @@ def _configure(backbone: Backbone, adapter: str | PeftConfig, options: dict[str,
     if getattr(config, "target_modules", "unset") is None and isinstance(config, (LoraConfig, IA3Config)):
         _fill_targets(backbone, config)
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
-        config.feedforward_modules = set()
+        config.feedforward_modules = []
     if not isinstance(config, SelectiveConfig):
         _check_head_name(backbone)
-        config.modules_to_save = list(dict.fromkeys([backbone.head, *(config.modules_to_save or [])]))
+        saved = cast(list[str] | None, vars(config)["modules_to_save"])
+        vars(config)["modules_to_save"] = list(dict.fromkeys([backbone.head, *(saved or [])]))
     return config
 
 
@@ -173,14 +174,15 @@ def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config) -> None:
     else:
         feedforward = [name for name in linears if IA3_FEEDFORWARD.fullmatch(name)]
         targets = [name for name in linears if IA3_SCALED.fullmatch(name)] + feedforward
-        config.feedforward_modules = set(feedforward) if config.feedforward_modules is None else config.feedforward_modules
+        if config.feedforward_modules is None:
+            config.feedforward_modules = feedforward
     targets = targets or block_convolutions(backbone.model)
     if not targets:
         raise ValueError(
             f"backbone {backbone.name!r} is of no family whose layers {type(config).__name__} knows: "
             "name the layers to adapt in target_modules"
         )
-    config.target_modules = set(targets)
+    config.target_modules = targets
 
 
 def _check_head_name(backbone: Backbone) -> None:

@@ -20,9 +20,9 @@ def block_outputs(model: nn.Module, placement: str) -> list[str]:
     names = []
     for name, module in modules.items():
         if name.split(".")[-1] == "mlp" and last_linear(module) is not None:
-            block = name.removesuffix("mlp")
             if placement == "houlsby":
-                names += [block + part for part in ATTENTION_OUTPUTS if isinstance(modules.get(block + part), nn.Linear)]
+                outputs = [name.removesuffix("mlp") + part for part in ATTENTION_OUTPUTS]
+                names += [output for output in outputs if isinstance(modules.get(output), nn.Linear)]
             names.append(name)
     return names
 
@@ -48,7 +48,7 @@ class BottleneckModel(BaseTuner):
 
     def _create_and_replace(
         self,
-        peft_config: BottleneckConfig,
+        peft_config: PeftConfig,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
@@ -57,15 +57,16 @@ class BottleneckModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         """Wrap one module, or add a second adapter to a wrapped one."""
+        config = cast(BottleneckConfig, peft_config)
         if isinstance(target, BottleneckLayer):
-            target.update_layer(adapter_name, peft_config)
+            target.update_layer(adapter_name, config)
             return
         if last_linear(target) is None:
             raise ValueError(
                 f"the bottleneck adapter cannot follow {current_key!r}, a {type(target).__name__} without a linear "
                 "layer: let target_modules name modules that are, or end in, an nn.Linear"
             )
-        layer = BottleneckLayer(target, adapter_name, peft_config)
+        layer = BottleneckLayer(target, adapter_name, config)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)

@@ -2,7 +2,6 @@
 """The residual adapter around one convolution."""
 
 import math
-from typing import cast
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ class ResidualLayer(nn.Module, BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, config: ResidualConfig) -> None:
         """Add an adapter, freshly initialised from the global random stream."""
-        channels = cast(nn.Conv2d, self.base_layer).out_channels
+        channels = self.base_layer.out_channels
         projection = nn.Conv2d(channels, channels, kernel_size=1, bias=False)
         nn.init.normal_(projection.weight, std=config.init_std)
         self.perada_residual_norm[adapter_name] = _norm(config.norm, channels)

@@ -66,7 +66,7 @@ class ResidualModel(BaseTuner):
 
     def _create_and_replace(
         self,
-        peft_config: ResidualConfig,
+        peft_config: PeftConfig,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
@@ -75,15 +75,16 @@ class ResidualModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         """Wrap one convolution, or add a second adapter to a wrapped one."""
+        config = cast(ResidualConfig, peft_config)
         if isinstance(target, ResidualLayer):
-            target.update_layer(adapter_name, peft_config)
+            target.update_layer(adapter_name, config)
             return
         if not isinstance(target, nn.Conv2d):
             raise ValueError(
                 f"the residual adapter cannot follow {current_key!r}, a {type(target).__name__}: "
                 "let target_modules name nn.Conv2d modules only"
             )
-        layer = ResidualLayer(target, adapter_name, peft_config)
+        layer = ResidualLayer(target, adapter_name, config)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)

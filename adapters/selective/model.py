@@ -2,7 +2,7 @@
 """Selective training as a PEFT tuner that adds no layer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -106,7 +106,16 @@ class SelectiveModel(BaseTuner):
             f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {what}: build the backbone anew"
         )
 
-    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+    def _create_and_replace(
+        self,
+        peft_config: PeftConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
         """Do nothing: no module is replaced."""
 
     @classmethod
