@@ -16,12 +16,20 @@ from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from perada.backbone_weights import cached_file, hub_problem, load_weights, no_weights
-from perada.slot import AdaptedModel, Backbone, ImageConfig, adapter_names, insert_adapter
+from perada.slot import AdaptedModel, AdapterChoice, Backbone, ImageConfig, adapter_names, insert_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["AdaptedModel", "Backbone", "ImageConfig", "adapter_names", "build_backbone", "insert_adapter"]
+__all__ = [
+    "AdaptedModel",
+    "AdapterChoice",
+    "Backbone",
+    "ImageConfig",
+    "adapter_names",
+    "build_backbone",
+    "insert_adapter",
+]
 
 
 def build_backbone(

@@ -15,6 +15,9 @@ from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.residual.model import block_convolutions
 from perada.states import trained_keys
 
+AdapterChoice = str | PeftConfig
+"""What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
+
 ATTENTION = re.compile(
     r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
 )
@@ -91,7 +94,7 @@ def adapter_names() -> list[str]:
     return [*METHODS, *SELECTIONS]
 
 
-def insert_adapter(backbone: Backbone, adapter: str | PeftConfig = "residual", **options: object) -> AdaptedModel:
+def insert_adapter(backbone: Backbone, adapter: AdapterChoice = "residual", **options: object) -> AdaptedModel:
     """Put an adapter into ``backbone``, in place, and let it and the classification head require gradients.
 
     New weights are drawn from torch's global random stream.
@@ -127,7 +130,7 @@ def insert_adapter(backbone: Backbone, adapter: str | PeftConfig = "residual", *
     return adapted
 
 
-def _configure(backbone: Backbone, adapter: str | PeftConfig, options: dict[str, object]) -> PeftConfig:
+def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
     """Return the configuration to insert, with targets and head filled in."""
     if isinstance(adapter, PeftConfig):
         if options:
