@@ -72,13 +72,22 @@ class _Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _loader(data: FashionMNIST, batch_size: int, shuffled_by: torch.Generator | None) -> DataLoader[tuple[Tensor, ...]]:
+def _tensors(root: str | None, download: bool, train: bool) -> TensorDataset:
+    """Images (N, 1, 28, 28) uint8 and labels (N,) of one split of Fashion-MNIST."""
+    data = FashionMNIST(root, download, train)
+    data.download()
+    assert data.images is not None and data.labels is not None  # idx files are read whole
+    return TensorDataset(data.images, data.labels)
+
+
+def _loader(
+    data: TensorDataset, batch_size: int, shuffled_by: torch.Generator | None
+) -> DataLoader[tuple[Tensor, ...]]:
     """Batches gathered by index from tensors, in order or, given a generator, shuffled and full."""
-    images = TensorDataset(data.images, data.labels)
-    order = SequentialSampler(images) if shuffled_by is None else RandomSampler(images, generator=shuffled_by)
-    return DataLoader(
-        images, sampler=BatchSampler(order, batch_size, drop_last=shuffled_by is not None), batch_size=None
-    )
+    order = SequentialSampler(data) if shuffled_by is None else RandomSampler(data, generator=shuffled_by)
+    batches = BatchSampler(order, batch_size, drop_last=shuffled_by is not None)
+    # A loader without a generator takes a seed from the global stream, even where it has nothing to draw.
+    return DataLoader(data, sampler=batches, batch_size=None, generator=torch.Generator())
 
 
 def pretrain(
@@ -86,6 +95,7 @@ def pretrain(
     output: Path,
     backbone: str = "test_resnet",
     root: str | None = None,
+    download: bool = False,
     epochs: int = 8,
     batch_size: int = 256,
     lr: float = 0.1,
@@ -98,8 +108,9 @@ def pretrain(
 
     Args:
         output: File to write, ending in ``.safetensors``; the card stands beside it, ending in ``.md``.
-        backbone: Name of a timm model with normalisation constants for three channels.
+        backbone: Name of a timm model.
         root: Folder of the four Fashion-MNIST files; by default where Debian's package puts them.
+        download: Fetch the files to ``root`` if they are missing.
         epochs: Passes over the 60,000 training images.
         batch_size: Images in a step.
         lr: Highest learning rate of the schedule.
@@ -115,13 +126,13 @@ def pretrain(
     """
     if output.suffix != ".safetensors":
         raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
-    train, test = (FashionMNIST(root=root, train=part) for part in (True, False))
+    train, test = (_tensors(root, download, part) for part in (True, False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "pretrain"))
-        built = build_backbone(backbone, 10, pretrained=False)
-    built.model.requires_grad_(True)
-    constants = built.image or ImageConfig((3, image_size, image_size), (0.5,) * 3, (0.5,) * 3)
-    image = ImageConfig((3, image_size, image_size), constants.mean, constants.std)
+        built = build_backbone(backbone, 10, pretrained=False, image_size=image_size)
+    built.model.requires_grad_(True).train()
+    image = built.image
+    assert image is not None  # a name, not a network of the caller's own
     loader = _loader(train, batch_size, generator(seed, "batches"))
     classifier = _Classifier(built, image, lr, epochs * len(loader), seed)
     trainer = pl.Trainer(
@@ -133,12 +144,12 @@ def pretrain(
     save_file({key: value.contiguous() for key, value in built.model.state_dict().items()}, output)
     arguments = {"backbone": backbone, "epochs": epochs, "batch_size": batch_size, "lr": lr, "image_size": image_size}
     command = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
-    card = _card(output, f"perada pretrain {command}", backbone, image, scores["test/accuracy"], seed)
+    card = _card(output, f"perada pretrain {command}", backbone, image, scores["test/accuracy"], len(test), seed)
     output.with_suffix(".md").write_text(card, encoding="utf-8")
     return output
 
 
-def _card(file: Path, command: str, backbone: str, image: ImageConfig, accuracy: float, seed: int) -> str:
+def _card(file: Path, command: str, backbone: str, image: ImageConfig, accuracy: float, tested: int, seed: int) -> str:
     """Model card: what the weights are, what made them, how to load them."""
     side, mean, std = image.input_size[-1], image.mean, image.std
     return f"""# {file.name}
@@ -147,7 +158,7 @@ timm's `{backbone}` with a head for the ten classes of Fashion-MNIST, trained fr
 
 | | |
 |---|---|
-| accuracy on the 10,000 test images | {accuracy:.4f} |
+| accuracy on the {tested:,} test images | {accuracy:.4f} |
 | command | `{command}` |
 | commit | {_commit()} |
 | seed | {seed} |
@@ -166,8 +177,11 @@ learning rate rising once and falling (`torch.optim.lr_scheduler.OneCycleLR`).
 **Use**: a starting point for demonstrations and tests on small grey images; it has seen no colour and no photograph.
 
 ```python
-timm.create_model("{backbone}", pretrained=True, num_classes=10, pretrained_cfg_overlay={{"file": "{file.name}"}})
+overlay = {{"file": "{file.name}", "num_classes": 10}}  # without the number timm drops the head
+timm.create_model("{backbone}", pretrained=True, num_classes=10, pretrained_cfg_overlay=overlay)
 ```
+
+or, with a new head for other classes, as perada's `backbone: {backbone}` with `pretrained: {file.name}`.
 
 **Data**: [Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist) (Xiao, Rasul, Vollgraf, 2017; MIT licence).
 **Licence** of the weights: Apache-2.0.
