@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Lightning datamodule: an epoch is a communication round, a batch is one local step of the round's clients."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from perada.data.datasets import ImageSet
+from perada.data.division import Division
+from perada.data.federated import Checked, FederatedData, check
+from perada.data.loaders import EvalBatches, RoundBatches, loader
+from perada.data.partitions import Partition
+from perada.data.preparation import BatchT, Preparation
+from perada.data.rounds import (
+    CohortBatch,
+    EvalBatch,
+    Phase,
+    RoundPlan,
+    batch_indices,
+    make_plan,
+    sample_cohort,
+)
+from perada.data.store import TensorStore
+
+if TYPE_CHECKING:
+    from perada.backbones import ImageConfig
+
+
+class FederatedDataModule(pl.LightningDataModule):
+    """Serves rounds of local training, the clients' test data, and the server's public images.
+
+    Either ``data`` holds the clients' datasets, or ``dataset`` is divided by ``partition``. Sets that are tensors are
+    gathered by index, on the accelerator where they fit; others are read item by item.
+
+    Args:
+        data: The clients' datasets, in Python.
+        dataset: The images that are divided among the clients.
+        partition: How they are divided.
+        public: Images for the server's distillation; labels are never read.
+        public_fraction: Instead of ``public``: share of the training images that is taken from the clients for it.
+        validation_fraction: Share of the training images that the server gets with labels, to stop distilling early.
+        train_limit: Number of training images used, drawn at random; null for all.
+        test_limit: Number of test images used, likewise.
+        public_limit: Number of images of ``public`` used, likewise.
+        seed: Seed of the partition, the limits and the shares. What is drawn in training comes from the run's seed.
+        batch_size: Images in a client's batch, or full for all that the client has.
+        eval_batch_size: Images in a batch of test data.
+        num_workers: Processes that read images from files; the batches are the same for any number.
+        image_size: Height and width to resize uint8 images to; null keeps them.
+        crop_padding: Shift training images at random by up to so many pixels; 0 for not.
+        flip: Mirror half of the training images.
+        num_classes: Number of classes; null for what the dataset says.
+        device_cache_mb: Sets of tensors up to this size are kept on the accelerator.
+
+    Raises:
+        ValueError: If an option is out of range or two exclude each other; the data are checked by ``setup``.
+    """
+
+    num_clients: int
+    num_classes: int
+    multilabel: bool
+    train_sizes: tuple[int, ...]
+
+    def __init__(
+        self,
+        data: FederatedData | None = None,
+        *,
+        dataset: ImageSet | None = None,
+        partition: Partition | None = None,
+        public: ImageSet | None = None,
+        public_fraction: float = 0.0,
+        validation_fraction: float = 0.0,
+        train_limit: int | None = None,
+        test_limit: int | None = None,
+        public_limit: int | None = None,
+        seed: int = 0,
+        batch_size: int | Literal["full"] = 64,
+        eval_batch_size: int = 256,
+        num_workers: int = 0,
+        image_size: int | None = None,
+        crop_padding: int = 0,
+        flip: bool = False,
+        num_classes: int | None = None,
+        device_cache_mb: int = 2000,
+    ) -> None:
+        super().__init__()
+        given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
+        self._data = data
+        self._division: Division | None = None
+        if data is None:
+            if dataset is None or partition is None:
+                raise ValueError(
+                    f"dataset is {dataset} and partition is {partition}: give both (for example Digits and "
+                    "Dirichlet), or data=FederatedData(...)"
+                )
+            self._division = Division(dataset, partition, *given, seed=seed)
+        elif dataset is not None or partition is not None or any(given):
+            raise ValueError(
+                "data is given, and with it options that divide a dataset: put the public set and all else into "
+                "FederatedData, or give dataset and partition instead"
+            )
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("image_size", image_size, 1),
+            ("crop_padding", crop_padding, 0),
+            ("num_classes", num_classes, 1),
+        ):
+            if value is not None and value != "full" and (isinstance(value, str) or value < least):
+                raise ValueError(f"{name} is {value!r}: give at least {least}" + ", or 'full'" * (name == "batch_size"))
+        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
+        self.image_size, self.device_cache_mb = image_size, device_cache_mb
+        self._num_classes = num_classes
+        self._checked: Checked | None = None
+        self._record: dict[str, Any] = {}
+        self._preparation = Preparation(None, image_size, crop_padding, flip)
+        self._clients_per_round: int | None = None
+        self._phases: tuple[Phase, ...] = (Phase(),)
+
+    def prepare_data(self) -> None:
+        """Fetch what is to be downloaded."""
+        if self._division is not None:
+            self._division.dataset.download()
+            if self._division.public is not None:
+                self._division.public.download()
+
+    def setup(self, stage: str = "fit") -> None:
+        """Divide and check the data; once, however often it is called.
+
+        Raises:
+            FileNotFoundError: If a dataset's files are missing.
+            ValueError: If the data cannot be divided as asked, or are not fit for training.
+            TypeError: If images or labels are of a type that cannot be used.
+        """
+        if self._checked is not None:
+            return
+        data = self._data
+        if self._division is not None:
+            data, self._record = self._division.share_out()
+        assert data is not None
+        declared = data.num_classes
+        if self._num_classes is not None and declared not in (None, self._num_classes):
+            raise ValueError(
+                f"num_classes is {self._num_classes} but the data has {declared} classes: make them equal, or leave "
+                "num_classes out"
+            )
+        self._checked = check(data, self._num_classes or declared, self.image_size)
+        self.num_clients = len(data.train)
+        self.train_sizes = self._checked.train.sizes
+        self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel
+
+    @property
+    def _seed(self) -> int:
+        return self._preparation.seed
+
+    @property
+    def _ready(self) -> Checked:
+        self.setup()
+        assert self._checked is not None
+        return self._checked
+
+    def configure_rounds(
+        self,
+        *,
+        seed: int,
+        clients_per_round: int | None,
+        phases: Sequence[Phase],
+        image: "ImageConfig | None" = None,
+    ) -> None:
+        """Say how rounds go. Without it: seed 0, all clients, one epoch, no normalisation constants.
+
+        Args:
+            seed: The run's seed.
+            clients_per_round: Clients C drawn in each round; None for all.
+            phases: The stretches of local training in a round.
+            image: What the backbone asks of images.
+
+        Raises:
+            ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
+        """
+        data = self._ready
+        if clients_per_round is not None and not 1 <= clients_per_round <= self.num_clients:
+            raise ValueError(
+                f"clients_per_round is {clients_per_round} and there are {self.num_clients} clients: give 1 to "
+                f"{self.num_clients}, or null for all"
+            )
+        if not phases:
+            raise ValueError("there are no phases of local training: give at least one")
+        if image is not None:
+            data.check_channels(image.input_size[0])
+        self._clients_per_round, self._phases = clients_per_round, tuple(phases)
+        self._preparation = replace(self._preparation, image=image, seed=seed)
+
+    def plan(self, round: int) -> RoundPlan:
+        """Draw the clients of a round: a pure function of the run's seed and the round."""
+        clients = sample_cohort(self._seed, round, len(self._ready.train.sizes), self._clients_per_round)
+        return self.plan_for(clients, round)
+
+    def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
+        """Plan a round of the given clients, in the given phases or those of every round."""
+        return make_plan(round, clients, self._ready.train.sizes, phases or self._phases, self.batch_size)
+
+    def train_dataloader(self) -> DataLoader[CohortBatch]:
+        """Serve the trainer's current round (round 0 without a trainer); ``len()`` is its number of steps."""
+        return self.cohort_loader(self.plan(self.trainer.current_epoch if self.trainer is not None else 0))
+
+    def cohort_loader(self, plan: RoundPlan) -> DataLoader[CohortBatch]:
+        """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`."""
+        store = self._ready.train
+        self._cache(store)
+        return loader(RoundBatches(store, plan, self.batch_size, self._seed), store, self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
+        """Serve all clients' test data, each image once; an empty list if there are none."""
+        store = self._ready.test
+        if store is None:
+            return []
+        self._cache(store)
+        return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
+
+    def test_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
+        """Serve the same as :meth:`val_dataloader`."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
+        """Serve the same as :meth:`val_dataloader`."""
+        return self.val_dataloader()
+
+    @property
+    def public_size(self) -> int:
+        """Number of public images; 0 if there are none."""
+        store = self._ready.public
+        return 0 if store is None else store.sizes[0]
+
+    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
+        """Positions in the public set for the steps of a round's distillation: a stream of permutations.
+
+        Returns:
+            Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round.
+        """
+        return batch_indices(self.public_size, batch_size, steps, self._seed, "public", round)
+
+    def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
+        store = self._ready.public
+        assert store is not None
+        self._cache(store)
+        images, _ = store.take(torch.zeros_like(indices), indices, (self._seed, -2))
+        return self.prepare(images.to(device))
+
+    def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
+        store = self._ready.server_validation
+        if store is not None:
+            self._cache(store)
+            for x, y, _ in loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers):
+                yield self.prepare(x.to(device)), y.to(device)
+
+    def partition_dict(self) -> dict[str, Any]:
+        """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
+        data = self._ready
+        if self._record:
+            return self._record
+        test = [0] * self.num_clients if data.test is None else list(data.test.sizes)
+        sizes = {"train_sizes": list(self.train_sizes), "test_sizes": test, "public_size": self.public_size}
+        return {"num_clients": self.num_clients} | sizes
+
+    def on_after_batch_transfer(self, batch: BatchT, dataloader_idx: int) -> BatchT:
+        """Prepare a batch once it is on the device."""
+        return self.prepare(batch)
+
+    def prepare(self, batch: BatchT) -> BatchT:
+        """Make a batch that is on its device ready for the model; the Trainer's batches are so already.
+
+        It may be a cohort batch, a batch of test data, or images (B, ...); see
+        :class:`~perada.data.preparation.Preparation`.
+        """
+        return self._preparation(batch)
+
+    def _cache(self, store: object) -> None:
+        """Keep a set of tensors on the trainer's accelerator, if it is small."""
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if isinstance(store, TensorStore) and device.type != "cpu":
+            store.to(device, self.device_cache_mb * 10**6)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that are already divided among clients, and the checks made on them before anything is trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from perada.data.store import (
+    Kind,
+    Store,
+    TensorStore,
+    as_labels,
+    check_label_kind,
+    isolated_randomness,
+    kind,
+    length,
+    make_store,
+    seed_all,
+    wrong_shape,
+)
+
+# Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
+# checked as they are used.
+SCAN_LIMIT = 50_000
+
+
+@dataclass
+class FederatedData:
+    """One dataset per client, and what the server has.
+
+    Args:
+        train: One map-style dataset per client, items (image, label). Images are uint8 (Ch, H, W) or (H, W), PIL, or
+            floating point that is ready for the model. Labels are classes, or float vectors (K,) for several labels.
+        test: One per client, or an empty list for no evaluation. A client's test set may be empty.
+        public: Images without labels, for the server. Of items (image, anything) the second part is never looked at.
+        server_validation: Labelled data on the server, for an optional early stop of the distillation.
+        num_classes: Inferred from the labels when None.
+    """
+
+    train: Sequence[Dataset[Any]]
+    test: Sequence[Dataset[Any]] = field(default_factory=list)
+    public: Dataset[Any] | None = None
+    server_validation: Dataset[Any] | None = None
+    num_classes: int | None = None
+
+
+@dataclass
+class Checked:
+    """What the checks found: a store for each part, and the facts about the task."""
+
+    train: Store
+    test: Store | None
+    public: Store | None
+    server_validation: Store | None
+    num_classes: int
+    multilabel: bool
+    image: Kind
+
+    def check_channels(self, channels: int) -> None:
+        """Compare clients' and public images with the number of channels a backbone takes; one channel fits any.
+
+        Raises:
+            ValueError: With the shape and the remedy.
+        """
+        public = None if self.public is None else first_image(self.public)
+        for name, found in (("training", self.image), ("public", public)):
+            if found is None or len(found[0]) != 3 or found[0][0] == channels:
+                continue
+            if found[0][0] != 1 or found[1] != torch.uint8:
+                raise ValueError(
+                    f"{name} images have shape {found[0]} and the backbone takes {channels} channels: convert the "
+                    f"images, or build the backbone with in_chans={found[0][0]}"
+                )
+
+
+def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:
+    """Open the data and verify them.
+
+    Args:
+        data: The clients' data.
+        num_classes: Number of classes K; None to take it from the labels.
+        image_size: Height and width to resize uint8 images to, or None.
+
+    Raises:
+        ValueError: If there are no clients, a client has no samples, shapes differ, or a label is out of range.
+        TypeError: If images or labels are of a type that cannot be used.
+    """
+    _check_counts(data)
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"num_classes is {num_classes}: give at least 1, or None to take it from the labels")
+    train = make_store(data.train, size=image_size)
+    test = make_store(data.test, size=image_size) if any(map(length, data.test)) else None
+    validation = None
+    if data.server_validation is not None:
+        validation = make_store([data.server_validation], size=image_size)
+    parts = {"training": train, "test": test, "validation": validation}
+    image, found = None, {}
+    for part, store in parts.items():
+        if store is not None:
+            image = _check_shapes(part, store, image, image_size)
+            found[part] = _known_labels(store)
+    assert image is not None
+    multilabel = _is_multilabel(found)
+    num_classes = num_classes or _infer_classes(found, multilabel)
+    for part, labels in found.items():
+        _check_labels(part, labels, num_classes, multilabel)
+    public = None
+    if data.public is not None:
+        public = make_store([data.public], labelled=False, size=image_size)
+    return Checked(train, test, public, validation, num_classes, multilabel, image)
+
+
+def _check_counts(data: FederatedData) -> None:
+    """Refuse missing clients and empty ones."""
+    if not len(data.train):
+        raise ValueError("there are no clients: FederatedData.train is empty, give one dataset per client")
+    if len(data.test) not in (0, len(data.train)):
+        raise ValueError(
+            f"there are {len(data.train)} training sets and {len(data.test)} test sets: give one of each per client, "
+            "or test=[] to leave out evaluation"
+        )
+    for client, dataset in enumerate(data.train):
+        if length(dataset) == 0:
+            raise ValueError(f"client {client} has no training samples: leave the client out or give it some")
+    for name, server_set in (("public", data.public), ("server_validation", data.server_validation)):
+        if server_set is not None and length(server_set) == 0:
+            raise ValueError(f"the {name} set has no samples: give some, or None")
+
+
+def first_image(store: Store, client: int = 0, size: int | None = None) -> Kind:
+    """Shape and type of a client's first image, once it is resized to ``size``."""
+    if isinstance(store, TensorStore):
+        shape, dtype = kind(store.images)
+        return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
+    with isolated_randomness():
+        seed_all(0)
+        return kind(store.item(client, 0)[0], 0)
+
+
+def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | None) -> Kind | None:
+    """Compare the first image of every client; tensors were compared when the store was made."""
+    clients = [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist()
+    for client in clients:
+        got = first_image(store, client, size)
+        if expected is not None and got != expected:
+            raise ValueError(f"{part} data: " + wrong_shape(client, got, expected))
+        expected = got
+    return expected
+
+
+def _known_labels(store: Store) -> list[Tensor]:
+    """Labels of every client, read from the sets' tensors or ``targets``, else sample by sample within SCAN_LIMIT."""
+    if isinstance(store, TensorStore):
+        return store.client_labels()
+    scan = sum(store.sizes) <= SCAN_LIMIT
+    labels = []
+    with isolated_randomness():
+        seed_all(0)
+        for client, dataset in enumerate(store.datasets):
+            known = _targets(dataset)
+            if known is None:
+                count = store.sizes[client] if scan else min(1, store.sizes[client])
+                read = [label for index in range(count) if (label := store.item(client, index)[1]) is not None]
+                known = torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
+            labels.append(known)
+    return labels
+
+
+def _targets(dataset: Dataset[Any]) -> Tensor | None:
+    """The labels a dataset declares, as torchvision's do, without reading an image; None if it declares none."""
+    if type(dataset) is Subset:
+        inner = _targets(dataset.dataset)
+        return None if inner is None else inner[torch.as_tensor(list(dataset.indices))]
+    targets = getattr(dataset, "targets", None)
+    if targets is None or getattr(dataset, "target_transform", None) is not None:
+        return None
+    labels = as_labels(targets)
+    return labels if len(labels) == length(dataset) else None
+
+
+def _is_multilabel(found: dict[str, list[Tensor]]) -> bool:
+    """Whether labels are vectors, for all clients alike."""
+    first = found["training"][0]
+    for clients in found.values():
+        for client, labels in enumerate(clients):
+            if len(labels):
+                check_label_kind(client, labels, first)
+    return first.ndim == 2
+
+
+def _infer_classes(found: dict[str, list[Tensor]], multilabel: bool) -> int:
+    """The width of multi-label vectors, or one more than the largest class."""
+    if multilabel:
+        return found["training"][0].shape[1]
+    return int(max(labels.max() for clients in found.values() for labels in clients if len(labels))) + 1
+
+
+def _check_labels(part: str, clients: list[Tensor], num_classes: int, multilabel: bool) -> None:
+    """Refuse classes outside 0..K-1, and multi-label vectors of another width or with values outside [0, 1].
+
+    Raises:
+        ValueError: With the client and the value.
+    """
+    if multilabel and clients[0].shape[1] != num_classes:
+        raise ValueError(
+            f"{part} labels have {clients[0].shape[1]} entries but num_classes is {num_classes}: "
+            "make the two equal, or leave num_classes out"
+        )
+    top = 1 if multilabel else num_classes - 1
+    for client, labels in enumerate(clients):
+        wrong = ~((labels >= 0) & (labels <= top))
+        if wrong.any():
+            who = "the server" if part == "validation" else f"client {client}"
+            raise ValueError(
+                f"{who} has the {part} label {labels[wrong][0].item()}, outside 0..{top}: "
+                "correct the label" + ("" if multilabel else f" or num_classes (now {num_classes})")
+            )
