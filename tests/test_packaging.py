@@ -38,7 +38,7 @@ def test_top_level_is_only_perada(wheel):
         ("adapters", "**/*.py"),
         ("recipes", "**/*.yaml"),
         ("perada", "weights/*.safetensors"),
-        ("perada", "weights/README.md"),
+        ("perada", "weights/*.md"),
         ("perada", "py.typed"),
     ],
 )
