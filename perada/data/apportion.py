@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole numbers of samples for clients. Shape suffixes: M clients, K classes, N samples."""
 
+import heapq
 from typing import Any
 
 import numpy as np
@@ -74,17 +75,23 @@ def raise_to_minimum(
     """
     counts, totals = counts.copy(), counts.sum(1)
     spare = np.zeros(counts.shape[1], dtype=np.int64) if spare is None else spare.copy()
-    for client in np.flatnonzero(totals < minimum):
+    needy = np.flatnonzero(totals < minimum)
+    heaps = [_offers(np.minimum(column - keep, totals - minimum)) for column in counts.T] if len(needy) else []
+    for client in needy:
         for k in np.argsort(-preference[client], kind="stable"):
             need = minimum - totals[client]
             taken = min(need, spare[k])
             spare[k] -= taken
-            while taken < need:
-                can_give = np.minimum(counts[:, k] - keep, totals - minimum)
-                donor = int(can_give.argmax())
-                if can_give[donor] <= 0:
-                    break
-                given = min(need - taken, can_give[donor])
+            while taken < need and heaps[k]:
+                offer, donor = heaps[k][0]
+                left = min(counts[donor, k] - keep, totals[donor] - minimum)
+                if left < -offer:  # it has given since; what it can give only ever falls
+                    heapq.heapreplace(heaps[k], (-left, donor))
+                    continue
+                if left <= 0:
+                    heapq.heappop(heaps[k])
+                    continue
+                given = min(need - taken, left)
                 counts[donor, k] -= given
                 totals[donor] -= given
                 taken += given
@@ -93,6 +100,14 @@ def raise_to_minimum(
             if totals[client] == minimum:
                 break
     return counts
+
+
+def _offers(can_give: Array) -> list[tuple[int, int]]:
+    """A heap of (-samples, client) of the clients that can give some: the largest comes first."""
+    clients = np.flatnonzero(can_give > 0)
+    heap = list(zip((-can_give[clients]).tolist(), clients.tolist(), strict=True))
+    heapq.heapify(heap)
+    return heap
 
 
 def deal(classes: Array, counts: Array, rng: np.random.Generator) -> list[Array]:

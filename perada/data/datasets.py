@@ -66,9 +66,9 @@ class ImageSet(Dataset[Any], ABC):
     def with_split(self, train: bool) -> Self:
         """Return the training or the test split of the same set."""
         other = copy.copy(self)
-        for name, member in vars(ImageSet).items() | vars(type(self)).items():
-            if isinstance(member, cached_property):
-                other.__dict__.pop(name, None)
+        for name in vars(self):
+            if isinstance(getattr(type(self), name, None), cached_property):
+                delattr(other, name)
         other.train = train
         return other
 
