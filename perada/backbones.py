@@ -15,6 +15,7 @@ from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
+import perada.twins  # noqa: F401  # registers the stacked twins of timm and transformers layers
 from perada.backbone_weights import cached_file, hub_problem, load_weights, no_weights
 from perada.slot import AdaptedModel, AdapterChoice, Backbone, ImageConfig, adapter_names, insert_adapter
 

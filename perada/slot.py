@@ -147,7 +147,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config = METHODS[adapter](**cast(dict[str, Any], options))
     else:
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
-    if config.is_prompt_learning or not hasattr(config, "modules_to_save" if adapter not in SELECTIONS else "modules"):
+    if config.is_prompt_learning or not hasattr(config, "modules" if isinstance(config, SelectiveConfig) else "modules_to_save"):
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
         )

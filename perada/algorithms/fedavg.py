@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedAvg (McMahan et al., AISTATS 2017), and FedAvg with final fine-tuning on every client."""
+
+from perada.algorithms.base import Algorithm
+from perada.algorithms.standalone import Standalone
+from perada.rounds import Phase
+
+
+class FedAvg(Algorithm):
+    """Clients train the received global state; the server averages the results. Clients keep nothing."""
+
+
+class FedAvgFT(Algorithm):
+    """FedAvg; after the last round every client fine-tunes the global state on its own data and keeps the result.
+
+    Args:
+        finetune_epochs: Epochs of that fine-tuning.
+
+    Raises:
+        ValueError: If ``finetune_epochs`` is not positive.
+    """
+
+    def __init__(self, finetune_epochs: float = 1) -> None:
+        if not finetune_epochs > 0:
+            raise ValueError(f"finetune_epochs={finetune_epochs!r} is not positive; use FedAvg for no fine-tuning")
+        self.finetune_epochs = finetune_epochs
+
+    def finetuning(self) -> tuple[Algorithm, Phase]:
+        """Standalone training from the global state."""
+        return Standalone(), Phase("finetune", self.finetune_epochs)

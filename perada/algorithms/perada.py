@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PerAda (Xie et al., CVPR 2024, Algorithm 1), with and without its distillation, and Ditto (Li et al., ICML 2021)."""
+
+from typing import Literal
+
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.states import State
+
+
+class PerAda(Algorithm):
+    """Personal adapters pulled towards a global one, which is refined by distilling the clients' ensemble.
+
+    ============ ================================================================================================
+    personal v_m trained on loss + λ/2 ||v_m − w||² (line 10); kept by the client, which predicts with it
+    local θ_m    starts from w each round, trained on the loss (line 15); sent to the server
+    global w     mean of the θ_m (line 18), then distilled from the mean of their logits (line 21)
+    ============ ================================================================================================
+
+    Without distillation this is Ditto on the trained parameters; with every parameter trained it is Ditto.
+
+    Args:
+        prox_strength: λ, the strength of the pull of v_m towards w.
+        distill: Whether the server distils; ``False`` is "PerAda w/o KD".
+
+    Raises:
+        ValueError: If ``prox_strength`` is negative.
+    """
+
+    inference: Literal["personal", "global"] = "personal"
+
+    def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
+        if not prox_strength >= 0:
+            raise ValueError(f"prox_strength={prox_strength!r} is not a strength; give 0 (no pull) or a positive number")
+        self.prox_strength = prox_strength
+        self.distills = distill
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The personal state starts as the initial one."""
+        return {"personal": initial}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Train what the client kept, and a copy of what it received."""
+        return {"personal": kept["personal"], "local": received}
+
+    def client_step(self, step: ClientStep) -> None:
+        """Lines 10 and 15, on one minibatch."""
+        step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
+        step.descend("local", step.loss("local"))
+
+    def close(self, trained: Stacks, kept: Stacks, slot: Slot) -> tuple[Stacks, State]:
+        """Keep v_m, send θ_m."""
+        return {"personal": trained["personal"]}, trained["local"]
+
+    def server_step(self, server: ServerStep) -> State:
+        """Lines 18 to 22."""
+        average = server.mean(server.updates, server.weights)
+        return server.distill(average, server.updates) if self.distills else average

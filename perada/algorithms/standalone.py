@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standalone: every client trains alone."""
+
+from typing import Literal
+
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.states import State
+
+
+class Standalone(Algorithm):
+    """Clients train and keep their personal state; nothing is sent, and the global state stays the initial one."""
+
+    inference: Literal["personal", "global"] = "personal"
+    sends = False
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The personal state starts as the initial one."""
+        return {"personal": initial}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Train what the client kept."""
+        return {"personal": kept["personal"]}
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the client's own loss."""
+        step.descend("personal", step.loss("personal"))
+
+    def close(self, trained: Stacks, kept: Stacks, slot: Slot) -> tuple[Stacks, State]:
+        """Keep everything, send nothing."""
+        return {"personal": trained["personal"]}, {}
+
+    def server_step(self, server: ServerStep) -> State:
+        """Nothing changes."""
+        return server.previous

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python call: the same objects as a recipe's, built from arguments."""
+
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch import nn
+
+from perada.algorithms import Algorithm, make_algorithm
+from perada.callbacks import FederatedLoop, RoundProgressBar
+from perada.cohort import ClientOptimizer
+from perada.data import FederatedData, FederatedDataModule
+from perada.engine import EngineName
+from perada.module import AdapterChoice, FederatedClassifier
+from perada.run import Run
+from perada.server import Distillation
+from perada.server.aggregate import Weighting
+from perada.server.distill import ServerOptimizer
+from perada.states import unstack
+
+
+def finetune(
+    backbone: str | nn.Module,
+    data: FederatedData | FederatedDataModule,
+    *,
+    adapter: AdapterChoice = "residual",
+    adapter_options: dict[str, Any] | None = None,
+    pretrained: bool | str = True,
+    image_size: int | None = None,
+    algorithm: str | Algorithm = "perada",
+    num_classes: int | None = None,
+    rounds: int = 10,
+    clients_per_round: int | None = None,
+    batch_size: int | Literal["full"] = 64,
+    local_epochs: float = 1,
+    local_steps: int | None = None,
+    lr_personal: float = 0.01,
+    lr_local: float = 0.01,
+    optimizer: ClientOptimizer = "sgd",
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    prox_strength: float | None = None,
+    weighting: Weighting = "uniform",
+    distill_steps: int | None = None,
+    distill_batch_size: int | Literal["full"] = 128,
+    distill_temperature: float = 1.0,
+    distill_until_round: int | None = None,
+    lr_server: float = 1e-3,
+    server_optimizer: ServerOptimizer = "adam",
+    engine: EngineName = "auto",
+    privacy: None = None,
+    seed: int = 0,
+    eval_every: int = 1,
+    trainer: pl.Trainer | None = None,
+    ckpt_path: str | None = None,
+    **trainer_kwargs: Any,
+) -> Run:
+    """Fine-tune an adapter on a frozen backbone for every client of a federation.
+
+    Args:
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, or a module that maps images to logits.
+        data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
+        adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
+        adapter_options: Options of the adapter named.
+        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
+        image_size: Side of the images in pixels: uint8 images are resized to it, and ViTs built for it.
+        algorithm: ``perada``, ``perada_no_kd``, ``ditto``, ``fedavg``, ``fedavg_ft``, ``standalone``, or an algorithm.
+        num_classes: By default what the data says.
+        rounds: Communication rounds; 0 returns the initial states.
+        clients_per_round: Clients sampled each round; all by default.
+        batch_size: Images in a local step, or ``"full"``; a datamodule has its own.
+        local_epochs: Passes over its own data a sampled client makes each round.
+        local_steps: Local steps instead of epochs.
+        lr_personal: Learning rate η_p of the personal adapters.
+        lr_local: Learning rate η_l of the local adapters.
+        optimizer: The clients' optimiser, started afresh each round.
+        momentum: Of SGD.
+        weight_decay: Of the clients' optimiser.
+        prox_strength: λ of the pull of the personal adapters towards the global one (PerAda, Ditto); 1 by default.
+        weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
+        distill_steps: Distillation steps R each round; by default 100 where there is a public set, else 0.
+        distill_batch_size: Public images a step, or ``"full"``.
+        distill_temperature: Temperature T.
+        distill_until_round: Rounds from this one on are not distilled.
+        lr_server: Learning rate η_g of the distillation; it falls to zero along a cosine within each round.
+        server_optimizer: ``adam`` or ``sgd``, started afresh each round.
+        engine: ``folded``, ``loop`` or ``auto``.
+        privacy: Reserved; differential privacy is not part of this version.
+        seed: Seed that all randomness is derived from.
+        eval_every: Rounds between two evaluations.
+        trainer: A Lightning trainer; its epochs are the rounds, and ``rounds`` is not looked at.
+        ckpt_path: A checkpoint to go on from.
+        **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
+
+    Returns:
+        Models, states and metrics.
+
+    Raises:
+        ValueError: If an argument cannot be used, or they do not fit one another.
+    """
+    if privacy is not None:
+        raise ValueError(f"privacy={privacy!r} cannot be used: this version has no differential privacy; leave it out")
+    if rounds < 0:
+        raise ValueError(f"rounds={rounds} cannot be run; give 0 for the initial states, or a positive number")
+    options = {} if prox_strength is None else {"prox_strength": prox_strength}
+    chosen = make_algorithm(algorithm, **options)
+    if isinstance(data, FederatedData):
+        data = FederatedDataModule(data, batch_size=batch_size, image_size=image_size)
+    if distill_steps is None:
+        distill_steps = 100 if data.public_size else 0
+    loop = FederatedLoop(
+        chosen,
+        clients_per_round=clients_per_round,
+        local_epochs=local_epochs,
+        local_steps=local_steps,
+        weighting=weighting,
+        distillation=Distillation(
+            steps=distill_steps,
+            batch_size=distill_batch_size,
+            lr=lr_server,
+            optimizer=server_optimizer,
+            temperature=distill_temperature,
+            until_round=distill_until_round,
+        ),
+        seed=seed,
+    )
+    module = FederatedClassifier(
+        backbone,
+        adapter,
+        adapter_options,
+        pretrained,
+        num_classes,
+        image_size,
+        lr_personal=lr_personal,
+        lr_local=lr_local,
+        optimizer=optimizer,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        engine=engine,
+    )
+    if trainer is None:
+        trainer = make_trainer(loop, rounds, eval_every, **trainer_kwargs)
+    elif trainer_kwargs:
+        raise ValueError(f"{sorted(trainer_kwargs)} cannot be used beside trainer=; set them in the trainer itself")
+    else:
+        trainer.callbacks.append(loop)  # type: ignore[attr-defined]  # set by Lightning
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return outcome(module, loop)
+
+
+def round_checkpoint() -> ModelCheckpoint:
+    """A checkpoint after every round; only the newest is kept, as ``last.ckpt``."""
+    return ModelCheckpoint(save_top_k=0, save_last=True, save_on_train_epoch_end=True)
+
+
+def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
+    """A trainer for ``rounds`` rounds with perada's defaults: one device, CSV logs, a checkpoint after every round."""
+    callbacks = [loop, *options.pop("callbacks", [])]
+    if options.get("enable_checkpointing", True) and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+        callbacks.append(round_checkpoint())
+    if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
+        callbacks.append(RoundProgressBar())
+    defaults: dict[str, Any] = {
+        "devices": 1,
+        "max_epochs": rounds,
+        "check_val_every_n_epoch": eval_every,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "enable_model_summary": False,
+    }
+    if options.get("logger", True) is True:
+        options["logger"] = CSVLogger(options.get("default_root_dir") or ".")
+    return pl.Trainer(callbacks=callbacks, **(defaults | options))
+
+
+def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
+    """What a fitted module and its loop hold."""
+    assert module.adapted is not None and module.federation is not None
+    federation = module.federation
+    clients = loop.num_clients
+    return Run(
+        module.adapted,
+        federation.global_state,
+        lambda client: unstack(federation.personal_states([client]))[0],
+        clients,
+        {"rounds": loop.history, "clients": {name: scores.tolist() for name, scores in module.per_client.items()}},
+        {
+            "backbone": module.backbone if isinstance(module.backbone, str) else None,
+            "pretrained": module.pretrained,
+            "num_classes": module.num_classes,
+            "image_size": module.image_size,
+            "algorithm": type(loop.algorithm).__name__,
+            "seed": loop.seed,
+        },
+    )

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning callbacks."""
+
+from perada.callbacks.federated_loop import FederatedLoop
+from perada.callbacks.progress import RoundProgressBar
+
+__all__ = ["FederatedLoop", "RoundProgressBar"]

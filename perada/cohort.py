@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local training of the clients of one round, all at once.
+
+Clients are ordered by their number of local steps, longest first, so those still training are a prefix, and a prefix of
+a stacked tensor is a view. Chunks of clients bound the memory of one forward and backward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Slot, Stacks
+from perada.engine import Engine
+from perada.rounds import CohortBatch, Phase, RoundPlan
+from perada.seeding import generator
+from perada.states import State, clone
+
+ClientOptimizer = Literal["sgd", "adam", "adamw"]
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How clients train.
+
+    Attributes:
+        optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``; started afresh each round and phase.
+        lr: Learning rate by role.
+        momentum: Of SGD.
+        weight_decay: Of the optimiser.
+        clip_norm: Each client's gradient of each role is scaled down to at most this norm; ``None``: not clipped.
+        multilabel: Binary cross-entropy per label instead of cross-entropy.
+    """
+
+    optimizer: ClientOptimizer
+    lr: dict[str, float]
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    multilabel: bool = False
+
+    def make(self, role: str, leaves: list[Tensor], factor: float) -> torch.optim.Optimizer:
+        """Optimiser of a role's stacked leaves, with its rate scaled by the schedule's ``factor``."""
+        rate = self.lr[role] * factor
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return kind(leaves, lr=rate, weight_decay=self.weight_decay)
+
+
+def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
+    """Each client's task loss, the mean over its real rows.
+
+    Args:
+        logits: (C, B, K).
+        y: Classes (C, B), or 0/1 labels (C, B, K) if ``multilabel``.
+        counts: Real rows of each client.
+        multilabel: Binary cross-entropy, mean over labels, instead of cross-entropy.
+
+    Returns:
+        Losses (C,).
+    """
+    if multilabel:
+        losses = F.binary_cross_entropy_with_logits(logits.float(), y.float(), reduction="none").mean(-1)
+    else:
+        losses = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    if all(count == y.shape[1] for count in counts):
+        return losses.mean(1)
+    rows = torch.tensor(counts, device=losses.device)
+    real = torch.arange(y.shape[1], device=losses.device) < rows.unsqueeze(1)
+    return losses.where(real, 0).sum(1) / rows
+
+
+class _Chunk:
+    """Clients ``start … stop`` of the cohort: full stacks, the leaves of those still training, their optimisers."""
+
+    def __init__(self, full: Stacks, received: State, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.full = {role: clone({k: v[start:stop] for k, v in state.items()}) for role, state in full.items()}
+        self.received = {key: value[start:stop] for key, value in received.items()}
+        self.states: Stacks = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.active = 0
+
+    def begin(self, trained: dict[str, tuple[str, ...]], training: LocalTraining, factor: float) -> None:
+        """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
+        self.active = self.stop - self.start
+        self.optimizers = {}
+        for role, state in self.full.items():
+            leaves = {key: state[key].detach().requires_grad_() for key in trained[role]}
+            self.states[role] = {**state, **leaves}
+            if leaves:
+                self.optimizers[role] = training.make(role, list(leaves.values()), factor)
+
+    def narrow(self, active: int) -> None:
+        """Go on with the first ``active`` clients only; tensors and optimiser states become views."""
+        before, self.active = self.active, active
+        for role, state in self.states.items():
+            views = {key: v.detach()[:active].requires_grad_(v.requires_grad) for key, v in state.items()}
+            if role in self.optimizers:
+                _replace(self.optimizers[role], {id(state[key]): views[key] for key in state}, before)
+            self.states[role] = views
+
+
+def _replace(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
+    """Put shorter views in the place of an optimiser's parameters of ``before`` clients, and cut its state alike."""
+    for group in optimizer.param_groups:
+        shorter = [views[id(parameter)] for parameter in group["params"]]
+        for old, new in zip(group["params"], shorter, strict=True):
+            state = optimizer.state.pop(old, {})
+            optimizer.state[new] = {
+                name: value[: len(new)] if isinstance(value, Tensor) and value.shape[:1] == (before,) else value
+                for name, value in state.items()
+            }
+        group["params"] = shorter
+
+
+class Cohort:
+    """The clients of one round while they train.
+
+    Args:
+        engine: Runs the states.
+        algorithm: Says what is trained, and how a step goes.
+        slot: Names of the trained tensors.
+        plan: The round's clients, longest first.
+        phases: The phases of local training.
+        kept: What the clients kept, stacked in the plan's order.
+        received: What the server sent, (C, ...).
+        training: Optimiser and loss.
+        factor: Factor of the learning rates in this round.
+        seed: The run's seed, for dropout.
+        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        algorithm: Algorithm,
+        slot: Slot,
+        plan: RoundPlan,
+        phases: Sequence[Phase],
+        kept: Stacks,
+        received: State,
+        training: LocalTraining,
+        *,
+        factor: float = 1.0,
+        seed: int = 0,
+        clients_per_chunk: int | None = None,
+    ) -> None:
+        self.engine, self.algorithm, self.slot, self.plan, self.phases = engine, algorithm, slot, plan, phases
+        self.kept, self.training, self.factor = kept, training, factor
+        size = 1 if engine.kind == "loop" else clients_per_chunk or len(plan.clients)
+        opened = algorithm.open(kept, received, slot)
+        clients = len(plan.clients)
+        bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
+        self.chunks = [_Chunk(opened, received, start, stop) for start, stop in bounds]
+        device = next(iter(received.values())).device
+        self.generators = {
+            role: [generator(seed, f"dropout-{role}", plan.round, client, device=device) for client in plan.clients]
+            for role in opened
+        }
+        self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
+        self.losses = {role: torch.zeros(clients, device=device) for role in opened}
+        self._phase = -1
+
+    def step(self, batch: CohortBatch) -> None:
+        """Take one local step of the clients that ``batch`` holds, a prefix of the plan's."""
+        if batch.phase != self._phase:
+            self._phase = batch.phase
+            name = self.phases[batch.phase].name
+            for chunk in self.chunks:
+                trained = {role: self.algorithm.trained(role, name, self.slot) for role in chunk.full}
+                chunk.begin(trained, self.training, self.factor)
+        for chunk in self.chunks:
+            active = min(len(batch.clients), chunk.stop) - chunk.start
+            if active > 0:
+                if active < chunk.active:
+                    chunk.narrow(active)
+                self.algorithm.client_step(_Step(self, chunk, batch))
+
+    def close(self) -> tuple[Stacks, State, Tensor]:
+        """Finish the round.
+
+        Returns:
+            What the clients keep (C, ...), what they send (C, ...), and which of them stayed finite (C,), in the plan's
+            order.
+        """
+        trained = {
+            role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
+            for role, state in self.chunks[0].full.items()
+        }
+        finite = ~self.broken
+        for state in trained.values():
+            for value in state.values():
+                finite &= value.reshape(len(value), -1).isfinite().all(1)
+        kept, update = self.algorithm.close(trained, self.kept, self.slot)
+        return kept, update, finite
+
+    def mean_losses(self) -> dict[str, Tensor]:
+        """Mean training loss (C,) of each client over its local steps, by role."""
+        steps = torch.tensor([sum(phase[i] for phase in self.plan.steps) for i in range(len(self.plan.clients))])
+        return {role: total / steps.to(total) for role, total in self.losses.items()}
+
+
+class _Step:
+    """One local step of one chunk's active clients; satisfies :class:`perada.algorithms.base.ClientStep`."""
+
+    def __init__(self, cohort: Cohort, chunk: _Chunk, batch: CohortBatch) -> None:
+        rows = slice(chunk.start, chunk.start + chunk.active)
+        self._cohort, self._chunk, self._rows = cohort, chunk, rows
+        self._counts = batch.counts[rows]
+        width = max(self._counts)
+        self._x, self._y = batch.x[rows, :width], batch.y[rows, :width]
+        self.round = cohort.plan.round
+        self.phase = cohort.phases[batch.phase].name
+        self.states = chunk.states
+        self.received = {key: value[: chunk.active] for key, value in chunk.received.items()}
+
+    def logits(self, states: str | State) -> Tensor:
+        role = states if isinstance(states, str) else next(iter(self._cohort.generators))
+        stack = self.states[role] if isinstance(states, str) else states
+        generators = self._cohort.generators[role][self._rows]
+        return self._cohort.engine.logits(stack, self._x, training=True, counts=self._counts, generators=generators)
+
+    def loss(self, states: str | State) -> Tensor:
+        return client_losses(self.logits(states), self._y, self._counts, self._cohort.training.multilabel)
+
+    def descend(self, role: str, loss: Tensor, *, pull: tuple[float, State] | None = None) -> None:
+        cohort = self._cohort
+        observed = loss.detach()
+        cohort.broken[self._rows] |= ~observed.isfinite()
+        cohort.losses[role][self._rows] += observed
+        optimizer = self._chunk.optimizers[role]
+        optimizer.zero_grad()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        if pull is not None:
+            strength, anchor = pull
+            for key, value in self.states[role].items():
+                if value.requires_grad:
+                    pulled = (value.detach() - anchor[key]).mul_(strength)
+                    value.grad = pulled if value.grad is None else value.grad.add_(pulled)
+        if cohort.training.clip_norm is not None:
+            _clip([value.grad for value in self.states[role].values() if value.grad is not None], cohort.training.clip_norm)
+        optimizer.step()
+
+
+def _clip(gradients: list[Tensor], norm: float) -> None:
+    """Scale each client's gradients (C, ...) down to a joint norm of at most ``norm``, in place."""
+    total = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
+    scale = (norm / total.clamp(min=1e-12)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass of many states through one model: folded into one batch, or one client after another.
+
+Both give a tensor of logits (C, B, K) that can be differentiated with respect to the stacked states, so everything
+above (algorithms, optimisers, evaluation) is written once. The loop is the oracle of the folded engine, and what runs
+when a trained layer has no stacked twin.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from perada.stacked_layers import fold
+from perada.states import State, train_mode
+
+EngineName = Literal["auto", "folded", "loop"]
+
+
+class Engine:
+    """Runs stacked states through one shared model.
+
+    Args:
+        model: The single model, frozen but for its adapter slot; ``model(x)`` gives logits (B, K).
+        kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, ``"auto"`` folds where
+            every trained layer has a stacked twin.
+        channels_last: Run the images in that memory format.
+
+    Raises:
+        ValueError: If ``kind`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
+    """
+
+    def __init__(self, model: nn.Module, kind: EngineName = "auto", *, channels_last: bool = False) -> None:
+        if kind not in ("auto", "folded", "loop"):
+            raise ValueError(f"engine={kind!r} is unknown; choose 'auto', 'folded' or 'loop'")
+        self.model = model
+        self.memory_format = torch.channels_last if channels_last else torch.preserve_format
+        folded = fold(model)
+        if folded.missing:
+            named = ", ".join(f"{path} ({name})" for path, name in folded.missing.items())
+            message = f"trained layers without a stacked twin: {named}"
+            if kind == "folded":
+                raise ValueError(f"engine='folded' cannot run {message}; use engine='loop' or 'auto'")
+            if kind == "auto":
+                warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
+        self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
+        self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
+
+    def logits(
+        self,
+        states: State,
+        x: Tensor,
+        *,
+        training: bool = False,
+        counts: Sequence[int] | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Tensor:
+        """Logits of C states, each on its own images.
+
+        Args:
+            states: Stack with leading axis C; in training, running statistics in it are updated in place.
+            x: Images (C, B, channels, height, width).
+            training: Training mode: batch statistics, dropout.
+            counts: Real rows of each client; the rest of its B rows is padding. ``None``: all are real.
+            generators: One random stream per client, needed in training where there is dropout.
+
+        Returns:
+            Logits (C, B, K); rows beyond a client's count are meaningless.
+        """
+        ragged = counts is not None and any(count != x.shape[1] for count in counts)
+        real = tuple(counts) if ragged and counts is not None else None
+        module = self._fold.model
+        if training:
+            train_mode(module)
+        else:
+            module.eval()
+        run = self._folded if self.kind == "folded" else self._loop
+        return run(module, states, x, real, list(generators))
+
+    def shared_logits(self, states: State, x: Tensor, rows: int = 2048) -> Tensor:
+        """Logits (C, B, K) of C states on the same images (B, ...), in evaluation mode and without gradients.
+
+        Args:
+            states: Stack with leading axis C.
+            x: Images (B, channels, height, width).
+            rows: At most about this many images run at once, repeated ones counted.
+        """
+        clients = len(next(iter(states.values())))
+        size = max(1, rows // len(x))
+        with torch.no_grad():
+            return torch.cat(
+                [
+                    self.logits(part, x.unsqueeze(0).expand(len(next(iter(part.values()))), *x.shape))
+                    for start in range(0, clients, size)
+                    for part in [{key: value[start : start + size] for key, value in states.items()}]
+                ]
+            )
+
+    def _folded(
+        self,
+        module: nn.Module,
+        states: State,
+        x: Tensor,
+        counts: tuple[int, ...] | None,
+        generators: list[torch.Generator],
+    ) -> Tensor:
+        clients, rows = x.shape[:2]
+        context = self._fold.context
+        context.clients, context.counts, context.generators = clients, counts, generators
+        tensors = {
+            key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
+            for key, value in states.items()
+        }
+        logits: Tensor = functional_call(module, tensors, (self._format(x.flatten(0, 1)),))
+        return logits.unflatten(0, (clients, rows))
+
+    def _format(self, x: Tensor) -> Tensor:
+        return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
+
+    def _loop(
+        self,
+        module: nn.Module,
+        states: State,
+        x: Tensor,
+        counts: tuple[int, ...] | None,
+        generators: list[torch.Generator],
+    ) -> Tensor:
+        context = self._fold.context
+        outputs = []
+        for client, images in enumerate(x):
+            real = images if counts is None else images[: counts[client]]
+            context.clients, context.counts, context.generators = 1, None, generators[client : client + 1]
+            logits = functional_call(module, {key: value[client] for key, value in states.items()}, (self._format(real),))
+            padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
+            outputs.append(torch.cat([logits, padding]) if len(padding) else logits)
+        return torch.stack(outputs)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
+
+import math
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from perada.algorithms.base import Slot
+from perada.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
+from perada.cohort import ClientOptimizer, Cohort, LocalTraining
+from perada.data import CohortBatch, EvalBatch
+from perada.engine import Engine, EngineName
+from perada.evaluation import MetricName, Scores
+from perada.federation import Federation
+from perada.seeding import derive_seed
+from perada.states import parameter_keys, trained_keys
+
+
+class FederatedClassifier(pl.LightningModule):
+    """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
+
+    Its training step is one local step of every client of the round; :class:`perada.callbacks.FederatedLoop` opens and
+    closes the rounds. It has no state of its own: adapters of clients and server are held by the loop.
+
+    Args:
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, or a module that maps images to logits.
+        adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
+        adapter_options: Options of the adapter named, for example ``{"r": 8}``.
+        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
+        num_classes: Number of classes; by default what the data says.
+        image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
+        lr_personal: Learning rate η_p of the personal adapters.
+        lr_local: Learning rate η_l of the local adapters.
+        optimizer: The clients' optimiser, started afresh each round.
+        momentum: Of SGD.
+        weight_decay: Of the clients' optimiser.
+        clip_norm: Largest norm of each client's gradient; unlimited by default.
+        lr_schedule: Learning rates over the rounds: constant, cosine to zero, or times ``lr_gamma`` every ``lr_every``.
+        lr_gamma: Factor of the exponential schedule.
+        lr_every: Rounds between two of its steps.
+        engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
+        clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
+        channels_last: Memory format of the images and convolutions.
+        metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        backbone: str | nn.Module = "resnet18",
+        adapter: AdapterChoice = "residual",
+        adapter_options: dict[str, Any] | None = None,
+        pretrained: bool | str = True,
+        num_classes: int | None = None,
+        image_size: int | None = None,
+        lr_personal: float = 0.01,
+        lr_local: float = 0.01,
+        optimizer: ClientOptimizer = "sgd",
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+        lr_schedule: Literal["constant", "cosine", "exponential"] = "constant",
+        lr_gamma: float = 0.99,
+        lr_every: int = 10,
+        engine: EngineName = "auto",
+        clients_per_chunk: int | None = None,
+        channels_last: bool = False,
+        metric: Literal["auto"] | MetricName = "auto",
+    ) -> None:
+        super().__init__()
+        for name, value, allowed in (
+            ("optimizer", optimizer, ("sgd", "adam", "adamw")),
+            ("lr_schedule", lr_schedule, ("constant", "cosine", "exponential")),
+            ("metric", metric, ("auto", "accuracy", "auroc")),
+            ("engine", engine, ("auto", "folded", "loop")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+        for name, number in (("lr_personal", lr_personal), ("lr_local", lr_local)):
+            if not (number >= 0 and math.isfinite(number)):
+                raise ValueError(f"{name}={number!r} is not a learning rate; give a finite number, 0 or above")
+        if clients_per_chunk is not None and clients_per_chunk < 1:
+            raise ValueError(f"clients_per_chunk={clients_per_chunk} cannot be used; give 1 or more, or leave it out")
+        self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
+        self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
+        self.lr = {"personal": lr_personal, "local": lr_local}
+        self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
+        self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
+        self.engine_name, self.clients_per_chunk, self.channels_last = engine, clients_per_chunk, channels_last
+        self.metric = metric
+        self.automatic_optimization = False
+        self.strict_loading = False
+        self.adapted: AdaptedModel | None = None
+        self.cohort: Cohort | None = None
+        self.per_client: dict[str, Tensor] = {}
+        self.scores: dict[str, float] = {}
+        self.federation: Federation | None = None
+
+    def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
+        """Build backbone, adapter and engine; a second call does nothing.
+
+        Args:
+            num_classes: What the data says.
+            multilabel: Whether labels are 0/1 per class.
+            seed: The run's seed, from which the random initial values of head and adapter are derived.
+
+        Raises:
+            ValueError: If the data's number of classes is not the one that was asked for.
+        """
+        if self.adapted is not None:
+            return
+        if self.num_classes not in (None, num_classes):
+            raise ValueError(
+                f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
+                "leave num_classes out or correct it"
+            )
+        self.num_classes = num_classes
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "model"))
+            backbone = build_backbone(
+                self.backbone, num_classes, pretrained=self.pretrained, image_size=self.image_size
+            )
+            self.adapted = insert_adapter(backbone, self.adapter, **self.adapter_options)
+        self.model = self.adapted.model
+        self.multilabel = multilabel
+        if self.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
+        self.engine = Engine(self.model, self.engine_name, channels_last=self.channels_last)
+        self.slot = make_slot(self.model, backbone.head)
+        self.training_options = LocalTraining(
+            self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
+        )
+
+    def rate_factor(self, round: int, rounds: int) -> float:
+        """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""
+        if self.lr_schedule == "cosine" and rounds > 0:
+            return (1 + math.cos(math.pi * round / rounds)) / 2
+        return self.lr_gamma ** (round // self.lr_every) if self.lr_schedule == "exponential" else 1.0
+
+    def training_step(self, batch: CohortBatch, batch_idx: int) -> None:
+        """One local step of every client that still has one to take in this round."""
+        if self.cohort is None:
+            raise RuntimeError("no round is open: add perada.callbacks.FederatedLoop to the Trainer's callbacks")
+        self.cohort.step(batch)
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        optimizer.step()  # counts local steps for loggers and checkpoints
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """An optimiser without effect: clients' optimisers live for one round, Lightning counts steps by this one."""
+        return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the frozen backbone out: the loop saves all that was trained."""
+        checkpoint["state_dict"] = {}
+
+    def on_validation_epoch_start(self) -> None:
+        """Start counting."""
+        metric: MetricName = ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
+        self._personal, self._global = Scores(metric, self.multilabel), Scores(metric, self.multilabel)
+
+    def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
+        """Run every personal model and the global one on a batch of the test set."""
+        personal, shared = self._all_logits(batch.x)
+        self._personal.update(personal, batch.y, batch.owner)
+        if shared is not None:
+            self._global.update(shared, batch.y, batch.owner)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log mean and standard deviation over clients."""
+        self.scores = {}
+        self.per_client = {
+            "personal/local_test": self._personal.local_test(self._num_clients),
+            "personal/global_test": self._personal.global_test(),
+        }
+        for name, scores in self.per_client.items():
+            known = scores[~scores.isnan()]
+            self.scores |= {name: float(known.mean()), f"{name}_std": float(known.std(correction=0))}
+        if self._global:
+            self.scores["global/global_test"] = float(self._global.global_test()[0])
+        for name, value in self.scores.items():
+            self.log(name, value, prog_bar=not name.endswith("_std"))
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    def predict_step(self, batch: EvalBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Logits (B, K) of the owner's personal model and of the global one, with the owner of each image."""
+        personal, shared = self._all_logits(batch.x)
+        rows = batch.owner if len(personal) > 1 else torch.zeros_like(batch.owner)
+        own = personal[rows, torch.arange(len(rows), device=rows.device)]
+        return {"owner": batch.owner, "y": batch.y, "personal": own} | ({} if shared is None else {"global": shared[0]})
+
+    @property
+    def _num_clients(self) -> int:
+        return int(self.trainer.datamodule.num_clients)  # type: ignore[attr-defined]  # set by Lightning
+
+    def _all_logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.federation is None:
+            raise RuntimeError("there are no states: add perada.callbacks.FederatedLoop to the Trainer's callbacks")
+        return self.federation.logits(x, self._num_clients)
+
+
+def make_slot(model: nn.Module, head: str) -> Slot:
+    """Sort the names of a model's trained tensors."""
+    keys = trained_keys(model)
+    norms = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm)
+    )
+    parameters = parameter_keys(model)
+    return Slot(
+        keys,
+        parameters,
+        head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
+        norms=frozenset(key for key in keys if key.startswith(norms)) if norms else frozenset(),
+    )
+

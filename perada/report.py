@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what a run measured, as Markdown."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a Markdown table; the first column is aligned left, the others right.
+
+    >>> print(table(["a", "b"], [["x", "10"]]))
+    | a |  b |
+    |---|---:|
+    | x | 10 |
+    """
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    widths = [max(width, 1 + (column > 0)) for column, width in enumerate(widths)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        return f"| {' | '.join(cells)} |"
+
+    rule = "|".join("-" * (width + 2) if not column else "-" * (width + 1) + ":" for column, width in enumerate(widths))
+    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+
+
+def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
+    """One row per client, then mean and standard deviation.
+
+    Args:
+        scores: Scores (M,) by name.
+        sizes: Training images of each client.
+    """
+    rows = [
+        [str(client), str(size), *(_percent(float(values[client])) for values in scores.values())]
+        for client, size in enumerate(sizes)
+    ]
+    known = [values[~values.isnan()] for values in scores.values()]
+    rows.append(["mean ± std", "", *(f"{_percent(float(v.mean()))} ± {_percent(float(v.std(correction=0)))}" for v in known)])
+    return table(["client", "images", *scores], rows)
+
+
+def run_report(folder: Path) -> str:
+    """The rounds of a run, from its ``metrics.csv``.
+
+    Raises:
+        FileNotFoundError: If there is none in ``folder``.
+    """
+    path = folder / "metrics.csv"
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(folder)!r} holds no metrics.csv; give a run folder, for example lightning_logs/version_0")
+    rounds: dict[int, dict[str, str]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
+    shown = [name for name in SCORES if any(name in values for values in rounds.values())]
+    losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
+    body = [
+        [
+            str(round),
+            *(f"{float(values[name]):.4f}" if name in values else "" for name in losses),
+            *(_percent(float(values[name])) if name in values else "" for name in shown),
+        ]
+        for round, values in sorted(rounds.items())
+    ]
+    return table(["round", *losses, *shown], body)
+
+
+def _percent(value: float) -> str:
+    return "–" if value != value else f"{100 * value:.2f}"

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ensemble distillation of the clients' models into the server's on unlabelled images (PerAda, Algorithm 1, 19–21)."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perada.engine import Engine
+from perada.states import State
+
+ServerOptimizer = Literal["adam", "sgd"]
+
+
+def ensemble_logits(engine: Engine, teachers: State, x: Tensor) -> Tensor:
+    """Mean over C teachers of their logits on the same images, in evaluation mode.
+
+    Args:
+        engine: Runs the states.
+        teachers: Stack (C, ...).
+        x: Images (B, channels, height, width).
+
+    Returns:
+        Logits (B, K): the logits are averaged, not the probabilities.
+    """
+    return engine.shared_logits(teachers, x).mean(0)
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
+    """Kullback-Leibler divergence of the student from the teacher, mean over images.
+
+    Args:
+        student: Logits (B, K).
+        teacher: Logits (B, K).
+        temperature: Both logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015).
+        multilabel: Each of the K logits is a Bernoulli probability of its own; their divergences are averaged over K.
+
+    Returns:
+        A scalar.
+
+    >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
+    0.0
+    """
+    student, teacher = student / temperature, teacher / temperature
+    if not multilabel:
+        logs = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
+        return F.kl_div(*logs, log_target=True, reduction="batchmean") * temperature**2
+    # KL(Bernoulli(p) || Bernoulli(q)) = cross-entropy(p, q) - entropy(p)
+    p = teacher.sigmoid()
+    cross_entropy = F.binary_cross_entropy_with_logits(student, p)
+    return (cross_entropy - F.binary_cross_entropy_with_logits(teacher, p)) * temperature**2
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How the server distils.
+
+    Attributes:
+        steps: Steps R a round; 0 switches distillation off.
+        batch_size: Public images a step, or ``"full"``.
+        lr: Learning rate η_g.
+        optimizer: ``"adam"`` or ``"sgd"``, started afresh each round.
+        schedule: ``"cosine"`` lets the rate fall to zero over the R steps of a round, or ``"constant"``.
+        temperature: Softens both distributions.
+        until_round: Rounds from this one on (counted from 0) are not distilled; ``None`` distils every round.
+        validate_every: Score the student every so many steps on the labelled ``server_validation`` set, keep the best
+            and fall back to the average where none is better; 0 (the paper assumes no labels on the server) never does.
+        cache_images: Keep the teachers' mean logits of at most this many distinct public images a round.
+    """
+
+    steps: int = 500
+    batch_size: int | Literal["full"] = 128
+    lr: float = 1e-3
+    optimizer: ServerOptimizer = "adam"
+    schedule: Literal["cosine", "constant"] = "cosine"
+    temperature: float = 1.0
+    until_round: int | None = None
+    validate_every: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        for name, bad, remedy in (
+            ("steps", self.steps < 0, "give 0 to switch distillation off, or a positive number"),
+            ("batch_size", self.batch_size != "full" and int(self.batch_size) < 1, "give a positive number or 'full'"),
+            ("lr", not self.lr > 0, "give a positive learning rate"),
+            ("temperature", not self.temperature > 0, "give a positive temperature"),
+            ("optimizer", self.optimizer not in ("adam", "sgd"), "choose 'adam' or 'sgd'"),
+            ("schedule", self.schedule not in ("cosine", "constant"), "choose 'cosine' or 'constant'"),
+            ("validate_every", self.validate_every < 0, "give 0 for never, or a number of steps"),
+        ):
+            if bad:
+                raise ValueError(f"distillation: {name}={getattr(self, name)!r} cannot be used; {remedy}")
+
+    def active(self, round: int) -> bool:
+        """Whether round ``round`` (from 0) is distilled."""
+        return self.steps > 0 and (self.until_round is None or round < self.until_round)
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of step ``step`` (from 0) of a round.
+
+        >>> [round(Distillation(steps=2, lr=1.0).learning_rate(step), 3) for step in range(2)]
+        [1.0, 0.5]
+        """
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
+
+    def run(
+        self,
+        engine: Engine,
+        student: State,
+        parameters: tuple[str, ...],
+        batches: Iterator[tuple[Tensor, Tensor]],
+        *,
+        multilabel: bool = False,
+        validate: Callable[[State], float] | None = None,
+    ) -> State:
+        """Distil into ``student``.
+
+        The student runs in evaluation mode: public images do not move its running statistics, and nothing is dropped.
+
+        Args:
+            engine: Runs the student.
+            student: State to start from; it is not changed.
+            parameters: Names of the tensors to train.
+            batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
+            multilabel: See :func:`distillation_loss`.
+            validate: Score of a state, higher is better; used as :attr:`validate_every` says.
+
+        Returns:
+            The refined state.
+        """
+        state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
+        leaves = [state[key].requires_grad_() for key in parameters if key in state]
+        kinds: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+        optimizer = kinds[self.optimizer](leaves, lr=self.lr)  # type: ignore[call-arg]  # the base class takes no lr
+        best = (validate(student), student) if validate and self.validate_every else None
+        for step, (x, teacher) in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate(step)
+            loss = distillation_loss(engine.logits(state, x.unsqueeze(0))[0].float(), teacher, self.temperature, multilabel)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if best and validate and (step + 1) % self.validate_every == 0:
+                best = max(best, (validate(_first(state)), _first(state)), key=lambda pair: pair[0])
+        return best[1] if best else _first(state)
+
+
+def _first(stacked: State) -> State:
+    return {key: value.detach()[0].clone() for key, value in stacked.items()}

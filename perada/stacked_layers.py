@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked twins of the leaf layers that hold trained parameters, and :func:`fold`, which builds the stacked model.
+
+The stacked model runs C clients as one ordinary forward pass on C·B images, client after client along the batch axis.
+Modules without trained parameters are the very modules of the single model. A leaf module that holds trained
+parameters is replaced by its *twin*: the same parameter names, each tensor with a leading axis C, and a forward that
+splits the batch by client. Outputs and gradients are those of C separate models.
+
+Shape suffixes: R = C·B rows, C clients, B images a client, D features.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class FoldContext:
+    """What the twins need to know of the forward pass under way, set by the engine before it.
+
+    Attributes:
+        clients: Number of clients C in the batch.
+        counts: Real rows of each client, the rest being padding; ``None`` when every row is real.
+        generators: One random stream per client, for dropout; ``None`` outside training.
+    """
+
+    clients: int = 1
+    counts: tuple[int, ...] | None = None
+    generators: list[torch.Generator] = field(default_factory=list)
+
+
+def _per_client(x_R: Tensor, clients: int) -> Tensor:
+    """View (R, ...) as (C, B, ...)."""
+    return x_R.unflatten(0, (clients, -1))
+
+
+class Twin(nn.Module):
+    """Base of the stacked twins: holds the original's tensors under their names, to be replaced by stacked ones.
+
+    The stacked tensors are handed in for each forward pass by ``torch.func.functional_call``. A parameter of the
+    original that is not trained stays as it is, without a client axis.
+    """
+
+    def __init__(self, original: nn.Module, context: FoldContext) -> None:
+        super().__init__()
+        self.original = [original]  # in a list: not a child, so that names stay those of the single model
+        self.context = context
+        self.frozen = {name for name, p in original.named_parameters(recurse=False) if not p.requires_grad}
+        for name, parameter in original.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in original.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+
+    def stacked(self, name: str) -> Tensor | None:
+        """The tensor called ``name`` with its client axis, (C, ...); a frozen one is expanded."""
+        value: Tensor | None = getattr(self, name, None)
+        if value is not None and name in self.frozen:
+            return value.unsqueeze(0).expand(self.context.clients, *value.shape)
+        return value
+
+    def affine(self, x_R: Tensor, shape: list[int], names: tuple[str, str] = ("weight", "bias")) -> Tensor:
+        """Scale and shift each client's rows of (R, ...) by its own weight and bias, reshaped to (C, *shape)."""
+        x_CB = _per_client(x_R, self.context.clients)
+        weight, bias = (self.stacked(name) for name in names)
+        if weight is not None:
+            x_CB = x_CB * weight.reshape(len(weight), *shape)
+        if bias is not None:
+            x_CB = x_CB + bias.reshape(len(bias), *shape)
+        return x_CB.flatten(0, 1)
+
+
+class StackedLinear(Twin):
+    """C linear layers on one batch: a batched matrix product."""
+
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Map (R, ..., D_in) to (R, ..., D_out)."""
+        bias = self.stacked("bias")
+        if "weight" in self.frozen:
+            out = F.linear(x_R, self.weight)
+            return out if bias is None else self.affine(out, [1] * (out.dim() - 1) + [-1], ("", "bias"))
+        x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
+        out = _batched_linear(x_CND, self.weight, bias)
+        return out.reshape(*x_R.shape[:-1], out.shape[-1])
+
+
+class StackedConv2d(Twin):
+    """C convolutions on one batch: a batched matrix product for 1×1, one native call per client otherwise."""
+
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Map (R, in, H, W) to (R, out, H', W')."""
+        conv = self.original[0]
+        assert isinstance(conv, nn.Conv2d)
+        bias = self.stacked("bias")
+        if "weight" in self.frozen:
+            out = conv._conv_forward(x_R, self.weight, None)
+            return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
+        x_CB = _per_client(x_R, self.context.clients)
+        if conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and conv.padding in ((0, 0), "valid"):
+            return self._pointwise(x_CB, bias)
+        biases = [None] * len(x_CB) if bias is None else bias
+        return torch.cat([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
+
+    def _pointwise(self, x_CB: Tensor, bias: Tensor | None) -> Tensor:
+        """A 1×1 convolution is a linear map of the pixels: (C, B·H·W, in) to (C, B·H·W, out)."""
+        clients, rows, _, height, width = x_CB.shape
+        pixels = x_CB.permute(0, 1, 3, 4, 2).flatten(1, 3)
+        out = _batched_linear(pixels, self.weight.flatten(2), bias)
+        return out.view(clients * rows, height, width, -1).permute(0, 3, 1, 2)
+
+
+def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(C, N, D_in), (C, D_out, D_in), (C, D_out) to (C, N, D_out)."""
+    if bias is None:
+        return torch.bmm(x_CND, weight.transpose(1, 2))
+    return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
+
+
+class StackedBatchNorm(Twin):
+    """C batch normalisations on one batch, each with its own statistics over its own real rows."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, ...) per client; in training mode the running statistics are updated in place."""
+        norm = self.original[0]
+        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        clients = self.context.clients
+        counts = self.context.counts
+        batch_statistics = self.training or self.running_mean is None
+        momentum = norm.momentum if norm.momentum is not None else 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        weight, bias = self.stacked("weight"), self.stacked("bias")
+        outputs = []
+        for index, x in enumerate(x_R.chunk(clients)):
+            arguments = [
+                None if value is None else value[index] for value in (self.running_mean, self.running_var, weight, bias)
+            ]
+            real = x if counts is None else x[: counts[index]]
+            out = F.batch_norm(real, *arguments, batch_statistics, momentum, norm.eps)
+            outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
+        return torch.cat(outputs)
+
+
+class StackedLayerNorm(Twin):
+    """C layer normalisations: one normalisation of all rows, then each client's scale and shift."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, ..., D)."""
+        norm = self.original[0]
+        assert isinstance(norm, nn.LayerNorm)
+        shape = [1] * (x_R.dim() - len(norm.normalized_shape)) + list(norm.normalized_shape)
+        return self.affine(F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps), shape)
+
+
+class StackedGroupNorm(Twin):
+    """C group normalisations: one normalisation of all rows, then each client's scale and shift."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, ...)."""
+        norm = self.original[0]
+        assert isinstance(norm, nn.GroupNorm)
+        shape = [1, norm.num_channels] + [1] * (x_R.dim() - 2)
+        return self.affine(F.group_norm(x_R, norm.num_groups, None, None, norm.eps), shape)
+
+
+class StackedDropout(Twin):
+    """Dropout with one random stream per client, so that a client's masks do not depend on the others.
+
+    Four keep-or-drop decisions are cut from each 64-bit draw; the drop rate is thereby rounded to a multiple of 2**-16.
+    """
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Drop single elements of (R, ...)."""
+        return x_R * self.mask(x_R, x_R.shape[1:]) if self.training else x_R
+
+    @property
+    def p(self) -> float:
+        """Probability of dropping."""
+        return float(self.original[0].p)  # type: ignore[arg-type]  # nn.Module attributes are typed Tensor | Module
+
+    def mask(self, x_R: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return 0 or 1/(1-p) for every row: (R, *shape)."""
+        context = self.context
+        rows = x_R.shape[0] // context.clients
+        counts = context.counts or (rows,) * context.clients
+        size = int(torch.Size(shape).numel())
+        keep = torch.zeros(context.clients, rows * size, dtype=torch.bool, device=x_R.device)
+        threshold = round(self.p * 2**16) - 2**15
+        for index, count in enumerate(counts):
+            draws = torch.empty((count * size + 3) // 4, dtype=torch.int64, device=x_R.device)
+            draws.random_(-(2**63), None, generator=context.generators[index])
+            keep[index, : count * size] = draws.view(torch.int16)[: count * size] >= threshold
+        scale = 0.0 if self.p >= 1 else 1 / (1 - self.p)
+        return keep.view(x_R.shape[0], *shape).to(x_R.dtype) * scale
+
+
+class StackedDropout2d(StackedDropout):
+    """Dropout of whole channels with one random stream per client."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Drop channels of (R, D, ...)."""
+        if not self.training:
+            return x_R
+        return x_R * self.mask(x_R, x_R.shape[1:2]).view(*x_R.shape[:2], *[1] * (x_R.dim() - 2))
+
+
+TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
+TWINS: dict[type[nn.Module], TwinFactory] = {
+    nn.Linear: StackedLinear,
+    nn.Conv2d: StackedConv2d,
+    nn.BatchNorm1d: StackedBatchNorm,
+    nn.BatchNorm2d: StackedBatchNorm,
+    nn.LayerNorm: StackedLayerNorm,
+    nn.GroupNorm: StackedGroupNorm,
+}
+RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {nn.Dropout: StackedDropout, nn.Dropout2d: StackedDropout2d}
+"""Layers that draw random numbers: replaced whenever their ``p`` is positive, trained or not."""
+ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
+"""Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
+
+
+@dataclass
+class Fold:
+    """A folded model.
+
+    Attributes:
+        model: Shares every frozen module with the single model.
+        context: To be set before each forward pass.
+        row_keys: State names of parameters that are repeated over each client's rows before the forward pass.
+        missing: ``{module path: class name}`` of modules with trained parameters for which there is no twin.
+    """
+
+    model: nn.Module
+    context: FoldContext
+    row_keys: frozenset[str]
+    missing: dict[str, str]
+
+
+def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
+    """Build the stacked twin of ``model``, sharing all its frozen modules.
+
+    Args:
+        model: The single model; ``requires_grad`` tells what is trained.
+        random_only: Replace only the layers that draw random numbers (for the loop over clients, which runs the single
+            model but must draw from the same streams).
+
+    Returns:
+        The folded model. Where ``missing`` is not empty the model cannot be run stacked.
+    """
+    context = FoldContext()
+    rows: set[str] = set()
+    missing: dict[str, str] = {}
+    seen: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module, path: str) -> nn.Module:
+        if id(module) not in seen:
+            seen[id(module)] = replace(module, path)
+        return seen[id(module)]
+
+    def replace(module: nn.Module, path: str) -> nn.Module:
+        kind = type(module)
+        if kind in RANDOM_TWINS and float(getattr(module, "p", 0.0)) > 0:
+            return RANDOM_TWINS[kind](module, context)
+        trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
+        if random_only or not trained:
+            trained = set()
+        elif kind in TWINS:
+            return TWINS[kind](module, context)
+        elif trained <= ROW_PARAMETERS.get(kind, frozenset()):
+            rows.update(f"{path}.{name}" if path else name for name in trained)
+        else:
+            missing[path or "the model itself"] = kind.__name__
+        children = {
+            name: child and visit(child, f"{path}.{name}" if path else name) for name, child in module._modules.items()
+        }
+        if all(children[name] is child for name, child in module._modules.items()):
+            return module
+        return _shell(module, children)
+
+    folded = visit(model, "")
+    return Fold(folded, context, frozenset(rows), missing)
+
+
+def _shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    """Copy a container, sharing everything it holds but its children."""
+    shell = copy.copy(module)
+    shell._parameters = dict(module._parameters)
+    shell._buffers = dict(module._buffers)
+    shell._modules = children
+    return shell

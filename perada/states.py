@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter states as plain dictionaries of tensors, and pure functions on them.
+
+A *state* holds what one role (personal, local, global) trains: ``{name in the single model: tensor}``. A *stack* is the
+same dictionary with a leading client axis C on every tensor. Names are those of the single model's ``state_dict()``.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+def parameter_keys(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the trainable parameters of ``model``, in the model's order."""
+    return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def trained_keys(model: nn.Module) -> tuple[str, ...]:
+    """Return the names that make up a state: trainable parameters, and the buffers of the modules that own one.
+
+    The running statistics of a trained BatchNorm thus belong to the state; those of a frozen one do not.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+    >>> _ = model[1].requires_grad_(True)
+    >>> trained_keys(model)
+    ('1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked')
+    """
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in _trained_names(module)
+    )
+
+
+def _trained_names(module: nn.Module) -> list[str]:
+    """Names in ``module`` itself (not its children) that are part of a state."""
+    own = dict(module.named_parameters(recurse=False))
+    names = [name for name, parameter in own.items() if parameter.requires_grad]
+    if names:
+        persistent = set(module.state_dict().keys())
+        names += [name for name, _ in module.named_buffers(recurse=False) if name in persistent]
+    return names
+
+
+def get_state(model: nn.Module) -> State:
+    """Return a detached copy of the trained part of ``model``."""
+    full = model.state_dict()
+    return {key: full[key].detach().clone() for key in trained_keys(model)}
+
+
+def set_state(model: nn.Module, state: State) -> None:
+    """Copy ``state`` into ``model`` in place.
+
+    Raises:
+        KeyError: If a name of ``state`` is not in the model.
+    """
+    full = model.state_dict()
+    with torch.no_grad():
+        for key, value in state.items():
+            if key not in full:
+                raise KeyError(f"the model has no tensor named {key!r}; was the state made with another backbone or adapter?")
+            full[key].copy_(value)
+
+
+def train_mode(model: nn.Module) -> nn.Module:
+    """Put ``model`` in training mode, but keep every frozen normalisation layer in evaluation mode.
+
+    A frozen BatchNorm in training mode would drift with every forward pass without being part of any state.
+    """
+    model.train()
+    for module in model.modules():
+        if hasattr(module, "running_mean") and not any(p.requires_grad for p in module.parameters(recurse=False)):
+            module.eval()
+    return model
+
+
+def clone(state: State) -> State:
+    """Return a state with every tensor copied and detached."""
+    return {key: value.detach().clone() for key, value in state.items()}
+
+
+def stack(states: Sequence[State]) -> State:
+    """Stack the states of C clients into one with a leading client axis.
+
+    >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
+    torch.Size([2, 2])
+    """
+    return {key: torch.stack([state[key] for state in states]) for key in states[0]}
+
+
+def unstack(stacked: State) -> list[State]:
+    """Split a stack into one state (a view) per client.
+
+    >>> [s["w"].item() for s in unstack({"w": torch.tensor([1.0, 2.0])})]
+    [1.0, 2.0]
+    """
+    size = len(next(iter(stacked.values()))) if stacked else 0
+    return [{key: value[index] for key, value in stacked.items()} for index in range(size)]
+
+
+def expand(state: State, clients: int) -> State:
+    """View one state as a stack of ``clients`` equal ones, without copying.
+
+    >>> expand({"w": torch.ones(3)}, 4)["w"].shape
+    torch.Size([4, 3])
+    """
+    return {key: value.unsqueeze(0).expand(clients, *value.shape) for key, value in state.items()}
+
+
+def gather(stacked: State, clients: Sequence[int]) -> State:
+    """Copy the rows of ``clients`` out of a stack."""
+    return {key: value[torch.as_tensor(clients, device=value.device)] for key, value in stacked.items()}
+
+
+def scatter(stacked: State, clients: Sequence[int], rows: State) -> None:
+    """Write ``rows`` back into the places of ``clients``, in place.
+
+    >>> store = {"w": torch.zeros(3)}
+    >>> scatter(store, [2, 0], {"w": torch.tensor([5.0, 7.0])})
+    >>> store["w"].tolist()
+    [7.0, 0.0, 5.0]
+    """
+    with torch.no_grad():
+        for key, value in rows.items():
+            target = stacked[key]
+            target[torch.as_tensor(clients, device=target.device)] = value.detach().to(target)
+
+
+def prefix(stacked: State, clients: int) -> State:
+    """View the first ``clients`` rows of a stack."""
+    return {key: value[:clients] for key, value in stacked.items()}
+
+
+def partition(state: State, keys: Iterable[str]) -> tuple[State, State]:
+    """Split a state into the part named by ``keys`` and the rest.
+
+    >>> partition({"a": torch.ones(1), "b": torch.ones(1)}, {"b"})[0].keys()
+    dict_keys(['b'])
+    """
+    wanted = set(keys)
+    inside = {key: value for key, value in state.items() if key in wanted}
+    return inside, {key: value for key, value in state.items() if key not in wanted}
+
+
+def numel(state: State) -> int:
+    """Number of scalars in a state."""
+    return sum(value.numel() for value in state.values())
+
+
+def megabytes(state: State) -> float:
+    """Size of a state in megabytes (10**6 bytes) in its own number format."""
+    return sum(value.numel() * value.element_size() for value in state.values()) / 1e6
