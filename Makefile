@@ -24,6 +24,7 @@ define set_up
 	@if [ -e $(VENV)/.building ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.building
+	@echo "Installing into $(VENV): this takes some minutes the first time, for torch is large"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '$(1)'
 	@rm -f $(VENV)/.building && touch $@
 endef
