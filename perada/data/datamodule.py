@@ -151,6 +151,11 @@ class FederatedDataModule(pl.LightningDataModule):
                 "num_classes out"
             )
         self._checked = check(data, self._num_classes or declared, self.image_size)
+        shape = self._checked.image[0]
+        if self._preparation.augments and len(shape) != 3:
+            raise ValueError(
+                f"images have shape {shape}: crop_padding and flip need (channels, height, width), leave both out"
+            )
         self.num_clients = len(data.train)
         self.train_sizes = self._checked.train.sizes
         self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel

@@ -40,6 +40,11 @@ class Preparation:
     flip: bool = False
     seed: int = 0
 
+    @property
+    def augments(self) -> bool:
+        """Whether training images are changed at random."""
+        return self.flip or self.crop_padding > 0
+
     def __call__(self, batch: BatchT) -> BatchT:
         """Prepare a cohort batch, a batch of test data, or images (B, ...)."""
         if isinstance(batch, Tensor):
@@ -54,9 +59,9 @@ class Preparation:
 
     def _augment(self, batch: CohortBatch) -> Tensor:
         """Shift and mirror the images (C, B, Ch, H, W), as asked for."""
-        padding = self.crop_padding
-        if not padding and not self.flip:
+        if not self.augments:
             return batch.x
+        padding = self.crop_padding
         streams = [generator(self.seed, "augment", batch.round, client, batch.step) for client in batch.clients]
         rows = batch.x.shape[1]
         crops = torch.cat([draw_crops(rows, padding > 0, self.flip, padding, stream) for stream in streams])

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+import gzip
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+from torch.utils.data import Subset
+
+from perada.data import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageFolder, Photographs, UnlabelledFolder
+from perada.data.store import tensor_source
+
+RANDOM = np.random.default_rng(0)
+
+
+def pixels(*shape):
+    return RANDOM.integers(0, 256, shape, dtype=np.uint8)
+
+
+def idx(array):
+    """A file of the MNIST family, as its page describes it."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def write_fashion(folder, zipped):
+    folder.mkdir(parents=True)
+    written = {}
+    for prefix, count in (("train", 5), ("t10k", 3)):
+        images, labels = pixels(count, 28, 28), RANDOM.integers(0, 10, count, dtype=np.uint8)
+        written[prefix] = images, labels
+        for name, array in ((f"{prefix}-images-idx3-ubyte", images), (f"{prefix}-labels-idx1-ubyte", labels)):
+            if zipped:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
+            else:
+                (folder / name).write_bytes(idx(array))
+    return written
+
+
+def same(dataset, images, labels):
+    assert dataset.images.dtype == torch.uint8
+    assert dataset.labels.dtype == torch.int64
+    assert np.array_equal(dataset.images, images)
+    assert np.array_equal(dataset.labels, labels)
+    assert len(dataset) == len(labels)
+    image, label = dataset[1]
+    assert np.array_equal(image, images[1])
+    assert int(label) == labels[1]
+
+
+def test_digits_are_scikit_learns_each_in_one_split():
+    train, test = Digits(), Digits(train=False)
+    assert (len(train), len(test)) == (1438, 359)
+    ours = torch.cat([train.images, test.images]).flatten(1)
+    both = sorted(map(tuple, torch.cat([ours, torch.cat([train.labels, test.labels])[:, None]], dim=1).tolist()))
+    data, target = load_digits(return_X_y=True)
+    assert both == sorted(
+        (*np.rint(row / 16 * 255).astype(int).tolist(), label) for row, label in zip(data, target.tolist(), strict=True)
+    )
+    assert train.images.shape[1:] == (1, 8, 8)
+    assert torch.equal(Digits().images, train.images)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("inside", ["", "FashionMNIST/raw"])
+def test_fashion_mnist(tmp_path, zipped, inside):
+    written = write_fashion(tmp_path / "data" / inside, zipped)
+    for prefix, train in (("train", True), ("t10k", False)):
+        images, labels = written[prefix]
+        same(FashionMNIST(str(tmp_path / "data"), train=train), images[:, None], labels)
+
+
+def test_fashion_mnist_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*dataset-fashion-mnist, or set download: true") as caught:
+        len(FashionMNIST(str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-7], lambda b: b"\x00\x00\x0d" + b[3:], lambda b: b""])
+def test_broken_idx_files_are_named(tmp_path, damage):
+    write_fashion(tmp_path / "d", zipped=False)
+    file = tmp_path / "d" / "train-images-idx3-ubyte"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte is not an idx file"):
+        len(FashionMNIST(str(tmp_path / "d")))
+
+
+def test_broken_gz_files_are_named(tmp_path):
+    write_fashion(tmp_path / "d", zipped=True)
+    file = tmp_path / "d" / "train-labels-idx1-ubyte.gz"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte\.gz cannot be unpacked"):
+        len(FashionMNIST(str(tmp_path / "d")))
+
+
+CIFARS = [
+    (CIFAR10, "cifar-10-batches", "bin", [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"], "labels", 1),
+    (CIFAR100, "cifar-100", "binary", ["train"], ["test"], "fine_labels", 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "folder", "binary", "train", "test", "key", "label_bytes"), CIFARS)
+@pytest.mark.parametrize("layout", ["py2", "py3", "binary", "the folder itself"])
+def test_cifar(tmp_path, kind, folder, binary, train, test, key, label_bytes, layout):
+    suffix = {"CIFAR10": "py", "CIFAR100": "python"}[kind.__name__]
+    home = tmp_path / f"{folder}-{binary if layout == 'binary' else suffix}"
+    home.mkdir()
+    expected = {}
+    for name in (*train, *test):
+        data, labels = pixels(3, 3072), RANDOM.integers(0, kind.num_classes, 3)
+        expected[name] = data.reshape(3, 3, 32, 32), labels
+        if layout == "binary":
+            coarse = np.full((3, label_bytes - 1), 99, np.uint8)
+            (home / f"{name}.bin").write_bytes(np.hstack([coarse, labels[:, None].astype(np.uint8), data]).tobytes())
+        else:
+            batch = {"data": data, key: labels.tolist(), "coarse_labels": [1, 2, 3], "batch_label": "x"}
+            content = pickle.dumps(batch, protocol=2 if layout == "py2" else 5)
+            # The real files come from Python 2 with an older NumPy, which had another name for the same module.
+            (home / name).write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    root = home if layout == "the folder itself" else tmp_path
+    for names, part in ((train, True), (test, False)):
+        images = np.concatenate([expected[name][0] for name in names])
+        same(kind(str(root), train=part), images, np.concatenate([expected[name][1] for name in names]))
+
+
+class Intruder:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps({"data": Intruder()}), b"", pickle.dumps({"data": pixels(2, 3072)}), pickle.dumps([1])]
+)
+def test_what_is_no_cifar_batch_is_not_run(tmp_path, content, capsys):
+    (tmp_path / "test_batch").write_bytes(content)
+    with pytest.raises(ValueError, match="test_batch is not a CIFAR batch") as caught:
+        len(CIFAR10(str(tmp_path), train=False))
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="CIFAR-100 is not in .* cifar-100-python, or set download: true"):
+        len(CIFAR100(str(tmp_path)))
+    (tmp_path / "test_batch").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="data_batch_1 does not exist"):
+        len(CIFAR10(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", [FashionMNIST, CIFAR10, CIFAR100])
+def test_downloads_are_torchvisions_and_only_if_asked_for(tmp_path, kind, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        f"perada.data.datasets.torchvision_datasets.{kind.__name__}",
+        lambda root, download: calls.append((root, download)),
+    )
+    kind(str(tmp_path)).download()
+    assert calls == []
+    kind(str(tmp_path), download=True).download()
+    assert calls == [(str(tmp_path), True)]
+
+
+def test_photographs_are_cut_from_scikit_learns():
+    photographs = Photographs(count=6, size=40, smallest=40, largest=40)
+    assert photographs.images.shape == (6, 3, 40, 40)
+    assert photographs.labels is None
+    china, flower = load_sample_images().images
+    for cut in photographs.images.permute(0, 2, 3, 1).numpy():
+        rows, columns, whole = zip(
+            *[np.nonzero((image[:388, :601] == cut[0, 0]).all(-1)) + (image,) for image in (china, flower)], strict=True
+        )
+        places = [
+            (image, row, column)
+            for image, r, c in zip(whole, rows, columns, strict=True)
+            for row, column in zip(r, c, strict=True)
+        ]
+        assert any(np.array_equal(image[row : row + 40, column : column + 40], cut) for image, row, column in places)
+
+
+def test_photographs_options():
+    gray = Photographs(count=4, size=8, gray=True)
+    colour = Photographs(count=4, size=8)
+    assert gray.images.shape == (4, 1, 8, 8)
+    weights = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
+    assert ((colour.images * weights).sum(1, keepdim=True) - gray.images).abs().max() < 3  # both were rounded twice
+    assert torch.equal(Photographs(count=4, size=8).images, colour.images)
+    assert not torch.equal(Photographs(count=4, size=8, seed=1).images, colour.images)
+    with pytest.raises(ValueError, match="squares of 32 to 500"):
+        Photographs(largest=500)
+
+
+def write_images(root, names, size=(6, 4)):
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (number, 0, 0)).save(root / name)
+
+
+def test_image_folder_with_splits(tmp_path):
+    write_images(
+        tmp_path, ["train/cat/0.png", "train/cat/1.png", "train/dog/2.png", "test/dog/3.png", "test/cat/4.png"]
+    )
+    train, test = ImageFolder(str(tmp_path), size=5), ImageFolder(str(tmp_path), size=5, train=False)
+    assert train.num_classes == 2
+    assert train.labels.tolist() == [0, 0, 1]
+    assert [(int(image[0, 0, 0]), int(label)) for image, label in (test[0], test[1])] == [(4, 0), (3, 1)]
+    assert train[0][0].shape == (3, 5, 5)
+    assert train.images is None
+    assert torch.equal(ImageFolder(str(tmp_path), size=5, in_memory=True).images[2], train[2][0])
+
+
+def test_image_folder_with_domains_and_a_fixed_fifth_for_testing(tmp_path):
+    write_images(tmp_path, [f"{d}/{c}/{i}.png" for d in ("art", "photo") for c in ("cat", "dog") for i in range(5)])
+    write_images(tmp_path, ["photo/emu/0.png"])
+    train = ImageFolder(str(tmp_path), size=4, domains=True)
+    test = train.with_split(False)
+    assert (len(train), len(test), train.num_classes) == (17, 4, 3)
+    both = {*zip(train._paths(), train.labels.tolist(), train.columns["domain"], strict=True)}
+    both |= {*zip(test._paths(), test.labels.tolist(), test.columns["domain"], strict=True)}
+    assert len(both) == 21
+    for path, label, domain in both:
+        assert path.split("/")[-3:-1] == [domain, ["cat", "dog", "emu"][label]]
+
+
+def test_folders_that_are_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        len(ImageFolder(str(tmp_path / "none")))
+    with pytest.raises(FileNotFoundError, match="no folders of classes"):
+        len(ImageFolder(str(tmp_path)))
+    with pytest.raises(FileNotFoundError, match="has no images"):
+        len(UnlabelledFolder(str(tmp_path)))
+    with pytest.raises(ValueError, match="size is 0"):
+        UnlabelledFolder(str(tmp_path), size=0)
+
+
+def test_unlabelled_folder(tmp_path):
+    write_images(tmp_path, ["a.png", "deep/er/b.PNG"])
+    (tmp_path / "notes.txt").write_text("no image")
+    for in_memory in (False, True):
+        images = UnlabelledFolder(str(tmp_path), size=4, in_memory=in_memory)
+        assert [int(images[i][0, 0, 0]) for i in range(len(images))] == [0, 1]
+
+
+def test_splits_do_not_share_what_they_have_read():
+    train = Digits()
+    assert len(train) == 1438
+    test = train.with_split(False)
+    assert (len(test), len(train), test.train) == (359, 1438, False)
+
+
+def test_tensors_are_found_behind_subsets_of_subsets():
+    source = tensor_source(Subset(Subset(Digits(), [5, 6, 7, 8]), [3, 1]), labelled=True)
+    assert source.rows.tolist() == [8, 6]
+
+
+def test_names_say_what_was_asked_for():
+    assert repr(CIFAR10("x")) == "CIFAR10(train=True, root='x', fetch=False)"

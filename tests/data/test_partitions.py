@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import numpy as np
+import pytest
+
+from perada.data import IID, ByDomain, Dirichlet, DominantClass, FromFile, Shards
+from perada.data.apportion import apportion, raise_to_minimum
+from perada.data.label_partitions import categories
+from perada.data.partitions import Samples
+
+K = 10
+
+
+def samples(per_class, **columns):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(K), per_class))
+    return Samples(labels, np.arange(len(labels)), columns)
+
+
+def unbalanced():
+    return Samples(np.repeat([0, 1], [20, 1]), np.arange(21))
+
+
+def table(rows, part):
+    """Samples of each class (columns) of each client (rows), by plain counting."""
+    return np.array([[sum(part.labels[row] == k for row in own) for k in range(K)] for own in rows])
+
+
+def split(partition, train_per_class=100, test_per_class=20, seed=0):
+    train, test = samples(train_per_class), samples(test_per_class)
+    rows = partition.split(train, test, seed)
+    for own, part in zip(rows, (train, test), strict=True):
+        flat = np.concatenate(own)
+        assert len(np.unique(flat)) == len(flat) <= len(part)
+    return table(rows[0], train), table(rows[1], test)
+
+
+PARTITIONS = [IID(7), Dirichlet(7, 0.3), Shards(7, 3), DominantClass(7)]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS, ids=repr)
+def test_seeded(partition):
+    train, test = samples(30), samples(10)
+
+    def flat(seed):
+        return [own.tolist() for part in partition.split(train, test, seed) for own in part]
+
+    assert flat(1) == flat(1)
+    assert flat(1) != flat(2)
+
+
+@pytest.mark.parametrize("partition", [IID(7), Dirichlet(7, 0.3), Shards(7, 3)], ids=repr)
+def test_nothing_is_left_over(partition):
+    train, test = split(partition)
+    assert (train.sum(0) == 100).all()
+    assert (test.sum(0) == 20).all()
+
+
+def test_iid_shares_are_equal():
+    train, test = split(IID(7))
+    assert sorted(train.sum(1)) == [142, 143, 143, 143, 143, 143, 143]
+    # A client's count of a class is hypergeometric: mean 14.3, standard deviation 3.3.
+    assert (np.abs(train - 100 / 7) < 5 * 3.3).all()
+    assert set(test.sum(1)) == {28, 29}
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.1, 1, 100])
+def test_dirichlet_gives_train_and_test_the_same_proportions(alpha):
+    train, test = split(Dirichlet(5, alpha, min_per_client=1), 1000, 200)
+    # Rounding moves less than one sample of a class; a client without any test sample gets one.
+    assert (np.abs(test - train / 5) < 1 + 1e-9 + (test.sum(1, keepdims=True) <= 1)).all()
+    assert test.sum(1).min() >= 1
+
+
+def test_dirichlet_concentration_is_as_asked():
+    """A share has mean 1/M and variance (1/M)(1 - 1/M)/(M·alpha + 1)."""
+    for alpha in (0.1, 1.0, 50.0):
+        shares = np.stack([split(Dirichlet(5, alpha, 1), 400, 1, seed)[0] / 400 for seed in range(15)])
+        expected = 0.2 * 0.8 / (5 * alpha + 1)
+        assert shares.var() == pytest.approx(expected, rel=0.25)
+
+
+@pytest.mark.parametrize("minimum", [1, 10, 50])
+def test_dirichlet_minimum_holds_even_where_it_takes_everything(minimum):
+    train, test = split(Dirichlet(20, 0.02, min_per_client=minimum))
+    assert train.sum(1).min() >= minimum
+    assert (train.sum(0) == 100).all()
+    assert test.sum(1).min() >= 1
+
+
+def test_dirichlet_minimum_per_class():
+    train, _ = split(Dirichlet(20, 0.02, min_per_class=2))
+    assert train.min() >= 2
+    assert (train.sum(0) == 100).all()
+    train, _ = split(Dirichlet(20, 0.02, min_per_class=2, min_per_client=45))
+    assert train.min() >= 2
+    assert train.sum(1).min() >= 45
+
+
+def test_shards_have_their_number_of_classes_and_share_them_evenly():
+    train, test = split(Shards(20, 3))
+    assert ((train > 0).sum(1) == 3).all()
+    assert ((train > 0).sum(0) == 6).all()
+    assert set(train[train > 0]) == {16, 17}
+    assert ((test > 0) <= (train > 0)).all()
+
+
+def test_shards_with_as_many_classes_as_there_are():
+    train, _ = split(Shards(4, K))
+    assert (train == 25).all()
+
+
+@pytest.mark.parametrize(
+    ("clients", "fraction", "main", "others"), [(20, 0.5, 25, (2, 3)), (10, 0.82, 82, (2, 2)), (10, 1.0, 100, (0, 0))]
+)
+def test_dominant_class_has_its_fraction(clients, fraction, main, others):
+    train, test = split(DominantClass(clients, fraction))
+    largest = train.argmax(1)
+    assert (np.bincount(largest, minlength=K) == clients // K).all()
+    assert (train.max(1) == main).all()
+    rest = np.sort(train, axis=1)[:, :-1]
+    assert rest.min() >= others[0]
+    assert rest.max() <= others[1] + 1
+    assert (np.abs(train.sum(1) - 1000 / clients) <= 2).all()
+    assert (np.abs(test.max(1) - main / 5) <= 1).all()
+
+
+def test_dominant_class_with_more_of_some_classes_than_clients():
+    train, _ = split(DominantClass(13, 0.5))
+    assert (np.abs(train.max(1) / train.sum(1) - 0.5) < 0.02).all()
+    assert (train.sum(0) <= 100).all()
+
+
+def test_by_domain():
+    domains = np.array(["sketch", "photo"])[np.arange(1000) % 2]
+    train, test = samples(100, domain=domains), samples(20, domain=np.array(["sketch", "photo"])[np.arange(200) % 2])
+    rows, test_rows = ByDomain(clients_per_domain=2).split(train, test, 0)
+    assert [set(domains[own]) for own in rows] == [{"photo"}, {"photo"}, {"sketch"}, {"sketch"}]
+    assert [len(own) for own in rows] == [250] * 4
+    assert [len(own) for own in test_rows] == [50] * 4
+
+
+@pytest.mark.parametrize(
+    "partition", [IID(10_000), Dirichlet(10_000, 0.05), Shards(10_000, 2), DominantClass(10_000)], ids=repr
+)
+def test_ten_thousand_clients(partition):
+    train, test = samples(6000), samples(1000)
+    rows, test_rows = partition.split(train, test, 0)
+    assert len(rows) == len(test_rows) == 10_000
+    assert min(map(len, rows)) >= 2
+    assert min(map(len, test_rows)) >= (0 if isinstance(partition, DominantClass) else 1)
+    flat = np.concatenate(rows)
+    assert len(np.unique(flat)) == len(flat) == 60_000
+
+
+def test_apportioning_is_exact_and_without_bias():
+    shares = np.random.default_rng(0).dirichlet(np.ones(7))
+    draws = np.stack([apportion(10, shares, np.random.default_rng(seed)) for seed in range(4000)])
+    assert (draws.sum(1) == 10).all()
+    assert (np.abs(draws - 10 * shares) < 1).all()
+    # A rounded share varies by at most 1/2: 4 standard errors of 4,000 draws.
+    assert (np.abs(draws.mean(0) - 10 * shares) < 4 * 0.5 / np.sqrt(4000)).all()
+
+
+def test_the_minimum_comes_first_from_what_nobody_has():
+    counts = np.array([[0, 0], [4, 4]])
+    raised = raise_to_minimum(counts, 3, np.array([[0.0, 1.0], [1.0, 1.0]]), spare=np.array([5, 2]))
+    assert raised.tolist() == [[0, 3], [4, 3]]
+
+
+def test_combinations_of_labels_are_classes_and_rare_ones_one_class():
+    train = np.repeat(np.array([[0, 0], [0, 1], [1, 0], [1, 1]]), [6, 5, 2, 1], axis=0)
+    test = np.array([[1, 1], [0, 0], [1, 0], [0, 1]])
+    ids, test_ids = categories(train, test, merge_below=3)
+    assert np.bincount(ids).tolist() == [6, 5, 3]
+    assert test_ids.tolist() == [2, 0, 2, 1]
+    rows, _ = Dirichlet(3, 1.0).split(Samples(train, np.arange(14)), Samples(test, np.arange(4)), 0)
+    assert sorted(np.concatenate(rows)) == list(range(14))
+
+
+def test_classes_that_only_the_test_set_has_are_left_out():
+    train = Samples(np.repeat([0, 2], 10), np.arange(20))
+    test = Samples(np.repeat([0, 1, 2, 3], 4), np.arange(16))
+    for partition in (Dirichlet(3, 1.0), Shards(2, 1), DominantClass(2)):
+        _, rows = partition.split(train, test, 0)
+        dealt = test.labels[np.concatenate(rows)]
+        assert (dealt == 0).sum() == (dealt == 2).sum() == 4
+
+
+def test_from_file(tmp_path):
+    path = tmp_path / "partition.json"
+    path.write_text(json.dumps({"train": [[12, 10], [15]], "test": [[3], []]}))
+    train = Samples(np.zeros(5, int), np.array([10, 11, 12, 15, 17]))
+    rows, test_rows = FromFile(str(path)).split(train, Samples(np.zeros(4, int), np.arange(4)), 0)
+    assert [own.tolist() for own in rows] == [[2, 0], [3]]
+    assert [own.tolist() for own in test_rows] == [[3], []]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: IID(0), "num_clients is 0: give at least 1"),
+        (lambda: Dirichlet(5, 0), "alpha is 0: give more than 0"),
+        (lambda: Dirichlet(5, -1.0), r"alpha is -1\.0"),
+        (lambda: Dirichlet(5, float("nan")), "alpha is nan"),
+        (lambda: Dirichlet(5, 1, min_per_client=0), "min_per_client is 0"),
+        (lambda: DominantClass(5, 1.5), r"fraction is 1\.5"),
+        (lambda: Shards(5, 0), "classes_per_client is 0"),
+        (lambda: split(IID(1001)), "1001 clients .* there are 1000: lower num_clients"),
+        (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
+        (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
+        (lambda: split(Shards(20, 11)), "at most 10 classes per client"),
+        (lambda: split(Shards(2, 2)), "at least one client to every class"),
+        (lambda: split(Shards(600, 5), 100), "a class has 100 samples for 300 clients"),
+        (lambda: DominantClass(5).split(unbalanced(), unbalanced(), 0), "21 samples of 2 classes are too few for 5"),
+        (lambda: split(ByDomain("hospital")), "no column 'hospital'"),
+        (
+            lambda: ByDomain("d", 3).split(samples(1, d=np.arange(10)), samples(1), 0),
+            "domain 0 has 1 samples for 3 clients",
+        ),
+    ],
+)
+def test_errors(make, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not a partition"),
+        ('{"num_clients": 2, "train_sizes": [1, 2]}', "is not a partition"),
+        ('{"train": [[0], [7]], "test": []}', "gives client 1 sample 7"),
+        ('{"train": [[-1]], "test": []}', "gives client 0 sample -1"),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path, text, words):
+    path = tmp_path / "partition.json"
+    path.write_text(text)
+    part = Samples(np.zeros(5, int), np.arange(5))
+    with pytest.raises(ValueError, match=words):
+        FromFile(str(path)).split(part, part, 0)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    part = Samples(np.zeros(5, int), np.arange(5))
+    with pytest.raises(FileNotFoundError, match=r"partition\.json in the folder of an earlier run"):
+        FromFile(str(tmp_path / "none")).split(part, part, 0)
