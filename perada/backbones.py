@@ -100,7 +100,11 @@ def _from_timm(
         close = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
         raise ValueError(f"backbone {name!r} is no timm model: {hint} (transformers models are written 'hf:NAME')")
-    config = timm.get_pretrained_cfg(name)
+    try:
+        config = timm.get_pretrained_cfg(name)
+    except RuntimeError as error:  # an unknown tag after the dot
+        known = ", ".join(timm.list_pretrained(f"{name.partition('.')[0]}.*")) or "none"
+        raise ValueError(f"backbone {name!r} is no timm model: the pretrained ones of this kind are {known}") from error
     fixed = config is not None and config.fixed_input_size
     options: dict[str, Any] = {"in_chans": in_chans}
     options |= {} if num_classes is None else {"num_classes": num_classes}
@@ -192,14 +196,14 @@ def _transformers_local(name: str, source: str, weights: bool) -> bool:
     Raises:
         FileNotFoundError: If it would have to be, and cannot.
     """
-    if Path(source).is_dir():
+    needed = [("config.json",)]
+    needed += [("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")] if weights else []
+    if Path(source).is_dir() or all(cached_file(source, names) for names in needed):
         return True
     problem = hub_problem()
-    has_config = cached_file(source, ("config.json",)) is not None
-    has_weights = cached_file(source, ("model.safetensors", "pytorch_model.bin")) is not None
-    if problem and not (has_config and (has_weights or not weights)):
+    if problem:
         raise no_weights(name, problem)
-    return problem is not None
+    return False
 
 
 def _set_up(

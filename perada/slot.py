@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import peft
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel
+from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
 from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
@@ -122,6 +123,11 @@ def insert_adapter(backbone: Backbone, adapter: AdapterChoice = "residual", **op
             # peft 0.21 reads an attribute that transformers 5.23 has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
+    except NoMatchingPeftModuleError as error:
+        raise ValueError(
+            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
+            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does"
+        ) from error
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
@@ -147,7 +153,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config = METHODS[adapter](**cast(dict[str, Any], options))
     else:
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
-    if config.is_prompt_learning or not hasattr(config, "modules" if isinstance(config, SelectiveConfig) else "modules_to_save"):
+    if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
         )

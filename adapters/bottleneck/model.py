@@ -16,7 +16,8 @@ ATTENTION_OUTPUTS = ("attn.proj", "attention.o_proj", "attention.output.dense")
 
 def block_outputs(model: nn.Module, placement: str) -> list[str]:
     """Return the MLP of every transformer block, with ``placement="houlsby"`` also its attention's output layer."""
-    modules = dict(model.named_modules())
+    # Where there is an adapter already, the module it wraps counts under its former name.
+    modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
     names = []
     for name, module in modules.items():
         if name.split(".")[-1] == "mlp" and last_linear(module) is not None:

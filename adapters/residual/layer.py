@@ -13,6 +13,7 @@ class ResidualLayer(nn.Module, BaseTunerLayer):
     """A convolution followed by one residual adapter for each active PEFT adapter name.
 
     Each part is a dictionary of its own, keyed by adapter name: PEFT can then strip the name from the keys it saves.
+    PEFT finds ``modules_to_save`` by the ends of names, so no dictionary's name ends as a module's may (``norm``).
 
     Args:
         base_layer: The convolution, with C output channels; it stays as it is.
@@ -20,15 +21,15 @@ class ResidualLayer(nn.Module, BaseTunerLayer):
         config: What to build.
     """
 
-    adapter_layer_names = ("perada_residual_norm", "perada_residual_proj")
+    adapter_layer_names = ("perada_residual_normalise", "perada_residual_project")
     other_param_names = ("perada_residual_dropout",)
 
     def __init__(self, base_layer: nn.Conv2d, adapter_name: str, config: ResidualConfig) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.perada_residual_norm = nn.ModuleDict()
+        self.perada_residual_normalise = nn.ModuleDict()
         self.perada_residual_dropout = nn.ModuleDict()
-        self.perada_residual_proj = nn.ModuleDict()
+        self.perada_residual_project = nn.ModuleDict()
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.merged_adapters = []
@@ -39,9 +40,9 @@ class ResidualLayer(nn.Module, BaseTunerLayer):
         channels = self.base_layer.out_channels
         projection = nn.Conv2d(channels, channels, kernel_size=1, bias=False)
         nn.init.normal_(projection.weight, std=config.init_std)
-        self.perada_residual_norm[adapter_name] = _norm(config.norm, channels)
+        self.perada_residual_normalise[adapter_name] = _norm(config.norm, channels)
         self.perada_residual_dropout[adapter_name] = nn.Dropout(config.dropout)
-        self.perada_residual_proj[adapter_name] = projection
+        self.perada_residual_project[adapter_name] = projection
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -51,9 +52,9 @@ class ResidualLayer(nn.Module, BaseTunerLayer):
         if self.disable_adapters:
             return x
         for name in self.active_adapters:
-            if name in self.perada_residual_proj:
-                hidden = self.perada_residual_dropout[name](self.perada_residual_norm[name](x))
-                x = x + self.perada_residual_proj[name](hidden)
+            if name in self.perada_residual_project:
+                hidden = self.perada_residual_dropout[name](self.perada_residual_normalise[name](x))
+                x = x + self.perada_residual_project[name](hidden)
         return x
 
 

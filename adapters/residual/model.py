@@ -2,6 +2,7 @@
 """Where residual adapters go in a network."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 from peft import PeftConfig
@@ -15,6 +16,14 @@ RESNET_BLOCK = re.compile(r"(.*\.)?layer\d+\.\d+\.conv\d+")
 EFFICIENTNET_BLOCK = re.compile(r"(.*\.)?blocks\.\d+\.\d+\.conv_(exp|pw|pwl)")
 
 
+def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the network's modules under the names they have without adapters, whether or not it holds some already."""
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if "modules_to_save" not in parts and not any(part.startswith("perada_residual_") for part in parts):
+            yield ".".join(part for part in parts if part not in ("base_layer", "original_module")), module
+
+
 def block_convolutions(model: nn.Module) -> list[str]:
     """Return the convolutions that mix channels inside the blocks of a ResNet or an EfficientNet, in order.
 
@@ -23,7 +32,7 @@ def block_convolutions(model: nn.Module) -> list[str]:
     network: none.
     """
     names = []
-    for name, module in model.named_modules():
+    for name, module in _own_modules(model):
         if isinstance(module, nn.Conv2d) and (
             (RESNET_BLOCK.fullmatch(name) and module.kernel_size == (3, 3)) or EFFICIENTNET_BLOCK.fullmatch(name)
         ):
@@ -35,7 +44,7 @@ def main_norms(model: nn.Module) -> list[str]:
     """Return the trainable normalisation layers of ``model`` outside shortcut branches, in order."""
     return [
         name
-        for name, module in model.named_modules()
+        for name, module in _own_modules(model)
         if "Norm" in type(module).__name__
         and any(True for _ in module.parameters(recurse=False))
         and not {"downsample", "shortcut"} & set(name.split("."))
