@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset
 
 from perada.data.store import (
     Kind,
+    MapStore,
     Store,
     TensorStore,
     as_labels,
@@ -103,12 +104,15 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     for part, store in parts.items():
         if store is not None:
             image = _check_shapes(part, store, image, image_size)
-            found[part] = _known_labels(store)
+            found[part] = _known_labels(part, store, num_classes)
     assert image is not None
     multilabel = _is_multilabel(found)
     num_classes = num_classes or _infer_classes(found, multilabel)
     for part, labels in found.items():
         _check_labels(part, labels, num_classes, multilabel)
+    for store in parts.values():
+        if isinstance(store, MapStore) and not multilabel:
+            store.num_classes = num_classes
     public = None
     if data.public is not None:
         public = make_store([data.public], labelled=False, size=image_size)
@@ -153,7 +157,7 @@ def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | No
     return expected
 
 
-def _known_labels(store: Store) -> list[Tensor]:
+def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tensor]:
     """Labels of every client, read from the sets' tensors or ``targets``, else sample by sample within SCAN_LIMIT."""
     if isinstance(store, TensorStore):
         return store.client_labels()
@@ -164,6 +168,11 @@ def _known_labels(store: Store) -> list[Tensor]:
         for client, dataset in enumerate(store.datasets):
             known = _targets(dataset)
             if known is None:
+                if not scan and num_classes is None:
+                    raise ValueError(
+                        f"client {client} declares no labels, and the {sum(store.sizes)} {part} samples are too many "
+                        "to read them all: give num_classes, or its dataset an attribute targets"
+                    )
                 count = store.sizes[client] if scan else min(1, store.sizes[client])
                 read = [label for index in range(count) if (label := store.item(client, index)[1]) is not None]
                 known = torch.stack(read) if read else torch.empty(0, dtype=torch.int64)

@@ -139,6 +139,7 @@ class MapStore:
         self.labelled = labelled
         self.size = size
         self.sizes = tuple(length(dataset) for dataset in datasets)
+        self.num_classes: int | None = None  # classes that labels are checked against as they are read
 
     def item(self, owner: int, index: int) -> tuple[Tensor, Tensor | None]:
         """Read one sample: image, and label or None."""
@@ -149,6 +150,11 @@ class MapStore:
         except TypeError as error:
             who = f"client {owner}" if self.labelled else "the public set"
             raise TypeError(f"{who}, sample {index}: {error}") from None
+        if label is not None and self.num_classes is not None and not 0 <= label < self.num_classes:
+            raise ValueError(
+                f"client {owner} has the label {int(label)}, outside 0..{self.num_classes - 1}: correct the label or "
+                "num_classes"
+            )
         if self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
         return image, label

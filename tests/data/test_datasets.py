@@ -142,7 +142,7 @@ def test_what_is_no_cifar_batch_is_not_run(tmp_path, content, capsys):
 
 
 def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match="CIFAR-100 is not in .* cifar-100-python, or set download: true"):
+    with pytest.raises(FileNotFoundError, match=r"CIFAR-100 is not in .* cifar-100-python, or set download: true"):
         len(CIFAR100(str(tmp_path)))
     (tmp_path / "test_batch").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="data_batch_1 does not exist"):
@@ -156,9 +156,9 @@ def test_downloads_are_torchvisions_and_only_if_asked_for(tmp_path, kind, monkey
         f"perada.data.datasets.torchvision_datasets.{kind.__name__}",
         lambda root, download: calls.append((root, download)),
     )
-    kind(str(tmp_path)).download()
+    kind(str(tmp_path)).fetch()
     assert calls == []
-    kind(str(tmp_path), download=True).download()
+    kind(str(tmp_path), download=True).fetch()
     assert calls == [(str(tmp_path), True)]
 
 
@@ -166,17 +166,15 @@ def test_photographs_are_cut_from_scikit_learns():
     photographs = Photographs(count=6, size=40, smallest=40, largest=40)
     assert photographs.images.shape == (6, 3, 40, 40)
     assert photographs.labels is None
-    china, flower = load_sample_images().images
-    for cut in photographs.images.permute(0, 2, 3, 1).numpy():
-        rows, columns, whole = zip(
-            *[np.nonzero((image[:388, :601] == cut[0, 0]).all(-1)) + (image,) for image in (china, flower)], strict=True
-        )
+    sources = [torch.from_numpy(image.copy()) for image in load_sample_images().images]
+    for cut in photographs.images.permute(0, 2, 3, 1):
+        # Every place whose first pixel is the cut's first pixel.
         places = [
-            (image, row, column)
-            for image, r, c in zip(whole, rows, columns, strict=True)
-            for row, column in zip(r, c, strict=True)
+            (image, *place)
+            for image in sources
+            for place in (image[:388, :601] == cut[0, 0]).all(-1).nonzero().tolist()
         ]
-        assert any(np.array_equal(image[row : row + 40, column : column + 40], cut) for image, row, column in places)
+        assert any(torch.equal(image[row : row + 40, column : column + 40], cut) for image, row, column in places)
 
 
 def test_photographs_options():
@@ -255,4 +253,4 @@ def test_tensors_are_found_behind_subsets_of_subsets():
 
 
 def test_names_say_what_was_asked_for():
-    assert repr(CIFAR10("x")) == "CIFAR10(train=True, root='x', fetch=False)"
+    assert repr(CIFAR10("x")) == "CIFAR10(root='x', download=False, train=True)"

@@ -81,7 +81,7 @@ def test_what_is_no_image(image, words):
 
 def shifted(image, top, left, mirrored, padding):
     """One image within its border of zeros, pixel by pixel."""
-    channels, height, width = image.shape
+    _, height, width = image.shape
     result = torch.zeros_like(image)
     for row in range(height):
         for column in range(width):
