@@ -196,7 +196,7 @@ def _transformers_local(name: str, source: str, weights: bool) -> bool:
     Raises:
         FileNotFoundError: If it would have to be, and cannot.
     """
-    needed = [("config.json",)]
+    needed: list[tuple[str, ...]] = [("config.json",)]
     needed += [("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")] if weights else []
     if Path(source).is_dir() or all(cached_file(source, names) for names in needed):
         return True
