@@ -126,9 +126,9 @@ class FederatedDataModule(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Fetch what is to be downloaded."""
         if self._division is not None:
-            self._division.dataset.fetch()
+            self._division.dataset.download()
             if self._division.public is not None:
-                self._division.public.fetch()
+                self._division.public.download()
 
     def setup(self, stage: str = "fit") -> None:
         """Divide and check the data; once, however often it is called.

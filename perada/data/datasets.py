@@ -61,7 +61,7 @@ class ImageSet(Dataset[Any], ABC):
         """Facts about each image, (N,) by name, for partitions that divide by them."""
         return {}
 
-    def fetch(self) -> None:
+    def download(self) -> None:
         """Fetch the files if that was asked for and they are missing."""
 
     def with_split(self, train: bool) -> Self:
@@ -83,7 +83,8 @@ class ImageSet(Dataset[Any], ABC):
         return self.images[index] if self.labels is None else (self.images[index], self.labels[index])
 
     def __repr__(self) -> str:
-        given = [f"{name}={getattr(self, name)!r}" for name in inspect.signature(type(self)).parameters]
+        names = [name for name in inspect.signature(type(self)).parameters if name in vars(self)]
+        given = [f"{name}={getattr(self, name)!r}" for name in names]
         return f"{type(self).__name__}({', '.join(given)})"
 
 
@@ -123,7 +124,7 @@ class FashionMNIST(ImageSet):
     def __init__(self, root: str | None = None, download: bool = False, train: bool = True) -> None:
         super().__init__(train)
         self.root = root
-        self.download = download
+        self._may_download = download
 
     def _candidates(self) -> list[Path]:
         roots = [self.root] if self.root is not None else [*_FASHION_FOLDERS, "data"]
@@ -132,9 +133,9 @@ class FashionMNIST(ImageSet):
     def _folder(self) -> Path | None:
         return find_folder(self._candidates(), "t10k-labels-idx1-ubyte*")
 
-    def fetch(self) -> None:
+    def download(self) -> None:
         """Fetch the files with torchvision if that was asked for and they are missing."""
-        if self.download and self._folder() is None:
+        if self._may_download and self._folder() is None:
             torchvision_datasets.FashionMNIST(self.root or "data", download=True)
 
     def _load(self) -> tuple[Tensor, Tensor]:
@@ -171,15 +172,15 @@ class CIFAR10(ImageSet):
     def __init__(self, root: str = "data", download: bool = False, train: bool = True) -> None:
         super().__init__(train)
         self.root = root
-        self.download = download
+        self._may_download = download
 
     def _folder(self) -> Path | None:
         candidates = [Path(self.root) / name for name in self._folders] + [Path(self.root)]
         return find_folder(candidates, f"{self._files['test'][0]}*")
 
-    def fetch(self) -> None:
+    def download(self) -> None:
         """Fetch the files with torchvision if that was asked for and they are missing."""
-        if self.download and self._folder() is None:
+        if self._may_download and self._folder() is None:
             getattr(torchvision_datasets, type(self).__name__)(self.root, download=True)
 
     def _load(self) -> tuple[Tensor, Tensor]:

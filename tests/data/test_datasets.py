@@ -156,9 +156,9 @@ def test_downloads_are_torchvisions_and_only_if_asked_for(tmp_path, kind, monkey
         f"perada.data.datasets.torchvision_datasets.{kind.__name__}",
         lambda root, download: calls.append((root, download)),
     )
-    kind(str(tmp_path)).fetch()
+    kind(str(tmp_path)).download()
     assert calls == []
-    kind(str(tmp_path), download=True).fetch()
+    kind(str(tmp_path), download=True).download()
     assert calls == [(str(tmp_path), True)]
 
 
@@ -253,4 +253,4 @@ def test_tensors_are_found_behind_subsets_of_subsets():
 
 
 def test_names_say_what_was_asked_for():
-    assert repr(CIFAR10("x")) == "CIFAR10(root='x', download=False, train=True)"
+    assert repr(CIFAR10("x")) == "CIFAR10(root='x', train=True)"
