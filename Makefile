@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help quickstart test test-all bench check format clean
 
 help:
