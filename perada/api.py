@@ -9,11 +9,12 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
+from perada.backbones import AdapterChoice
 from perada.callbacks import FederatedLoop, RoundProgressBar
 from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
-from perada.module import AdapterChoice, FederatedClassifier
+from perada.module import FederatedClassifier
 from perada.run import Run
 from perada.server import Distillation
 from perada.server.aggregate import Weighting

@@ -169,17 +169,25 @@ def _export(args: Sequence[str]) -> None:
     """Write a finished run's adapters as PEFT folders."""
     parser = jsonargparse.ArgumentParser(prog="perada export", description="Write a run's adapters as PEFT folders.")
     parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
-    parser.add_argument("--output", type=Path, required=True, help="Folder to write client_0, client_1, … and global to.")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="Folder to write client_0, client_1, … and global to."
+    )
     given = parser.parse_args(list(args))
     for name in ("config.yaml", "checkpoints/last.ckpt"):
         if not (given.run / name).is_file():
-            raise FileNotFoundError(f"{str(given.run)!r} is no finished run: it has no {name}; give a run folder of `perada fit`")
+            raise FileNotFoundError(
+                f"{str(given.run)!r} is no finished run: it has no {name}; give a run folder of `perada fit`"
+            )
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
     cli = make_cli(["--config", str(given.run / "config.yaml"), *quiet], run=False)
     loop = next(callback for callback in cli.trainer.callbacks if isinstance(callback, FederatedLoop))
     cli.trainer.fit_loop.max_epochs = 0
-    cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(given.run / "checkpoints" / "last.ckpt"), verbose=False)
-    print(f"Wrote {loop.num_clients} personal adapters and the global one to {outcome(cli.model, loop).save(given.output)}")
+    cli.trainer.validate(
+        cli.model, cli.datamodule, ckpt_path=str(given.run / "checkpoints" / "last.ckpt"), verbose=False
+    )
+    print(
+        f"Wrote {loop.num_clients} personal adapters and the global one to {outcome(cli.model, loop).save(given.output)}"
+    )
 
 
 def _report(args: Sequence[str]) -> None:

@@ -64,9 +64,9 @@ def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: 
         Losses (C,).
     """
     if multilabel:
-        losses = F.binary_cross_entropy_with_logits(logits.float(), y.float(), reduction="none").mean(-1)
+        losses = F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none").mean(-1)
     else:
-        losses = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
     if all(count == y.shape[1] for count in counts):
         return losses.mean(1)
     rows = torch.tensor(counts, device=losses.device)
@@ -163,7 +163,7 @@ class Cohort:
             for role in opened
         }
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
-        self.losses = {role: torch.zeros(clients, device=device) for role in opened}
+        self.losses = {role: torch.zeros(clients, device=device, dtype=torch.float32) for role in opened}
         self._phase = -1
 
     def step(self, batch: CohortBatch) -> None:
@@ -243,7 +243,10 @@ class _Step:
                     pulled = (value.detach() - anchor[key]).mul_(strength)
                     value.grad = pulled if value.grad is None else value.grad.add_(pulled)
         if cohort.training.clip_norm is not None:
-            _clip([value.grad for value in self.states[role].values() if value.grad is not None], cohort.training.clip_norm)
+            _clip(
+                [value.grad for value in self.states[role].values() if value.grad is not None],
+                cohort.training.clip_norm,
+            )
         optimizer.step()
 
 

@@ -68,7 +68,7 @@ class Engine:
             generators: One random stream per client, needed in training where there is dropout.
 
         Returns:
-            Logits (C, B, K); rows beyond a client's count are meaningless.
+            Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
         """
         ragged = counts is not None and any(count != x.shape[1] for count in counts)
         real = tuple(counts) if ragged and counts is not None else None
@@ -78,7 +78,8 @@ class Engine:
         else:
             module.eval()
         run = self._folded if self.kind == "folded" else self._loop
-        return run(module, states, x, real, list(generators))
+        logits = run(module, states, x, real, list(generators))
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def shared_logits(self, states: State, x: Tensor, rows: int = 2048) -> Tensor:
         """Logits (C, B, K) of C states on the same images (B, ...), in evaluation mode and without gradients.
@@ -115,7 +116,7 @@ class Engine:
             for key, value in states.items()
         }
         logits: Tensor = functional_call(module, tensors, (self._format(x.flatten(0, 1)),))
-        return logits.unflatten(0, (clients, rows))
+        return logits.view(clients, rows, *logits.shape[1:])
 
     def _format(self, x: Tensor) -> Tensor:
         return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
@@ -133,7 +134,9 @@ class Engine:
         for client, images in enumerate(x):
             real = images if counts is None else images[: counts[client]]
             context.clients, context.counts, context.generators = 1, None, generators[client : client + 1]
-            logits = functional_call(module, {key: value[client] for key, value in states.items()}, (self._format(real),))
+            logits = functional_call(
+                module, {key: value[client] for key, value in states.items()}, (self._format(real),)
+            )
             padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
             outputs.append(torch.cat([logits, padding]) if len(padding) else logits)
         return torch.stack(outputs)

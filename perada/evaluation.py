@@ -5,12 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import (
-    multiclass_accuracy,
-    multiclass_auroc,
-    multilabel_accuracy,
-    multilabel_auroc,
-)
+from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy, multilabel_accuracy
 
 MetricName = Literal["accuracy", "auroc"]
 
@@ -57,7 +52,7 @@ class Scores:
         return torch.stack([self._score(model, labels) for model in predictions])
 
     def local_test(self, clients: int) -> Tensor:
-        """Score (clients,) of model m on the images of client m; NaN where it has none. One model serves all clients."""
+        """Score (clients,) of model m on the images of client m; NaN where it has none to score. One model serves all clients."""
         predictions, labels, owners = torch.cat(self._predictions, 1), torch.cat(self._labels), torch.cat(self._owners)
         scores = []
         for client in range(clients):
@@ -71,11 +66,9 @@ class Scores:
             if self.multilabel:
                 return multilabel_accuracy(predictions, labels.long(), self._classes, average="micro")
             return multiclass_accuracy(predictions, labels, self._classes, average="micro")
-        if self.multilabel:
-            scores = multilabel_auroc(predictions, labels.long(), self._classes, average=None)
-            positives = labels.long().sum(0)
-        else:
-            scores = multiclass_auroc(predictions, labels, self._classes, average=None)
-            positives = torch.bincount(labels, minlength=self._classes)
-        both = (positives > 0) & (positives < len(labels))
-        return scores[both].mean()
+        truth = labels.long() if self.multilabel else torch.nn.functional.one_hot(labels, self._classes)
+        positives = truth.sum(0)
+        both = ((positives > 0) & (positives < len(truth))).nonzero().flatten().tolist()
+        if not both:
+            return torch.tensor(torch.nan)
+        return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()

@@ -46,13 +46,16 @@ def load_adapter(adapted: AdaptedModel, folder: Path) -> State:
         result = set_peft_model_state_dict(adapted.peft_model, weights)
         loaded = get_state(adapted.model)
     except Exception as error:  # safetensors, PEFT and torch each raise their own types for a file that does not fit
-        raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(
+            f"the adapter in {str(folder)!r} cannot be read: {' '.join(str(error).split())[:300]}"
+        ) from error
     finally:
         set_state(adapted.model, before)
     names = set(trained_keys(adapted.model))
     lost = [key for key in getattr(result, "missing_keys", []) if any(key.endswith(name) for name in names)]
-    if lost or getattr(result, "unexpected_keys", []):
-        what = f"lacks {lost[0]!r}" if lost else f"has {result.unexpected_keys[0]!r}, which the model has not"
+    extra = getattr(result, "unexpected_keys", [])
+    if lost or extra:
+        what = f"lacks {lost[0]!r}" if lost else f"has {extra[0]!r}, which the model has not"
         raise ValueError(
             f"the adapter in {str(folder)!r} belongs to another backbone or adapter: it {what}; "
             "load it with the configuration it was made with"
@@ -69,7 +72,9 @@ def read_config(folder: Path) -> PeftConfig:
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{str(folder)!r} is no adapter folder: it has no {name}; give one that perada saved")
+            raise FileNotFoundError(
+                f"{str(folder)!r} is no adapter folder: it has no {name}; give one that perada saved"
+            )
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class FederationData(Protocol):
 
     train_sizes: tuple[int, ...]
 
-    def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
+    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set (steps, B)."""
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
@@ -94,7 +94,9 @@ class Federation:
             plan: The round's clients and their numbers of local steps.
             factor: Factor of the clients' learning rates.
         """
-        return self._cohort(self.settings.algorithm, self.settings.phases, plan, self.store.gather(plan.clients), factor)
+        return self._cohort(
+            self.settings.algorithm, self.settings.phases, plan, self.store.gather(plan.clients), factor
+        )
 
     def _cohort(
         self, algorithm: Algorithm, phases: Sequence[Phase], plan: RoundPlan, kept: Stacks, factor: float
@@ -113,7 +115,9 @@ class Federation:
             clients_per_chunk=self.settings.clients_per_chunk,
         )
 
-    def close(self, cohort: Cohort, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter) -> RoundReport:
+    def close(
+        self, cohort: Cohort, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter
+    ) -> RoundReport:
         """End a round: clients store what they keep, the server aggregates what the finite ones sent and distils.
 
         Args:
@@ -137,7 +141,7 @@ class Federation:
                 plan.round,
                 self.global_state,
                 {key: value[good] for key, value in updates.items()},
-                weights.to(good.device, torch.float32),
+                weights,
                 self.server_state,
                 mean,
                 distill,
@@ -164,10 +168,7 @@ class Federation:
             indices = data.public_indices(round, options.steps, options.batch_size)
             used, positions = torch.unique(indices, return_inverse=True)
             logits = torch.cat(
-                [
-                    ensemble_logits(engine, teachers, data.public_images(part, device)).float()
-                    for part in used.split(256)
-                ]
+                [ensemble_logits(engine, teachers, data.public_images(part, device)) for part in used.split(256)]
             )
             for step, rows in enumerate(progress(indices)):
                 yield data.public_images(rows, device), logits[positions[step].to(device)]
@@ -261,7 +262,10 @@ class Federation:
         clients = len(cohort.plan.clients)
         full = cohort.chunks[0].full
         names = {
-            (role, name) for role in full for phase in settings.phases for name in algorithm.trained(role, phase.name, self.slot)
+            (role, name)
+            for role in full
+            for phase in settings.phases
+            for name in algorithm.trained(role, phase.name, self.slot)
         }
         sent = {key: value[0] for key, value in updates.items()}
         metrics = {

@@ -129,7 +129,7 @@ class FederatedClassifier(pl.LightningModule):
         self.model = self.adapted.model
         self.multilabel = multilabel
         if self.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks it
+            self.model.to(memory_format=torch.channels_last)
         self.engine = Engine(self.model, self.engine_name, channels_last=self.channels_last)
         self.slot = make_slot(self.model, backbone.head)
         self.training_options = LocalTraining(
@@ -222,4 +222,3 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
         norms=frozenset(key for key in keys if key.startswith(norms)) if norms else frozenset(),
     )
-

@@ -22,7 +22,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(width, 1 + (column > 0)) for column, width in enumerate(widths)]
 
     def line(row: Sequence[str]) -> str:
-        cells = [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         return f"| {' | '.join(cells)} |"
 
     rule = "|".join("-" * (width + 2) if not column else "-" * (width + 1) + ":" for column, width in enumerate(widths))
@@ -37,11 +40,13 @@ def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
         sizes: Training images of each client.
     """
     rows = [
-        [str(client), str(size), *(_percent(float(values[client])) for values in scores.values())]
+        [str(client), str(size), *(percent(float(values[client])) for values in scores.values())]
         for client, size in enumerate(sizes)
     ]
     known = [values[~values.isnan()] for values in scores.values()]
-    rows.append(["mean ± std", "", *(f"{_percent(float(v.mean()))} ± {_percent(float(v.std(correction=0)))}" for v in known)])
+    rows.append(
+        ["mean ± std", "", *(f"{percent(float(v.mean()))} ± {percent(float(v.std(correction=0)))}" for v in known)]
+    )
     return table(["client", "images", *scores], rows)
 
 
@@ -53,7 +58,9 @@ def run_report(folder: Path) -> str:
     """
     path = folder / "metrics.csv"
     if not path.is_file():
-        raise FileNotFoundError(f"{str(folder)!r} holds no metrics.csv; give a run folder, for example lightning_logs/version_0")
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds no metrics.csv; give a run folder, for example lightning_logs/version_0"
+        )
     rounds: dict[int, dict[str, str]] = {}
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -64,12 +71,13 @@ def run_report(folder: Path) -> str:
         [
             str(round),
             *(f"{float(values[name]):.4f}" if name in values else "" for name in losses),
-            *(_percent(float(values[name])) if name in values else "" for name in shown),
+            *(percent(float(values[name])) if name in values else "" for name in shown),
         ]
         for round, values in sorted(rounds.items())
     ]
     return table(["round", *losses, *shown], body)
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """A share in percent with two digits; a dash for NaN."""
     return "–" if value != value else f"{100 * value:.2f}"

@@ -107,12 +107,16 @@ class Run:
         """
         folder = Path(folder)
         if not (folder / RUN_FILE).is_file():
-            raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give a folder that Run.save wrote")
+            raise FileNotFoundError(
+                f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give a folder that Run.save wrote"
+            )
         try:
             saved = json.loads((folder / RUN_FILE).read_text())
             info, clients = saved["info"], saved["num_clients"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew") from error
+            raise ValueError(
+                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
+            ) from error
         if info["backbone"] is None and backbone is None:
             raise ValueError(
                 f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as backbone="
@@ -126,4 +130,6 @@ class Run:
         )
         adapted = load_backbone(built, read_config(folder / "global"), folder)
         states = [load_adapter(adapted, folder / f"client_{client}") for client in range(clients)]
-        return cls(adapted, load_adapter(adapted, folder / "global"), states.__getitem__, clients, saved["metrics"], info)
+        return cls(
+            adapted, load_adapter(adapted, folder / "global"), states.__getitem__, clients, saved["metrics"], info
+        )

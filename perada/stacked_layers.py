@@ -35,7 +35,7 @@ class FoldContext:
 
 def _per_client(x_R: Tensor, clients: int) -> Tensor:
     """View (R, ...) as (C, B, ...)."""
-    return x_R.unflatten(0, (clients, -1))
+    return x_R.view(clients, -1, *x_R.shape[1:])
 
 
 class Twin(nn.Module):
@@ -103,7 +103,12 @@ class StackedConv2d(Twin):
             out = conv._conv_forward(x_R, self.weight, None)
             return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
         x_CB = _per_client(x_R, self.context.clients)
-        if conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and conv.padding in ((0, 0), "valid"):
+        if (
+            conv.kernel_size == (1, 1)
+            and conv.stride == (1, 1)
+            and conv.groups == 1
+            and conv.padding in ((0, 0), "valid")
+        ):
             return self._pointwise(x_CB, bias)
         biases = [None] * len(x_CB) if bias is None else bias
         return torch.cat([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
@@ -143,11 +148,11 @@ class StackedBatchNorm(Twin):
         weight, bias = self.stacked("weight"), self.stacked("bias")
         outputs = []
         for index, x in enumerate(x_R.chunk(clients)):
-            arguments = [
+            mean, var, scale, shift = (
                 None if value is None else value[index] for value in (self.running_mean, self.running_var, weight, bias)
-            ]
+            )
             real = x if counts is None else x[: counts[index]]
-            out = F.batch_norm(real, *arguments, batch_statistics, momentum, norm.eps)
+            out = F.batch_norm(real, mean, var, scale, shift, batch_statistics, momentum, norm.eps)
             outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
         return torch.cat(outputs)
 

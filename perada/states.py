@@ -29,9 +29,7 @@ def trained_keys(model: nn.Module) -> tuple[str, ...]:
     ('1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked')
     """
     return tuple(
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in _trained_names(module)
+        f"{path}.{name}" if path else name for path, module in model.named_modules() for name in _trained_names(module)
     )
 
 
@@ -61,7 +59,9 @@ def set_state(model: nn.Module, state: State) -> None:
     with torch.no_grad():
         for key, value in state.items():
             if key not in full:
-                raise KeyError(f"the model has no tensor named {key!r}; was the state made with another backbone or adapter?")
+                raise KeyError(
+                    f"the model has no tensor named {key!r}; was the state made with another backbone or adapter?"
+                )
             full[key].copy_(value)
 
 

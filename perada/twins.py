@@ -34,7 +34,7 @@ class StackedLayerScale(Twin):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Scale (R, ..., D)."""
-        x_CB = x_R.unflatten(0, (self.context.clients, -1))
+        x_CB = x_R.view(self.context.clients, -1, *x_R.shape[1:])
         scale = self.gamma.view(-1, *[1] * (x_R.dim() - 1), self.gamma.shape[-1])
         return (x_CB * scale).flatten(0, 1)
 

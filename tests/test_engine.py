@@ -8,12 +8,10 @@ from torch import nn
 from torch.func import functional_call
 from transformers import ViTConfig, ViTForImageClassification
 
-
 from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine
 from perada.seeding import generator
-from perada.stacked_layers import StackedDropout, FoldContext
-from perada.states import expand, get_state, parameter_keys, stack, train_mode, unstack
+from perada.states import get_state, parameter_keys, stack, train_mode
 
 CLIENTS, ROWS = 3, 5
 COUNTS = (5, 3, 4)
@@ -22,7 +20,12 @@ COUNTS = (5, 3, 4)
 def backbone(name, tmp_path):
     if name == "hf_vit":
         config = ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=16, patch_size=4,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=16,
+            patch_size=4,
             num_labels=4,
         )
         ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
@@ -30,7 +33,9 @@ def backbone(name, tmp_path):
     if name == "vit":
         return build_backbone("test_vit", 4, pretrained=False, image_size=32), 32
     if name == "module":
-        model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+        model = nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)
+        )
         return build_backbone(model, 4), 16
     model = timm.create_model("resnet18" if name == "resnet18" else "test_resnet", num_classes=4, zero_init_last=False)
     built = build_backbone(model, 4)

@@ -30,7 +30,9 @@ class PerAda(Algorithm):
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
         if not prox_strength >= 0:
-            raise ValueError(f"prox_strength={prox_strength!r} is not a strength; give 0 (no pull) or a positive number")
+            raise ValueError(
+                f"prox_strength={prox_strength!r} is not a strength; give 0 (no pull) or a positive number"
+            )
         self.prox_strength = prox_strength
         self.distills = distill
 

@@ -2,14 +2,13 @@
 """The communication round as an epoch of Lightning's training loop."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from perada.algorithms import Algorithm, PerAda
@@ -67,7 +66,9 @@ class FederatedLoop(pl.Callback):
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = _parts(trainer, pl_module)
         if trainer.world_size > 1:
-            raise ValueError(f"devices={trainer.world_size} cannot be used: clients are trained on one device; give devices=1")
+            raise ValueError(
+                f"devices={trainer.world_size} cannot be used: clients are trained on one device; give devices=1"
+            )
         if str(trainer.precision).startswith("16"):
             raise ValueError(
                 f"precision={trainer.precision!r} cannot be used: clients' losses are not scaled; give 'bf16-mixed' or '32-true'"
@@ -87,7 +88,7 @@ class FederatedLoop(pl.Callback):
                 "set; give one (public=...) or set the number of distillation steps to 0"
             )
         if stage == "fit":
-            trainer.reload_dataloaders_every_n_epochs = 1  # every round has its own clients and number of steps
+            trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
@@ -117,7 +118,7 @@ class FederatedLoop(pl.Callback):
         self._begin(trainer, pl_module)
         data, module = _parts(trainer, pl_module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
-        if trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        if trainer.loggers and trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
             path = Path(trainer.log_dir) / "partition.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(data.partition_dict()))
@@ -139,9 +140,13 @@ class FederatedLoop(pl.Callback):
         cohort, module.cohort = module.cohort, None
         round = cohort.plan.round
         with trainer.precision_plugin.forward_context():
-            report = _federation(module).close(cohort, data, lambda steps: self._progress(trainer, steps, f"Distil {round}"))
+            report = _federation(module).close(
+                cohort, data, lambda steps: self._progress(trainer, steps, f"Distil {round}")
+            )
         if report.broken:
-            _warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
+            _warn_broken(
+                f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it"
+            )
         module.log_dict(report.metrics, on_step=False, on_epoch=True, batch_size=1)
         self.history.append({"round": round, **report.metrics})
         if round + 1 == trainer.max_epochs:
@@ -179,9 +184,11 @@ class FederatedLoop(pl.Callback):
     @staticmethod
     def _progress(trainer: pl.Trainer, steps: Any, description: str) -> Any:
         bar = trainer.progress_bar_callback
-        return tqdm(steps, desc=description, leave=False, disable=bar is None or not bar.is_enabled)
+        return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Save the states of server and clients, and what they belong to."""
         data, module = _parts(trainer, pl_module)
         checkpoint[CHECKPOINT_KEY] = {
@@ -190,11 +197,15 @@ class FederatedLoop(pl.Callback):
             "belongs": self._belongs(data, module),
         }
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Keep the saved states for the start of training, after checking that they belong to this model and data."""
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
-            raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
+            raise ValueError(
+                "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
+            )
         for name, value in self._belongs(*_parts(trainer, pl_module)).items():
             if saved["belongs"].get(name) != value:
                 raise ValueError(

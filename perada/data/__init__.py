@@ -7,7 +7,7 @@ from perada.data.federated import FederatedData
 from perada.data.folders import ImageFolder, UnlabelledFolder
 from perada.data.label_partitions import Dirichlet, DominantClass, Shards
 from perada.data.partitions import IID, ByDomain, FromFile, Partition
-from perada.data.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
+from perada.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
 
 __all__ = [
     "CIFAR10",

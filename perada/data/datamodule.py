@@ -16,7 +16,8 @@ from perada.data.federated import Checked, FederatedData, check
 from perada.data.loaders import EvalBatches, RoundBatches, loader
 from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation
-from perada.data.rounds import (
+from perada.data.store import TensorStore
+from perada.rounds import (
     CohortBatch,
     EvalBatch,
     Phase,
@@ -25,7 +26,6 @@ from perada.data.rounds import (
     make_plan,
     sample_cohort,
 )
-from perada.data.store import TensorStore
 
 if TYPE_CHECKING:
     from perada.backbones import ImageConfig

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.data.rounds import BatchSize, CohortBatch, EvalBatch, RoundPlan, active_steps, batch_indices
 from perada.data.store import MapStore, Store
+from perada.rounds import BatchSize, CohortBatch, EvalBatch, RoundPlan, active_steps, batch_indices
 from perada.seeding import generator
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from perada.data.loaders import real_rows
-from perada.data.rounds import CohortBatch, EvalBatch
 from perada.data.transforms import augment, draw_crops, prepare_images
+from perada.rounds import CohortBatch, EvalBatch
 from perada.seeding import generator
 
 if TYPE_CHECKING:

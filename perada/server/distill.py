@@ -142,7 +142,7 @@ class Distillation:
         for step, (x, teacher) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate(step)
-            loss = distillation_loss(engine.logits(state, x.unsqueeze(0))[0].float(), teacher, self.temperature, multilabel)
+            loss = distillation_loss(engine.logits(state, x.unsqueeze(0))[0], teacher, self.temperature, multilabel)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

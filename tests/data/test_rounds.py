@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule, Phase
-from perada.data.rounds import batch_indices, make_plan, sample_cohort
+from perada.rounds import batch_indices, make_plan, sample_cohort
 from perada.seeding import generator
 
 SIZES = (7, 20, 3, 11, 20)
