@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several recipes, algorithms and seeds one after another, and one table of what came out."""
 
+import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -8,7 +9,6 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import jsonargparse
 
 from perada.backbones import build_backbone
 from perada.callbacks import FederatedLoop
@@ -132,7 +132,8 @@ def _count(number: float) -> str:
 
 def main(args: Sequence[str]) -> None:
     """Run ``perada compare`` with these arguments."""
-    parser = jsonargparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="perada compare",
         description="Run recipes one after another and print one table. Further options go to `perada fit`.",
     )

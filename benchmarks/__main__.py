@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the benchmarks: ``python -m benchmarks [cohort_step] [--help]``."""
+
+import argparse
+import json
+import platform
+from pathlib import Path
+
+import torch
+
+from benchmarks.cohort_step import cohort_step
+
+BENCHMARKS = {"cohort_step": cohort_step}
+
+
+def main() -> None:
+    """Run what is named, print each result, and write all of them as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed, as ratios within one run.")
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=15, help="Interleaved pairs; the median ratio is reported.")
+    parser.add_argument("--output", type=Path, default=Path("lightning_logs/benchmarks.json"))
+    given = parser.parse_args()
+    machine = torch.cuda.get_device_name() if given.device == "cuda" else f"{platform.machine()} CPU"
+    results = []
+    for name in given.names or BENCHMARKS:
+        for result in BENCHMARKS[name](torch.device(given.device), given.repeats):
+            result |= {"benchmark": name, "machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
+            print(json.dumps(result), flush=True)
+            results.append(result)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
