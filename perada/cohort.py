@@ -164,6 +164,7 @@ class Cohort:
         }
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
         self.losses = {role: torch.zeros(clients, device=device, dtype=torch.float32) for role in opened}
+        self.descents = {role: torch.zeros(clients) for role in opened}
         self._phase = -1
 
     def step(self, batch: CohortBatch) -> None:
@@ -200,9 +201,8 @@ class Cohort:
         return kept, update, finite
 
     def mean_losses(self) -> dict[str, Tensor]:
-        """Mean training loss (C,) of each client over its local steps, by role."""
-        steps = torch.tensor([sum(phase[i] for phase in self.plan.steps) for i in range(len(self.plan.clients))])
-        return {role: total / steps.to(total) for role, total in self.losses.items()}
+        """Mean training loss (C,) of each client over the steps it took on a role, by role; NaN where it took none."""
+        return {role: total / self.descents[role].to(total) for role, total in self.losses.items()}
 
 
 class _Step:
@@ -233,6 +233,7 @@ class _Step:
         observed = loss.detach()
         cohort.broken[self._rows] |= ~observed.isfinite()
         cohort.losses[role][self._rows] += observed
+        cohort.descents[role][self._rows] += 1
         optimizer = self._chunk.optimizers[role]
         optimizer.zero_grad()
         loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -251,8 +252,11 @@ class _Step:
 
 
 def _clip(gradients: list[Tensor], norm: float) -> None:
-    """Scale each client's gradients (C, ...) down to a joint norm of at most ``norm``, in place."""
+    """Scale each client's gradients (C, ...) down to a joint norm of at most ``norm``, in place.
+
+    The same arithmetic as ``torch.nn.utils.clip_grad_norm_``, client by client.
+    """
     total = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
-    scale = (norm / total.clamp(min=1e-12)).clamp(max=1.0)
+    scale = (norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))

@@ -52,7 +52,10 @@ class Scores:
         return torch.stack([self._score(model, labels) for model in predictions])
 
     def local_test(self, clients: int) -> Tensor:
-        """Score (clients,) of model m on the images of client m; NaN where it has none to score. One model serves all clients."""
+        """Score (clients,) of model m on the images of client m; NaN where it has none to score.
+
+        A single model is scored as every client's.
+        """
         predictions, labels, owners = torch.cat(self._predictions, 1), torch.cat(self._labels), torch.cat(self._owners)
         scores = []
         for client in range(clients):

@@ -84,8 +84,8 @@ class Federation:
         self.global_state = initial
         self.server_state: dict[str, State] = {}
         self.store = ClientStore(settings.algorithm.kept(initial, slot))
+        self.tuned: ClientStore | None = None
         self.rounds_done = 0
-        self.finetuned = False
 
     def open(self, plan: RoundPlan, factor: float = 1.0) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
@@ -94,6 +94,7 @@ class Federation:
             plan: The round's clients and their numbers of local steps.
             factor: Factor of the clients' learning rates.
         """
+        self.tuned = None  # what was fine-tuned from an earlier global state is outdated
         return self._cohort(
             self.settings.algorithm, self.settings.phases, plan, self.store.gather(plan.clients), factor
         )
@@ -210,26 +211,31 @@ class Federation:
         tuning = self.settings.algorithm.finetuning()
         assert tuning is not None
         algorithm, phase = tuning
-        self.store = ClientStore(algorithm.kept(self.global_state, self.slot))
+        self.tuned = ClientStore(algorithm.kept(self.global_state, self.slot))
         broken = []
         for plan in groups:
-            cohort = self._cohort(algorithm, [phase], plan, self.store.gather(plan.clients), factor)
+            cohort = self._cohort(algorithm, [phase], plan, self.tuned.gather(plan.clients), factor)
             for batch in loader(plan):
                 cohort.step(batch)
             kept, _, finite = cohort.close()
             good = finite.nonzero().flatten()
-            self.store.scatter([plan.clients[index] for index in good.tolist()], _rows(kept, good))
+            self.tuned.scatter([plan.clients[index] for index in good.tolist()], _rows(kept, good))
             broken += [client for client, fine in zip(plan.clients, finite.tolist(), strict=True) if not fine]
-        self.finetuned = True
         return broken
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
         tuning = self.settings.algorithm.finetuning()
-        algorithm = tuning[0] if tuning and self.finetuned else self.settings.algorithm
-        if algorithm.inference == "global":
+        if tuning and self.tuned is not None:
+            return tuning[0].personal(self.tuned.gather(clients), self.global_state)
+        if self.settings.algorithm.inference == "global":
             return expand(self.global_state, len(clients))
-        return algorithm.personal(self.store.gather(clients), self.global_state)
+        return self.settings.algorithm.personal(self.store.gather(clients), self.global_state)
+
+    @property
+    def finetuned(self) -> bool:
+        """Whether clients have fine-tuned the global state as it now is."""
+        return self.tuned is not None
 
     @property
     def personalized(self) -> bool:
@@ -259,8 +265,8 @@ class Federation:
     def _metrics(self, cohort: Cohort, updates: State, good: Tensor) -> dict[str, float]:
         """Training loss, and what one client trains and all of them send."""
         algorithm, settings = self.settings.algorithm, self.settings
-        clients = len(cohort.plan.clients)
         full = cohort.chunks[0].full
+        received = sum(megabytes(chunk.received) for chunk in cohort.chunks)
         names = {
             (role, name)
             for role in full
@@ -271,8 +277,8 @@ class Federation:
         metrics = {
             "params/trained": float(sum(full[role][name][0].numel() for role, name in names)),
             "params/sent": float(numel({key: value for key, value in sent.items() if key in self.slot.parameters})),
-            "comm/up_mb": megabytes(sent) * clients,
-            "comm/down_mb": megabytes(self.global_state) * clients if algorithm.sends else 0.0,
+            "comm/up_mb": megabytes(updates),
+            "comm/down_mb": received if algorithm.sends else 0.0,
         }
         for role, losses in cohort.mean_losses().items():
             metrics[f"train/{role}_loss"] = float(losses[good].mean())
@@ -284,21 +290,22 @@ class Federation:
             "global": self.global_state,
             "server": self.server_state,
             "clients": self.store.state_dict(),
+            "tuned": None if self.tuned is None else self.tuned.state_dict(),
             "rounds_done": self.rounds_done,
-            "finetuned": self.finetuned,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of the federation that wrote ``saved``."""
         device = next(iter(self.global_state.values())).device
-        self.finetuned = saved["finetuned"]
-        if self.finetuned:
-            tuning = self.settings.algorithm.finetuning()
-            assert tuning is not None
-            self.store = ClientStore(tuning[0].kept(self.global_state, self.slot))
         self.global_state = _to(saved["global"], device)
         self.server_state = {name: _to(state, device) for name, state in saved["server"].items()}
         self.store.load_state_dict(saved["clients"], device)
+        self.tuned = None
+        if saved["tuned"] is not None:
+            tuning = self.settings.algorithm.finetuning()
+            assert tuning is not None
+            self.tuned = ClientStore(tuning[0].kept(self.global_state, self.slot))
+            self.tuned.load_state_dict(saved["tuned"], device)
         self.rounds_done = saved["rounds_done"]
 
 

@@ -142,7 +142,6 @@ class StackedBatchNorm(Twin):
         clients = self.context.clients
         counts = self.context.counts
         batch_statistics = self.training or self.running_mean is None
-        momentum = norm.momentum if norm.momentum is not None else 0.0
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         weight, bias = self.stacked("weight"), self.stacked("bias")
@@ -152,9 +151,16 @@ class StackedBatchNorm(Twin):
                 None if value is None else value[index] for value in (self.running_mean, self.running_var, weight, bias)
             )
             real = x if counts is None else x[: counts[index]]
-            out = F.batch_norm(real, mean, var, scale, shift, batch_statistics, momentum, norm.eps)
+            out = F.batch_norm(real, mean, var, scale, shift, batch_statistics, self._momentum(index), norm.eps)
             outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
         return torch.cat(outputs)
+
+    def _momentum(self, client: int) -> float:
+        """Weight of the batch in the running statistics; without a momentum these are a cumulative mean."""
+        momentum = self.original[0].momentum
+        if momentum is None and self.training and self.num_batches_tracked is not None:
+            return 1 / float(self.num_batches_tracked[client])
+        return 0.0 if momentum is None else float(momentum)  # type: ignore[arg-type]  # typed Tensor | Module
 
 
 class StackedLayerNorm(Twin):
@@ -280,7 +286,7 @@ def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if random_only or not trained:
             trained = set()
-        elif kind in TWINS:
+        elif kind in TWINS and trained == {n for n, p in module.named_parameters() if p.requires_grad}:
             return TWINS[kind](module, context)
         elif trained <= ROW_PARAMETERS.get(kind, frozenset()):
             rows.update(f"{path}.{name}" if path else name for name in trained)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an algorithm is: what clients keep and send, one client's step, and the server's rule.
 
-The names of the roles follow PerAda: ``personal`` is what a client keeps and predicts with, ``local`` what it trains from
-the received global state and sends back. Everything a client holds is a :data:`~perada.states.State`; every method sees
-the states of all clients at hand as one stack with a leading client axis C, and must treat the clients alike and apart.
+The names of the roles follow PerAda: ``personal`` is what a client keeps and predicts with, ``local`` what it trains
+from the received global state and sends back. Everything a client holds is a :data:`~perada.states.State`; every method
+sees the states of all clients at hand as one stack with a leading client axis C, and must treat the clients alike and
+apart.
 """
 
-from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -86,7 +86,7 @@ class ServerStep:
     distill: Callable[[State, State], State]
 
 
-class Algorithm(ABC):
+class Algorithm:
     """A federated algorithm. Subclasses are final, and override only what differs from FedAvg.
 
     Attributes:
@@ -136,5 +136,5 @@ class Algorithm(ABC):
         return kept["personal"]
 
     def finetuning(self) -> "tuple[Algorithm, Phase] | None":
-        """An algorithm that every client runs alone from the final global state after the last round, and for how long."""
+        """An algorithm every client runs alone from the final global state after the last round, and for how long."""
         return None

@@ -16,7 +16,8 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
     """Weights of C clients, summing to one.
 
     Args:
-        weighting: ``"uniform"`` (PerAda, Algorithm 1, line 18) or ``"samples"`` (FedAvg: each client's share of images).
+        weighting: ``"uniform"`` (PerAda, Algorithm 1, line 18), or ``"samples"`` for each client's share of the images
+            (FedAvg).
         samples: Training images of each client.
 
     Returns:

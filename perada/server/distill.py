@@ -67,9 +67,9 @@ class Distillation:
         schedule: ``"cosine"`` lets the rate fall to zero over the R steps of a round, or ``"constant"``.
         temperature: Softens both distributions.
         until_round: Rounds from this one on (counted from 0) are not distilled; ``None`` distils every round.
-        validate_every: Score the student every so many steps on the labelled ``server_validation`` set, keep the best
-            and fall back to the average where none is better; 0 (the paper assumes no labels on the server) never does.
-        cache_images: Keep the teachers' mean logits of at most this many distinct public images a round.
+        validate_every: Score the student every so many steps, and after the last one, on the labelled
+            ``server_validation`` set, keep the best and fall back to the average where none is better; 0 (the paper
+            assumes no labels on the server) never does.
     """
 
     steps: int = 500
@@ -146,7 +146,7 @@ class Distillation:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            if best and validate and (step + 1) % self.validate_every == 0:
+            if best and validate and ((step + 1) % self.validate_every == 0 or step + 1 == self.steps):
                 best = max(best, (validate(_first(state)), _first(state)), key=lambda pair: pair[0])
         return best[1] if best else _first(state)
 
