@@ -57,6 +57,12 @@ class PeradaCLI(LightningCLI):
             kwargs["logger"] = CSVLogger(trainer.default_root_dir or ".")
         return super().instantiate_trainer(**kwargs)
 
+    @property
+    def loop(self) -> FederatedLoop:
+        """The federated loop of the trainer."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        return next(callback for callback in callbacks if isinstance(callback, FederatedLoop))
+
     def _parse_ckpt_path(self) -> None:
         """A checkpoint does not change the configuration; ``last`` is the newest run's."""
         if not self.config.get("subcommand"):
@@ -180,7 +186,7 @@ def _export(args: Sequence[str]) -> None:
             )
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
     cli = make_cli(["--config", str(given.run / "config.yaml"), *quiet], run=False)
-    loop = next(callback for callback in cli.trainer.callbacks if isinstance(callback, FederatedLoop))
+    loop = cli.loop
     cli.trainer.fit_loop.max_epochs = 0
     cli.trainer.validate(
         cli.model, cli.datamodule, ckpt_path=str(given.run / "checkpoints" / "last.ckpt"), verbose=False
@@ -200,7 +206,7 @@ def _report(args: Sequence[str]) -> None:
 def _compare(args: Sequence[str]) -> None:
     from perada.compare import main as compare
 
-    compare(args)
+    compare(args, lambda words: make_cli(words, run=False))
 
 
 def _pretrain(args: Sequence[str]) -> None:

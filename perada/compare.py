@@ -4,15 +4,16 @@
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-
 from perada.backbones import build_backbone
 from perada.callbacks import FederatedLoop
 from perada.report import SCORES, percent, table
+
+MakeCLI = Callable[[Sequence[str]], Any]
 
 START = "before fine-tuning"
 """The row of the initial model: pretrained backbone, untrained adapter."""
@@ -27,6 +28,7 @@ ALGORITHMS = {
 
 
 def compare(
+    make_cli: MakeCLI,
     recipes: Sequence[str],
     algorithms: Sequence[str],
     seeds: Sequence[int],
@@ -36,6 +38,7 @@ def compare(
     """Run each recipe with each algorithm and seed.
 
     Args:
+        make_cli: Builds trainer, model and data from options of ``perada fit``.
         recipes: Names or files.
         algorithms: Keys of :data:`ALGORITHMS`; where empty, each recipe's own.
         seeds: Seeds of the runs.
@@ -56,7 +59,7 @@ def compare(
                 args = ["--config", recipe, *ALGORITHMS.get(algorithm, []), f"--seed_everything={seed}", *overrides]
                 print(f"--- {label}, seed {seed}", flush=True)
                 first = not any(r["label"] == START and r["seed"] == seed for r in done)
-                for record in _run(args, first):
+                for record in _run(make_cli, args, first):
                     done.append({**wanted, **({"label": START} if record.pop("start") else {}), **record})
                 if output:
                     output.parent.mkdir(parents=True, exist_ok=True)
@@ -64,12 +67,10 @@ def compare(
     return done
 
 
-def _run(args: Sequence[str], start: bool) -> list[dict[str, Any]]:
+def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> list[dict[str, Any]]:
     """Fit once; with ``start`` also score the initial model."""
-    from perada.cli import make_cli  # the command line imports this module
-
-    cli = make_cli(args, run=False)
-    loop = next(callback for callback in cli.trainer.callbacks if isinstance(callback, FederatedLoop))
+    cli = make_cli(args)
+    loop: FederatedLoop = cli.loop
     records = []
     if start:
         cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
@@ -130,8 +131,8 @@ def _count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def main(args: Sequence[str]) -> None:
-    """Run ``perada compare`` with these arguments."""
+def main(args: Sequence[str], make_cli: MakeCLI) -> None:
+    """Run ``perada compare`` with these arguments; ``make_cli`` as in :func:`compare`."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="perada compare",
@@ -144,4 +145,4 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds.")
     parser.add_argument("--output", type=Path, help="JSON file of results; what it holds is not computed again.")
     known, overrides = parser.parse_known_args(list(args))
-    print(summary(compare(known.recipes, known.algorithms, known.seeds, known.output, overrides)))
+    print(summary(compare(make_cli, known.recipes, known.algorithms, known.seeds, known.output, overrides)))

@@ -198,7 +198,7 @@ class StackedDropout(Twin):
     @property
     def p(self) -> float:
         """Probability of dropping."""
-        return float(self.original[0].p)  # type: ignore[arg-type]  # nn.Module attributes are typed Tensor | Module
+        return _drop_rate(self.original[0])
 
     def mask(self, x_R: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return 0 or 1/(1-p) for every row: (R, *shape)."""
@@ -216,7 +216,7 @@ class StackedDropout(Twin):
         return keep.view(x_R.shape[0], *shape).to(x_R.dtype) * scale
 
 
-class StackedDropout2d(StackedDropout):
+class StackedChannelDropout(StackedDropout):
     """Dropout of whole channels with one random stream per client."""
 
     def forward(self, x_R: Tensor) -> Tensor:
@@ -235,8 +235,13 @@ TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.LayerNorm: StackedLayerNorm,
     nn.GroupNorm: StackedGroupNorm,
 }
-RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {nn.Dropout: StackedDropout, nn.Dropout2d: StackedDropout2d}
-"""Layers that draw random numbers: replaced whenever their ``p`` is positive, trained or not."""
+RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
+    nn.Dropout: StackedDropout,
+    nn.Dropout1d: StackedChannelDropout,
+    nn.Dropout2d: StackedChannelDropout,
+    nn.Dropout3d: StackedChannelDropout,
+}
+"""Layers that draw random numbers: replaced whenever their drop rate is positive, trained or not."""
 ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 """Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
 
@@ -281,7 +286,7 @@ def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
 
     def replace(module: nn.Module, path: str) -> nn.Module:
         kind = type(module)
-        if kind in RANDOM_TWINS and float(getattr(module, "p", 0.0)) > 0:
+        if kind in RANDOM_TWINS and _drop_rate(module) > 0:
             return RANDOM_TWINS[kind](module, context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if random_only or not trained:
@@ -301,6 +306,12 @@ def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
 
     folded = visit(model, "")
     return Fold(folded, context, frozenset(rows), missing)
+
+
+def _drop_rate(module: nn.Module) -> float:
+    """Probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
+    rate = getattr(module, "p", None)
+    return float((getattr(module, "drop_prob", None) if rate is None else rate) or 0.0)
 
 
 def _shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:

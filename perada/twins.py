@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from perada.stacked_layers import (
+    RANDOM_TWINS,
     ROW_PARAMETERS,
     TWINS,
     StackedBatchNorm,
+    StackedDropout,
     StackedGroupNorm,
     StackedLayerNorm,
     Twin,
@@ -39,6 +41,19 @@ class StackedLayerScale(Twin):
         return (x_CB * scale).flatten(0, 1)
 
 
+class StackedDropPath(StackedDropout):
+    """timm's stochastic depth with one random stream per client: a sample's whole branch is dropped."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Drop rows of (R, ...)."""
+        original = self.original[0]
+        assert isinstance(original, timm.layers.DropPath)
+        if not self.training:
+            return x_R
+        mask = self.mask(x_R, ()).view(-1, *[1] * (x_R.dim() - 1))
+        return x_R * (mask if original.scale_by_keep else mask.bool())
+
+
 _TWINS: dict[type[nn.Module], type[Twin]] = {
     timm.layers.BatchNormAct2d: StackedBatchNormAct,
     timm.layers.GroupNorm: StackedGroupNorm,
@@ -46,6 +61,7 @@ _TWINS: dict[type[nn.Module], type[Twin]] = {
     LayerScale: StackedLayerScale,
 }
 TWINS.update(_TWINS)
+RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
 ROW_PARAMETERS.update(
     {
         VisionTransformer: frozenset({"cls_token", "pos_embed", "reg_token"}),

@@ -32,7 +32,7 @@ strategies export report run pretrain api compare perada cli
 TORCH_ONLY = set(ROOMS[: ROOMS.index("adapters")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"adapters", "slot", "twins", "backbone_weights", "backbones", "export"}
-SEES_LIGHTNING = {"module", "callbacks", "strategies", "data", "api", "cli", "run", "pretrain", "progress"}
+SEES_LIGHTNING = {"module", "callbacks", "strategies", "data", "api", "cli", "run", "pretrain", "progress", "compare"}
 
 
 def room_of(module: str) -> str:
