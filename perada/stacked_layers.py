@@ -52,7 +52,7 @@ class Twin(nn.Module):
         self.frozen = {name for name, p in original.named_parameters(recurse=False) if not p.requires_grad}
         for name, parameter in original.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        for name, buffer in original.named_buffers(recurse=False):
+        for name, buffer in original._buffers.items():  # also those that are None
             self.register_buffer(name, buffer)
 
     def stacked(self, name: str) -> Tensor | None:
