@@ -38,10 +38,10 @@ class Scores:
             owner: (B,) client of each image.
         """
         self._classes = logits.shape[-1]
-        if self.multilabel:
-            predictions = logits.float().sigmoid()
+        if self.metric == "auroc":  # in double precision: in single, confident predictions would all be ranked alike
+            predictions = logits.double().sigmoid() if self.multilabel else logits.double().softmax(-1)
         else:
-            predictions = logits.float().softmax(-1) if self.metric == "auroc" else logits.argmax(-1)
+            predictions = logits.float().sigmoid() if self.multilabel else logits.argmax(-1)
         self._predictions.append(predictions.cpu())
         self._labels.append(y.cpu())
         self._owners.append(owner.cpu())

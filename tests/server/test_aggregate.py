@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means over the client axis."""
+
+import numpy as np
+import pytest
+import torch
+
+from perada.server import client_weights, mean
+
+
+def test_weights_are_equal_or_shares_of_the_samples():
+    assert client_weights("uniform", [1, 100, 7]).tolist() == pytest.approx([1 / 3] * 3)
+    assert client_weights("samples", [1, 100, 7]).tolist() == pytest.approx([1 / 108, 100 / 108, 7 / 108])
+
+
+def test_unknown_weighting_is_refused():
+    with pytest.raises(ValueError, match="weighting='size' is unknown; choose 'uniform' or 'samples'"):
+        client_weights("size", [1])
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_mean_equals_numpys(weighting):
+    updates = {"w": torch.randn(4, 3, 2), "scalar": torch.randn(4), "seen": torch.tensor([3, 9, 1, 0])}
+    samples = [5, 1, 8, 30]
+    out = mean(updates, client_weights(weighting, samples))
+    share = None if weighting == "uniform" else samples
+    for key in ("w", "scalar"):
+        expected = np.average(updates[key].double().numpy(), axis=0, weights=share)
+        torch.testing.assert_close(out[key].double(), torch.as_tensor(expected), rtol=1e-6, atol=1e-6)
+        assert out[key].dtype == torch.float32
+    assert out["seen"] == 9
+    assert out["seen"].dtype == torch.int64

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation against closed forms and a plain torch loop."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Bernoulli, Categorical, kl_divergence
+
+from perada.engine import Engine
+from perada.server import Distillation, distillation_loss, ensemble_logits
+from perada.states import get_state, parameter_keys, stack
+
+
+def logits(seed, rows=6, classes=4):
+    return 3 * torch.randn(rows, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_loss_is_the_divergence_of_the_student_from_the_teacher(temperature):
+    student, teacher = logits(0), logits(1)
+    p, q = Categorical(logits=teacher / temperature), Categorical(logits=student / temperature)
+    expected = kl_divergence(p, q).mean() * temperature**2
+    torch.testing.assert_close(distillation_loss(student, teacher, temperature), expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_multilabel_loss_is_the_mean_bernoulli_divergence(temperature):
+    student, teacher = logits(0), logits(1)
+    p, q = Bernoulli(logits=teacher / temperature), Bernoulli(logits=student / temperature)
+    expected = kl_divergence(p, q).mean() * temperature**2
+    torch.testing.assert_close(distillation_loss(student, teacher, temperature, multilabel=True), expected)
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_gradient_keeps_its_scale_at_any_temperature(multilabel):
+    """d loss / d student = T (q_T − p_T): of order one at any T, and (z_s − z_t) / K in the limit of large T."""
+    student, teacher, temperature = logits(0).requires_grad_(), logits(1), 3.0
+    squash = torch.sigmoid if multilabel else lambda z: z.softmax(-1)
+    count = student.numel() if multilabel else len(student)
+    for t in (temperature, 1e5):
+        (gradient,) = torch.autograd.grad(distillation_loss(student, teacher, t, multilabel), student)
+        torch.testing.assert_close(gradient, t * (squash(student / t) - squash(teacher / t)).detach() / count)
+    difference = (student - teacher).detach()
+    if multilabel:
+        limit = difference / 4  # the slope of the sigmoid at 0
+    else:
+        limit = (difference - difference.mean(-1, keepdim=True)) / student.shape[-1]
+    torch.testing.assert_close(gradient, limit / count, rtol=1e-3, atol=1e-4)
+
+
+def test_loss_of_saturated_logits_is_finite():
+    student, teacher = torch.tensor([[80.0, -80.0]]), torch.tensor([[-80.0, 80.0]])
+    assert distillation_loss(student, teacher).item() == pytest.approx(160)
+    assert distillation_loss(student, teacher, multilabel=True).item() == pytest.approx(80)
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(36, 3)
+    ).double()
+
+
+def models(count):
+    """A student and its teachers, with running statistics that are not those of any batch."""
+    made = [network() for _ in range(count)]
+    for model in made:
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.5, 2)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["folded", "loop"])
+def test_the_ensemble_is_the_mean_of_logits_in_evaluation_mode(kind):
+    teachers = models(3)
+    x = torch.randn(5, 1, 5, 5, dtype=torch.float64)
+    expected = sum(teacher.eval()(x) for teacher in teachers) / 3
+    engine = Engine(network(), kind)
+    stacked = stack([get_state(teacher) for teacher in teachers])
+    torch.testing.assert_close(ensemble_logits(engine, stacked, x), expected)
+
+
+@pytest.mark.parametrize("kind", ["folded", "loop"])
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "multilabel", "temperature"),
+    [("adam", "cosine", False, 2.0), ("sgd", "constant", True, 1.0), ("sgd", "cosine", True, 3.0)],
+)
+def test_run_equals_a_plain_loop(kind, optimizer, schedule, multilabel, temperature):
+    options = Distillation(4, lr=0.05, optimizer=optimizer, schedule=schedule, temperature=temperature)
+    student = models(1)[0]
+    initial = get_state(student)
+    batches = [(torch.randn(6, 1, 5, 5, dtype=torch.float64), logits(step, 6, 3)) for step in range(4)]
+    refined = options.run(
+        Engine(network(), kind), initial, parameter_keys(student), iter(batches), multilabel=multilabel
+    )
+
+    plain = copy.deepcopy(student).eval()
+    made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](plain.parameters(), lr=0.05)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(made, 4)
+    for x, teacher in batches:
+        made.zero_grad()
+        if multilabel:
+            p, q = torch.sigmoid(teacher / temperature), torch.sigmoid(plain(x) / temperature)
+            loss = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+        else:
+            loss = F.kl_div(
+                (plain(x) / temperature).log_softmax(1), (teacher / temperature).softmax(1), reduction="sum"
+            )
+            loss = loss / len(x)
+        (loss * temperature**2).backward()
+        made.step()
+        if schedule == "cosine":
+            rates.step()
+    expected = get_state(plain)
+    for key, value in refined.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(refined["5.weight"], initial["5.weight"])
+    assert torch.equal(refined["1.running_mean"], initial["1.running_mean"])  # public images do not move statistics
+    assert all(torch.equal(value, student.state_dict()[key]) for key, value in initial.items())
+
+
+def run_with_scores(scores, validate_every, steps=4):
+    """Distil with a validation that gives these scores in turn; also the states it was asked about."""
+    student = get_state(nn.Linear(2, 3))
+    asked = []
+
+    def validate(state):
+        asked.append({key: value.clone() for key, value in state.items()})
+        return scores[len(asked) - 1]
+
+    batches = ((torch.randn(4, 2), torch.randn(4, 3)) for _ in range(steps))
+    out = Distillation(steps, lr=0.1, validate_every=validate_every).run(
+        Engine(nn.Linear(2, 3)), student, ("weight", "bias"), batches, validate=validate
+    )
+    same = [all(torch.equal(state[key], out[key]) for key in out) for state in asked]
+    return same, torch.equal(asked[0]["weight"], student["weight"])
+
+
+def test_validation_keeps_the_best_student():
+    assert run_with_scores([0.1, 0.5, 0.9, 0.9, 0.2], 1) == ([False, False, True, False, False], True)
+
+
+def test_validation_falls_back_to_the_average_where_distillation_does_not_help():
+    assert run_with_scores([0.7, 0.7, 0.1], 2) == ([True, False, False], True)
+
+
+def test_the_last_student_is_validated_however_many_steps_there_are():
+    assert run_with_scores([0.1, 0.2], 100) == ([False, True], True)
+    assert run_with_scores([0.1, 0.2, 0.3], 3) == ([False, False, True], True)
+
+
+def test_rates_fall_along_a_cosine_and_rounds_end():
+    rates = [Distillation(4, lr=2.0).learning_rate(step) for step in range(4)]
+    assert rates == pytest.approx([1 + math.cos(math.pi * step / 4) for step in range(4)])
+    assert Distillation(4, lr=2.0, schedule="constant").learning_rate(3) == 2
+    assert [Distillation(until_round=2).active(round) for round in range(4)] == [True, True, False, False]
+    assert Distillation().active(10_000)
+    assert not Distillation(0).active(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", -1),
+        ("batch_size", 0),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("temperature", 0.0),
+        ("optimizer", "lion"),
+        ("schedule", "linear"),
+        ("validate_every", -1),
+    ],
+)
+def test_options_that_cannot_work_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"distillation: {name}="):
+        Distillation(**{name: value})
