@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small backbones for machines without a model hub: a timm ResNet trained from scratch on Fashion-MNIST.
+"""Small backbones for machines without a model hub: a timm ResNet trained from scratch on small grey images.
 
 The weights in ``perada/weights/`` were made here; the card beside them names the command.
 """
@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import jsonargparse
 import pytorch_lightning as pl
@@ -21,11 +22,24 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from perada.backbones import Backbone, ImageConfig, build_backbone
-from perada.data.datasets import FashionMNIST
+from perada.data.datasets import Digits, FashionMNIST
 from perada.data.transforms import augment, draw_crops, prepare_images
 from perada.seeding import derive_seed, generator
 
 __all__ = ["pretrain"]
+
+SetName = Literal["FashionMNIST", "Digits"]
+SOURCES: dict[SetName, tuple[str, str]] = {
+    "FashionMNIST": (
+        "Fashion-MNIST",
+        "[Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist) (Xiao, Rasul, Vollgraf, 2017; MIT licence)",
+    ),
+    "Digits": (
+        "scikit-learn's digits",
+        "[scikit-learn's digits](https://archive.ics.uci.edu/dataset/80) (Alpaydin, Kaynak, 1998; CC BY 4.0)",
+    ),
+}
+"""Name and reference of each set."""
 
 PADDING = 2  # pixels by which training images are shifted, at most
 WEIGHT_DECAY = 5e-4
@@ -72,11 +86,11 @@ class _Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _tensors(root: str | None, download: bool, train: bool) -> TensorDataset:
-    """Images (N, 1, 28, 28) uint8 and labels (N,) of one split of Fashion-MNIST."""
-    data = FashionMNIST(root, download, train)
+def _tensors(dataset: SetName, root: str | None, download: bool, train: bool) -> TensorDataset:
+    """Images (N, 1, H, W) uint8 and labels (N,) of one split."""
+    data = Digits(train) if dataset == "Digits" else FashionMNIST(root, download, train)
     data.download()
-    assert data.images is not None and data.labels is not None  # idx files are read whole
+    assert data.images is not None and data.labels is not None  # both are read whole
     return TensorDataset(data.images, data.labels)
 
 
@@ -93,6 +107,7 @@ def _loader(
 def pretrain(
     *,
     output: Path,
+    dataset: SetName = "FashionMNIST",
     backbone: str = "test_resnet",
     root: str | None = None,
     download: bool = False,
@@ -102,16 +117,17 @@ def pretrain(
     image_size: int = 32,
     seed: int = 0,
 ) -> Path:
-    """Train a timm image classifier from scratch on Fashion-MNIST, on the CPU, and write its weights and their card.
+    """Train a timm image classifier from scratch on grey images, on the CPU, and write weights and card.
 
     Two runs on one machine with equal arguments and number of threads write the same bytes.
 
     Args:
         output: File to write, ending in ``.safetensors``; the card stands beside it, ending in ``.md``.
+        dataset: The images; scikit-learn's digits need no file.
         backbone: Name of a timm model.
         root: Folder of the four Fashion-MNIST files; by default where Debian's package puts them.
         download: Fetch the files to ``root`` if they are missing.
-        epochs: Passes over the 60,000 training images.
+        epochs: Passes over the training images.
         batch_size: Images in a step.
         lr: Highest learning rate of the schedule.
         image_size: Height and width to which the images are resized, in pixels.
@@ -126,7 +142,7 @@ def pretrain(
     """
     if output.suffix != ".safetensors":
         raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
-    train, test = (_tensors(root, download, part) for part in (True, False))
+    train, test = (_tensors(dataset, root, download, part) for part in (True, False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "pretrain"))
         built = build_backbone(backbone, 10, pretrained=False, image_size=image_size)
@@ -142,19 +158,29 @@ def pretrain(
     (scores,) = trainer.test(classifier, _loader(test, 1000, None))
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in built.model.state_dict().items()}, output)
-    arguments = {"backbone": backbone, "epochs": epochs, "batch_size": batch_size, "lr": lr, "image_size": image_size}
-    command = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
-    card = _card(output, f"perada pretrain {command}", backbone, image, scores["test/accuracy"], len(test), seed)
+    arguments = {"dataset": dataset, "backbone": backbone, "epochs": epochs, "batch_size": batch_size, "lr": lr}
+    arguments["image_size"] = image_size
+    words = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
+    card = _card(output, f"perada pretrain {words}", dataset, backbone, image, scores["test/accuracy"], len(test), seed)
     output.with_suffix(".md").write_text(card, encoding="utf-8")
     return output
 
 
-def _card(file: Path, command: str, backbone: str, image: ImageConfig, accuracy: float, tested: int, seed: int) -> str:
+def _card(
+    file: Path,
+    command: str,
+    dataset: SetName,
+    backbone: str,
+    image: ImageConfig,
+    accuracy: float,
+    tested: int,
+    seed: int,
+) -> str:
     """Model card: what the weights are, what made them, how to load them."""
-    side, mean, std = image.input_size[-1], image.mean, image.std
+    (name, reference), side, mean, std = SOURCES[dataset], image.input_size[-1], image.mean, image.std
     return f"""# {file.name}
 
-timm's `{backbone}` with a head for the ten classes of Fashion-MNIST, trained from scratch by perada.
+timm's `{backbone}` with a head for the ten classes of {name}, trained from scratch by perada.
 
 | | |
 |---|---|
@@ -183,7 +209,7 @@ timm.create_model("{backbone}", pretrained=True, num_classes=10, pretrained_cfg_
 
 or, with a new head for other classes, as perada's `backbone: {backbone}` with `pretrained: {file.name}`.
 
-**Data**: [Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist) (Xiao, Rasul, Vollgraf, 2017; MIT licence).
+**Data**: {reference}.
 **Licence** of the weights: Apache-2.0.
 """
 
