@@ -72,7 +72,8 @@ def train_mode(model: nn.Module) -> nn.Module:
     """
     model.train()
     for module in model.modules():
-        if hasattr(module, "running_mean") and not any(p.requires_grad for p in module.parameters(recurse=False)):
+        # Not hasattr: PEFT's wrappers answer for the module that they wrap, and would take it along into eval().
+        if "running_mean" in module._buffers and not any(p.requires_grad for p in module.parameters(recurse=False)):
             module.eval()
     return model
 

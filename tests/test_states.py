@@ -2,10 +2,12 @@
 """States against a plain model's own ``state_dict``."""
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 from perada import states
+from perada.backbones import build_backbone, insert_adapter
 
 
 def network():
@@ -93,3 +95,18 @@ def test_partition_and_sizes():
     assert (list(inside), list(outside)) == (["b"], ["a"])
     assert states.numel(state) == 10
     assert states.megabytes(state) == pytest.approx((6 * 4 + 4 * 8) / 1e6)
+
+
+def test_trained_norms_that_peft_wraps_are_in_training_mode():
+    """The wrappers of ``modules_to_save`` answer for the norm inside them, but own no parameter themselves."""
+    model = timm.create_model("test_resnet", num_classes=3)
+    model = insert_adapter(build_backbone(model, 3), "residual").model
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    before = {name: norm.running_mean.clone() for name, norm in norms.items()}
+    states.train_mode(model)(torch.randn(4, 3, 32, 32))
+    moved = {name for name, norm in norms.items() if not torch.equal(norm.running_mean, before[name])}
+    trained = {name for name, norm in norms.items() if norm.weight.requires_grad}
+    assert moved == trained
+    assert any("modules_to_save" in name for name in trained)
+    assert any("residual" in name for name in trained)
+    assert trained != set(norms)

@@ -243,6 +243,12 @@ class FederatedDataModule(pl.LightningDataModule):
         store = self._ready.public
         return 0 if store is None else store.sizes[0]
 
+    @property
+    def validation_size(self) -> int:
+        """Number of labelled images on the server; 0 if there are none."""
+        store = self._ready.server_validation
+        return 0 if store is None else store.sizes[0]
+
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.
 
