@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python call: the same objects as a recipe's, built from arguments."""
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -10,7 +12,14 @@ from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
 from perada.backbones import AdapterChoice
-from perada.callbacks import FederatedLoop, RoundProgressBar
+from perada.callbacks import (
+    FederatedLoop,
+    RoundCheckpoint,
+    RoundProgressBar,
+    check_precision,
+    check_trainer,
+    find_checkpoint,
+)
 from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
@@ -92,7 +101,7 @@ def finetune(
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; its epochs are the rounds, and ``rounds`` is not looked at.
-        ckpt_path: A checkpoint to go on from.
+        ckpt_path: A checkpoint to go on from, or ``"last"`` for the newest below ``lightning_logs``.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:
@@ -100,11 +109,15 @@ def finetune(
 
     Raises:
         ValueError: If an argument cannot be used, or they do not fit one another.
+        FileNotFoundError: If weights, data or the checkpoint are missing.
     """
+    arguments = dict(locals())
     if privacy is not None:
         raise ValueError(f"privacy={privacy!r} cannot be used: this version has no differential privacy; leave it out")
-    if rounds < 0:
+    if not isinstance(rounds, int) or rounds < 0:
         raise ValueError(f"rounds={rounds} cannot be run; give 0 for the initial states, or a positive number")
+    if eval_every < 1:
+        raise ValueError(f"eval_every={eval_every} cannot be used; give 1 or more rounds, or test=[] for no evaluation")
     options = {} if prox_strength is None else {"prox_strength": prox_strength}
     chosen = make_algorithm(algorithm, **options)
     if isinstance(data, FederatedData):
@@ -141,26 +154,53 @@ def finetune(
         weight_decay=weight_decay,
         engine=engine,
     )
+    loop.arguments = ["# perada.finetune(...)", *(f"{name}: {_yaml(value)}" for name, value in arguments.items())]
     if trainer is None:
         trainer = make_trainer(loop, rounds, eval_every, **trainer_kwargs)
     elif trainer_kwargs:
         raise ValueError(f"{sorted(trainer_kwargs)} cannot be used beside trainer=; set them in the trainer itself")
     else:
-        trainer.callbacks.append(loop)  # type: ignore[attr-defined]  # set by Lightning
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        if any(isinstance(callback, FederatedLoop) for callback in callbacks):
+            raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
+        callbacks.insert(0, loop)  # checkpoints must see what the loop did
+        check_trainer(trainer)
+    trainer.fit(module, datamodule=data, ckpt_path=find_checkpoint(ckpt_path, Path(trainer.default_root_dir)))
     return outcome(module, loop)
 
 
-def round_checkpoint() -> ModelCheckpoint:
-    """A checkpoint after every round; only the newest is kept, as ``last.ckpt``."""
-    return ModelCheckpoint(save_top_k=0, save_last=True, save_on_train_epoch_end=True)
+def _yaml(value: object) -> str:
+    """A value as YAML on one line; what YAML cannot say as a string that shows what it is."""
+    if isinstance(value, FederatedData):
+        return json.dumps(f"FederatedData of {len(value.train)} clients")
+    if isinstance(value, Algorithm):
+        options = ", ".join(f"{name}={option!r}" for name, option in vars(value).items())
+        return json.dumps(f"{type(value).__name__}({options})")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_yaml(item)}" for key, item in value.items()) + "}"
+    try:
+        return json.dumps(value)
+    except TypeError:
+        text = " ".join(repr(value).split())
+        return json.dumps(text if len(text) <= 500 else f"{text[:497]}...")
 
 
 def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
-    """A trainer for ``rounds`` rounds with perada's defaults: one device, CSV logs, a checkpoint after every round."""
-    callbacks = [loop, *options.pop("callbacks", [])]
-    if options.get("enable_checkpointing", True) and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
-        callbacks.append(round_checkpoint())
+    """A trainer for ``rounds`` rounds with perada's defaults: one device, CSV logs, a checkpoint after every round.
+
+    Without a logger there is no run folder, and no checkpoint unless a callback writes one.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+    check_precision(options.get("precision"))
+    given = options.pop("callbacks", None) or []
+    callbacks = [loop, *(given if isinstance(given, list) else [given])]
+    own = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    if not own:
+        options.setdefault("enable_checkpointing", options.get("logger") is not False)
+        if options["enable_checkpointing"]:
+            callbacks.append(RoundCheckpoint())
     if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
         callbacks.append(RoundProgressBar())
     defaults: dict[str, Any] = {
@@ -173,7 +213,9 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     }
     if options.get("logger", True) is True:
         options["logger"] = CSVLogger(options.get("default_root_dir") or ".")
-    return pl.Trainer(callbacks=callbacks, **(defaults | options))
+    trainer = pl.Trainer(callbacks=callbacks, **(defaults | options))
+    check_trainer(trainer)
+    return trainer
 
 
 def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: LightningCLI's subcommands, and ``ls``, ``cp``, ``export``, ``report``, ``compare``, ``pretrain``."""
+"""The command line: LightningCLI's subcommands, and commands of our own beside them."""
 
+import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,18 +15,40 @@ from typing import Any
 import jsonargparse
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-import perada.algorithms  # noqa: F401  # short class names of algorithms work in YAML once they are imported
-from perada.api import outcome, round_checkpoint
-from perada.callbacks import FederatedLoop, RoundProgressBar
-from perada.data import FederatedDataModule
+from perada.algorithms import Algorithm  # short class names of algorithms work in YAML once they are imported
+from perada.api import outcome
+from perada.callbacks import (
+    FederatedLoop,
+    PredictionFile,
+    RoundCheckpoint,
+    RoundProgressBar,
+    check_precision,
+    check_trainer,
+    find_checkpoint,
+)
+from perada.data import FederatedDataModule, ImageSet, Partition
 from perada.module import FederatedClassifier
 from perada.report import client_table, run_report
 
 RECIPES = Path(__file__).parent / "recipes"
 LIGHTNING = ("fit", "validate", "test", "predict")
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes ``config.yaml`` into the run's folder, if there is one."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write the file once."""
+        if not trainer.loggers:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                _ = logger.experiment  # warns of a folder that is not empty
+        super().setup(trainer, pl_module, stage)
 
 
 class PeradaCLI(LightningCLI):
@@ -47,15 +73,21 @@ class PeradaCLI(LightningCLI):
         trainer = self._get(self.config_init, "trainer")
         given = trainer.callbacks or []
         given = given if isinstance(given, list) else [given]
+        check_precision(trainer.precision)
         callbacks: list[pl.Callback] = []
         if trainer.enable_progress_bar is not False and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
             callbacks.append(RoundProgressBar())
-        if trainer.enable_checkpointing is not False and not any(isinstance(c, ModelCheckpoint) for c in given):
-            callbacks.append(round_checkpoint())
+        if not any(isinstance(c, ModelCheckpoint) for c in given):
+            if trainer.logger is False and trainer.enable_checkpointing is None:
+                kwargs["enable_checkpointing"] = False  # without a logger there is no run folder to write to
+            elif trainer.enable_checkpointing is not False:
+                callbacks.append(RoundCheckpoint())
         self.trainer_defaults = {"callbacks": callbacks}
         if trainer.logger in (None, True):
             kwargs["logger"] = CSVLogger(trainer.default_root_dir or ".")
-        return super().instantiate_trainer(**kwargs)
+        made = super().instantiate_trainer(**kwargs)
+        check_trainer(made)
+        return made
 
     @property
     def loop(self) -> FederatedLoop:
@@ -68,10 +100,13 @@ class PeradaCLI(LightningCLI):
         if not self.config.get("subcommand"):
             return
         config = self.config[self.config.subcommand]
-        if config.get("ckpt_path") == "last":
-            config.ckpt_path = str(last_checkpoint(Path(config.trainer.default_root_dir or ".")))
-        elif config.get("ckpt_path") and not Path(config.ckpt_path).is_file():
-            raise FileNotFoundError(f"ckpt_path={config.ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
+        config.ckpt_path = find_checkpoint(config.get("ckpt_path"), Path(config.trainer.default_root_dir or "."))
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse without Lightning's advice against giving the arguments in Python."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
+            super().parse_arguments(parser, args)
 
     def after_fit(self) -> None:
         """Print the table of clients, and say where the run is."""
@@ -86,20 +121,15 @@ class PeradaCLI(LightningCLI):
 
     after_test = after_validate
 
+    def before_predict(self) -> None:
+        """Write the predictions into a file."""
+        self.predictions = PredictionFile()
+        self.trainer.callbacks.append(self.predictions)  # type: ignore[attr-defined]  # set by Lightning
 
-def last_checkpoint(root: Path) -> Path:
-    """The ``last.ckpt`` written last below ``root/lightning_logs``.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
-    found = sorted(root.glob("lightning_logs/*/checkpoints/last*.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise FileNotFoundError(
-            f"ckpt_path=last: there is no checkpoint below {str(root / 'lightning_logs')!r}; run `perada fit` first, or name "
-            "one by its path"
-        )
-    return found[-1]
+    def after_predict(self) -> None:
+        """Say where the predictions are."""
+        if self.predictions.path is not None:
+            print(f"Predictions: {self.predictions.path}")
 
 
 def recipes() -> dict[str, Path]:
@@ -141,15 +171,23 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         FederatedClassifier,
         FederatedDataModule,
         seed_everything_default=0,
+        save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
+        parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in LIGHTNING},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
         args=_with_recipes(args),
         run=run,
     )
 
 
+def _parser(prog: str, description: str) -> jsonargparse.ArgumentParser:
+    return jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
+
+
 def _ls(args: Sequence[str]) -> None:
     """List the shipped recipes with their first line."""
-    jsonargparse.ArgumentParser(prog="perada ls", description="List the shipped recipes.").parse_args(list(args))
+    _parser("perada ls", "List the shipped recipes.").parse_args(list(args))
     width = max(map(len, recipes()))
     for name, path in recipes().items():
         print(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
@@ -157,7 +195,7 @@ def _ls(args: Sequence[str]) -> None:
 
 def _cp(args: Sequence[str]) -> None:
     """Copy a recipe."""
-    parser = jsonargparse.ArgumentParser(prog="perada cp", description="Copy a shipped recipe, to edit it.")
+    parser = _parser("perada cp", "Copy a shipped recipe, to edit it.")
     parser.add_argument("name", help="Name of a recipe, as `perada ls` lists it.")
     parser.add_argument("destination", type=Path, help="File or folder to copy it to.")
     parser.add_argument("--force", action="store_true", help="Overwrite a file that is there.")
@@ -173,32 +211,33 @@ def _cp(args: Sequence[str]) -> None:
 
 def _export(args: Sequence[str]) -> None:
     """Write a finished run's adapters as PEFT folders."""
-    parser = jsonargparse.ArgumentParser(prog="perada export", description="Write a run's adapters as PEFT folders.")
+    parser = _parser("perada export", "Write a run's adapters as PEFT folders.")
     parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
     parser.add_argument(
         "--output", type=Path, required=True, help="Folder to write client_0, client_1, … and global to."
     )
     given = parser.parse_args(list(args))
-    for name in ("config.yaml", "checkpoints/last.ckpt"):
-        if not (given.run / name).is_file():
-            raise FileNotFoundError(
-                f"{str(given.run)!r} is no finished run: it has no {name}; give a run folder of `perada fit`"
-            )
+    config = given.run / "config.yaml"
+    checkpoints = sorted((given.run / "checkpoints").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    if not config.is_file() or not checkpoints:
+        lacks = "checkpoints/last.ckpt" if config.is_file() else "config.yaml"
+        raise FileNotFoundError(
+            f"{str(given.run)!r} is no finished run: it has no {lacks}; give a run folder of `perada fit`"
+        )
+    if config.read_text(encoding="utf-8").startswith("# perada.finetune"):
+        raise ValueError(
+            f"{str(given.run)!r} is of perada.finetune in Python: save what the call returned with Run.save"
+        )
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
-    cli = make_cli(["--config", str(given.run / "config.yaml"), *quiet], run=False)
-    loop = cli.loop
-    cli.trainer.fit_loop.max_epochs = 0
-    cli.trainer.validate(
-        cli.model, cli.datamodule, ckpt_path=str(given.run / "checkpoints" / "last.ckpt"), verbose=False
-    )
-    print(
-        f"Wrote {loop.num_clients} personal adapters and the global one to {outcome(cli.model, loop).save(given.output)}"
-    )
+    cli = make_cli(["--config", str(config), *quiet], run=False)
+    cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
+    folder = outcome(cli.model, cli.loop).save(given.output)
+    print(f"Wrote {cli.loop.num_clients} personal adapters and the global one to {folder}")
 
 
 def _report(args: Sequence[str]) -> None:
     """Print a run's rounds and clients."""
-    parser = jsonargparse.ArgumentParser(prog="perada report", description="Print a run's metrics as tables.")
+    parser = _parser("perada report", "Print a run's metrics as tables.")
     parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
     print(run_report(parser.parse_args(list(args)).run))
 
@@ -253,9 +292,35 @@ def main(args: Sequence[str] | None = None) -> None:
         raise ValueError(f"there is no command {words[0]!r}; {hint}")
 
 
+def one_line(error: Exception) -> str:
+    """An error's message on one line, without what jsonargparse tells of its own working."""
+    noise = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
+    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith(noise))
+    wrong = re.search(r"Expected a dot import path string: (\w+)", text)
+    if wrong:
+        key = re.search(r'Parser key "([^"]+)"', text)
+        bases: list[type] = [Algorithm, Partition, ImageSet]
+        names = sorted({kind.__name__ for base in bases for kind in _subclasses(base)})
+        close = get_close_matches(wrong[1], names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
+        return f"{key[1] if key else 'the configuration'}: there is no class {wrong[1]!r}; {hint}"
+    return text
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    known: list[type] = type.__subclasses__(base)
+    for kind in known:
+        if not kind.__name__.startswith("_") and not getattr(kind, "__abstractmethods__", None):
+            yield kind
+        yield from _subclasses(kind)
+
+
 def entry_point() -> None:
-    """The ``perada`` program: errors about what was asked for are one line."""
+    """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
     try:
         main()
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
-        sys.exit(f"perada: error: {error}")
+    except (ValueError, TypeError, OSError, ArgumentError, MisconfigurationException) as error:
+        if os.environ.get("PERADA_DEBUG"):
+            raise
+        sys.exit(f"perada: error: {one_line(error)}")

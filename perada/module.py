@@ -173,6 +173,12 @@ class FederatedClassifier(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log mean and standard deviation over clients."""
+        self.score()
+        for name, value in self.scores.items():
+            self.log(name, value, prog_bar=not name.endswith("_std"))
+
+    def score(self) -> None:
+        """Compute ``scores`` and ``per_client`` of what the validation steps have counted."""
         self.scores = {}
         self.per_client = {
             "personal/local_test": self._personal.local_test(self._num_clients),
@@ -183,8 +189,6 @@ class FederatedClassifier(pl.LightningModule):
             self.scores |= {name: float(known.mean()), f"{name}_std": float(known.std(correction=0))}
         if self._global:
             self.scores["global/global_test"] = float(self._global.global_test()[0])
-        for name, value in self.scores.items():
-            self.log(name, value, prog_bar=not name.endswith("_std"))
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step

@@ -77,7 +77,8 @@ class Run:
     def save(self, folder: str | Path) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
-        The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of your own).
+        The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of
+        your own).
 
         Returns:
             The folder.
@@ -119,7 +120,8 @@ class Run:
             ) from error
         if info["backbone"] is None and backbone is None:
             raise ValueError(
-                f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as backbone="
+                f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
+                "backbone="
             )
         pretrained = False if (folder / "backbone.safetensors").is_file() else info["pretrained"]
         built = build_backbone(

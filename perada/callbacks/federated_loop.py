@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communication round as an epoch of Lightning's training loop."""
 
+import hashlib
 import json
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
@@ -17,8 +22,9 @@ from perada.federation import Federation, Settings
 from perada.module import FederatedClassifier
 from perada.server import Distillation, client_weights
 from perada.server.aggregate import Weighting
-from perada.states import get_state
+from perada.states import get_state, trained_keys
 
+T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
 """Where the loop keeps its tensors in a checkpoint."""
 
@@ -27,8 +33,8 @@ class FederatedLoop(pl.Callback):
     """Runs one communication round in each epoch.
 
     A round opens with the epoch: the server samples clients and sends them the global state. The epoch's training steps
-    are the clients' local steps. The round closes after the last one, before validation: clients store what they keep, the
-    server aggregates what they sent, and distils.
+    are the clients' local steps. The round closes after the last one, before validation: clients store what they keep,
+    the server aggregates what they sent, and distils.
 
     Args:
         algorithm: What clients train, keep and send, and the server's rule; PerAda by default.
@@ -38,6 +44,11 @@ class FederatedLoop(pl.Callback):
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         distillation: How the server distils, where the algorithm does.
         seed: Seed that all randomness is derived from.
+
+    Attributes:
+        history: What every round measured: its number ``round``, its last optimiser ``step``, and its metrics by name.
+        num_clients: M, known after set-up.
+        arguments: Lines for the ``config.yaml`` in the run's folder, where no command line writes one.
 
     Raises:
         ValueError: If an option cannot be used, or, at set-up, if model, data and algorithm do not fit one another.
@@ -60,19 +71,15 @@ class FederatedLoop(pl.Callback):
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
+        self.arguments: list[str] = []
+        self._step = 0
         self._loaded: dict[str, Any] | None = None
+        self._weights = ""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = _parts(trainer, pl_module)
-        if trainer.world_size > 1:
-            raise ValueError(
-                f"devices={trainer.world_size} cannot be used: clients are trained on one device; give devices=1"
-            )
-        if str(trainer.precision).startswith("16"):
-            raise ValueError(
-                f"precision={trainer.precision!r} cannot be used: clients' losses are not scaled; give 'bf16-mixed' or '32-true'"
-            )
+        check_trainer(trainer)
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
         assert module.adapted is not None
@@ -84,15 +91,22 @@ class FederatedLoop(pl.Callback):
         )
         if self.algorithm.distills and self.distillation.steps and not data.public_size:
             raise ValueError(
-                f"{type(self.algorithm).__name__} distils {self.distillation.steps} steps a round, but the data has no public "
-                "set; give one (public=...) or set the number of distillation steps to 0"
+                f"{type(self.algorithm).__name__} distils {self.distillation.steps} steps a round, but the data has no "
+                "public set; give one (public=...) or set the number of distillation steps to 0"
             )
+        if self.algorithm.distills and self.distillation.validate_every and not data.validation_size:
+            raise ValueError(
+                f"distillation: validate_every={self.distillation.validate_every} needs labelled images on the server, "
+                "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
+            )
+        if stage == "fit" and not data.val_dataloader():
+            trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         if stage == "fit":
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
-        data, module = _parts(trainer, pl_module)
+        _, module = _parts(trainer, pl_module)
         if module.federation is None:
             settings = Settings(
                 self.algorithm,
@@ -104,9 +118,14 @@ class FederatedLoop(pl.Callback):
                 module.clients_per_chunk,
             )
             module.federation = Federation(module.engine, module.slot, get_state(module.model), settings)
+        elif module.federation.settings.algorithm is not self.algorithm:
+            raise ValueError(
+                "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
+            )
         if self._loaded is not None:
             module.federation.load_state_dict(self._loaded["federation"])
-            self.history = self._loaded["history"]
+            self.history, self._step = self._loaded["history"], self._loaded["step"]
+            module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
             self._loaded = None
 
     on_validation_start = _begin
@@ -119,9 +138,16 @@ class FederatedLoop(pl.Callback):
         data, module = _parts(trainer, pl_module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
         if trainer.loggers and trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-            path = Path(trainer.log_dir) / "partition.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(data.partition_dict()))
+            folder = Path(trainer.log_dir)
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    for record in self.history:  # of the rounds before a resumed one, so that the folder holds them all
+                        values = {name: value for name, value in record.items() if name not in ("round", "step")}
+                        logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "partition.json").write_text(json.dumps(data.partition_dict()))
+            if self.arguments:
+                (folder / "config.yaml").write_text("\n".join(self.arguments) + "\n", encoding="utf-8")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
@@ -130,7 +156,7 @@ class FederatedLoop(pl.Callback):
         module.cohort = _federation(module).open(plan, module.rate_factor(plan.round, trainer.max_epochs or 0))
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: CohortBatch, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
     ) -> None:
         """Close the round after its last local step."""
         if not trainer.is_last_batch:
@@ -148,7 +174,8 @@ class FederatedLoop(pl.Callback):
                 f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it"
             )
         module.log_dict(report.metrics, on_step=False, on_epoch=True, batch_size=1)
-        self.history.append({"round": round, **report.metrics})
+        self._step = trainer.global_step
+        self.history.append({"round": round, "step": self._step, **report.metrics})
         if round + 1 == trainer.max_epochs:
             self._finetune(trainer, data, module)
 
@@ -159,14 +186,45 @@ class FederatedLoop(pl.Callback):
             self.history[-1] |= module.scores
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Fine-tune also where training was stopped early."""
-        self._finetune(trainer, *_parts(trainer, pl_module))
+        """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
+        data, module = _parts(trainer, pl_module)
+        module.cohort = None  # of a round that was stopped in the middle, and counts as not begun
+        tuned = self._finetune(trainer, data, module)
+        scored = self._score(trainer, data, module) if tuned or not self._is_scored() else False
+        if tuned or scored:
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                    newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
+                    if newest:
+                        trainer.save_checkpoint(newest, callback.save_weights_only)
 
-    def _finetune(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> None:
+    def _is_scored(self) -> bool:
+        """Whether the last round was evaluated (also where there is none)."""
+        return not self.history or any(name.startswith("personal/") for name in self.history[-1])
+
+    def _score(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
+        """Evaluate outside of Lightning's validation, and log it; return whether there was anything to evaluate."""
+        batches, limit = data.val_dataloader(), trainer.limit_val_batches
+        count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
+        if not count:
+            return False
+        module.on_validation_epoch_start()
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            for index, batch in enumerate(islice(batches, count)):
+                module.validation_step(data.prepare(move_data_to_device(batch, module.device)), index)
+        module.score()
+        if self.history:
+            self.history[-1] |= module.scores
+        round = self.history[-1]["round"] if self.history else 0
+        for logger in trainer.loggers:
+            logger.log_metrics({"epoch": round, **module.scores}, step=max(0, trainer.global_step - 1))
+        return True
+
+    def _finetune(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
         """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
         federation, tuning = _federation(module), self.algorithm.finetuning()
-        if tuning is None or federation.finetuned:
-            return
+        if tuning is None or federation.finetuned or not federation.rounds_done:
+            return False
         size = self.clients_per_round or data.num_clients
         ordered = sorted(range(data.num_clients), key=lambda client: -data.train_sizes[client])
         groups = [ordered[start : start + size] for start in range(0, data.num_clients, size)]
@@ -180,9 +238,10 @@ class FederatedLoop(pl.Callback):
             broken = federation.finetune(self._progress(trainer, plans, "Fine-tune"), loader)
         if broken:
             _warn_broken("fine-tuning", broken, "it keeps the global adapter")
+        return True
 
     @staticmethod
-    def _progress(trainer: pl.Trainer, steps: Any, description: str) -> Any:
+    def _progress(trainer: pl.Trainer, steps: Iterable[T], description: str) -> Iterable[T]:
         bar = trainer.progress_bar_callback
         return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
@@ -194,6 +253,9 @@ class FederatedLoop(pl.Callback):
         checkpoint[CHECKPOINT_KEY] = {
             "federation": _federation(module).state_dict(),
             "history": self.history,
+            "step": self._step,
+            "scores": module.scores,
+            "per_client": module.per_client,
             "belongs": self._belongs(data, module),
         }
 
@@ -208,24 +270,126 @@ class FederatedLoop(pl.Callback):
             )
         for name, value in self._belongs(*_parts(trainer, pl_module)).items():
             if saved["belongs"].get(name) != value:
+                difference = _difference(saved["belongs"].get(name), value)
                 raise ValueError(
-                    f"the checkpoint belongs to another run: its {name} is {_short(saved['belongs'].get(name))}, here it is "
-                    f"{_short(value)}; resume with the configuration that wrote it"
+                    f"the checkpoint belongs to another run: its {name} {difference}; go on with the configuration "
+                    "that wrote it"
                 )
         self._loaded = saved
+        if trainer.state.fn == "fit":
+            if "loops" not in checkpoint:
+                raise ValueError(
+                    "the checkpoint was saved with save_weights_only=True, which leaves out how far training was; it "
+                    "can be evaluated, and training can go on from one that was saved without"
+                )
+            rounds = saved["federation"]["rounds_done"]
+            if rounds > (trainer.max_epochs or 0) >= 0:
+                raise ValueError(
+                    f"the checkpoint has {rounds} rounds behind it, more than max_epochs={trainer.max_epochs} asks "
+                    f"for; give at least {rounds}"
+                )
+            _to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, saved["step"])
 
     def _belongs(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
         assert module.adapted is not None
         model = module.model.state_dict()
+        if not self._weights:
+            self._weights = _frozen_digest(module.model)
+        partition = hashlib.sha256(json.dumps(data.partition_dict(), sort_keys=True).encode()).hexdigest()[:16]
         return {
             "backbone": module.adapted.backbone.name,
+            "adapter": type(module.adapted.config).__name__,
             "algorithm": type(self.algorithm).__name__,
             "seed": self.seed,
+            "number of classes": data.num_classes,
             "number of clients": data.num_clients,
             "clients' numbers of images": list(data.train_sizes),
+            "partition of the data": partition,
             "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
+            "frozen weights": self._weights,
         }
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse what federated rounds cannot do.
+
+    Raises:
+        ValueError: If the trainer is set to it.
+    """
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: clients are trained on "
+            "one device; give devices=1"
+        )
+    check_precision(trainer.precision)
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be used: a batch is one local step of "
+            "every client; give a larger batch_size"
+        )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val} cannot be used: it does not know the clients; give "
+            "clip_norm to the FederatedClassifier, which clips each client's gradient"
+        )
+    if trainer.val_check_interval not in (None, 1.0) or trainer.check_val_every_n_epoch is None:
+        raise ValueError(
+            f"val_check_interval={trainer.val_check_interval} cannot be used: models are there only between rounds; "
+            "give check_val_every_n_epoch, the number of rounds between two evaluations"
+        )
+    if trainer.max_steps != -1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        raise ValueError(
+            f"max_steps={trainer.max_steps} cannot be used: it would stop within a round; give max_epochs, the number "
+            "of rounds"
+        )
+
+
+def check_precision(precision: object) -> None:
+    """Refuse half precision, which Lightning would replace by another on a CPU.
+
+    Raises:
+        ValueError: If it is asked for.
+    """
+    if str(precision).startswith("16"):
+        raise ValueError(
+            f"precision={precision!r} cannot be used: clients' losses are not scaled; give 'bf16-mixed' or '32-true'"
+        )
+
+
+def _to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
+    """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
+
+    A checkpoint written within a round, or between its end and the end of its epoch, is thereby one of the end of the
+    last whole round.
+    """
+    for count in ("total", "current"):
+        loop["epoch_progress"][count] = dict.fromkeys(loop["epoch_progress"][count], rounds)
+        batches = loop["epoch_loop.batch_progress"]
+        batches[count] = dict.fromkeys(batches[count], step if count == "total" else 0)
+        steps = loop["epoch_loop.manual_optimization.optim_step_progress"]
+        steps[count] = dict.fromkeys(steps[count], step if count == "total" else 0)
+    batches["is_last_batch"] = False
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+
+
+def _frozen_digest(model: torch.nn.Module) -> str:
+    """Hash of all that is not trained."""
+    trained, digest = set(trained_keys(model)), hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        if key not in trained:
+            digest.update(key.encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _difference(saved: object, here: object) -> str:
+    """Say how two values differ, of dictionaries and lists only the first place."""
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in {**saved, **here}:
+            if saved.get(key) != here.get(key):
+                return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
+    return f"is {_short(saved)}, here it is {_short(here)}"
 
 
 def _short(value: object) -> str:
@@ -236,7 +400,8 @@ def _short(value: object) -> str:
 def _warn_broken(when: str, clients: list[int], consequence: str) -> None:
     names = ", ".join(map(str, clients))
     rank_zero_warn(
-        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate or check its images."
+        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate or check "
+        "its images."
     )
 
 
