@@ -40,8 +40,9 @@ class Engine:
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
         folded = fold(model)
         if folded.missing:
-            named = ", ".join(f"{path} ({name})" for path, name in folded.missing.items())
-            message = f"trained layers without a stacked twin: {named}"
+            named = [f"{path} ({name})" for path, name in folded.missing.items()]
+            more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+            message = f"trained layers without a stacked twin: {', '.join(named[:4])}{more}"
             if kind == "folded":
                 raise ValueError(f"engine='folded' cannot run {message}; use engine='loop' or 'auto'")
             if kind == "auto":

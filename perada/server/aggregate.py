@@ -51,6 +51,10 @@ def mean(updates: State, weights: Tensor) -> State:
     [4.0]
     """
     return {
-        key: torch.tensordot(weights.to(value), value, dims=1) if value.is_floating_point() else value.amax(0)
-        for key, value in updates.items()
+        key: _weighted(value, weights) if value.is_floating_point() else value.amax(0) for key, value in updates.items()
     }
+
+
+def _weighted(value: Tensor, weights: Tensor) -> Tensor:
+    # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
+    return (value * weights.to(value).view(-1, *[1] * (value.dim() - 1))).sum(0)
