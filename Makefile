@@ -37,7 +37,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	$(call set_up,.[dev])
 
 quickstart: $(VENV)/.installed
-	$(BIN)/perada fit --config quickstart
+	$(BIN)/perada compare quickstart --algorithms fedavg perada_no_kd perada
 
 # Tests read nothing from a hub: a name that is not on this machine fails at once instead of after retries. Their models
 # are so small that two processes of one thread each are much faster than one process of two threads.

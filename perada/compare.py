@@ -18,12 +18,12 @@ MakeCLI = Callable[[Sequence[str]], Any]
 START = "before fine-tuning"
 """The row of the initial model: pretrained backbone, untrained adapter."""
 ALGORITHMS = {
-    "FedAvg": ["--federated.algorithm=FedAvg"],
-    "FedAvgFT": ["--federated.algorithm=FedAvgFT"],
-    "PerAda without KD": ["--federated.algorithm=PerAda", "--federated.algorithm.distill=false"],
-    "PerAda": ["--federated.algorithm=PerAda"],
-    "Ditto": ["--federated.algorithm=Ditto"],
-    "Standalone": ["--federated.algorithm=Standalone"],
+    "fedavg": ["--federated.algorithm=FedAvg"],
+    "fedavg_ft": ["--federated.algorithm=FedAvgFT"],
+    "perada_no_kd": ["--federated.algorithm=PerAda", "--federated.algorithm.distill=false"],
+    "perada": ["--federated.algorithm=PerAda"],
+    "ditto": ["--federated.algorithm=Ditto"],
+    "standalone": ["--federated.algorithm=Standalone"],
 }
 
 
