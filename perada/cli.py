@@ -54,11 +54,18 @@ class SaveConfig(SaveConfigCallback):
 class PeradaCLI(LightningCLI):
     """LightningCLI with the federated loop in a section of its own, and perada's defaults for the trainer."""
 
+    def __init__(self, *, run: bool, **kwargs: Any) -> None:
+        self.runs = run
+        super().__init__(run=run, **kwargs)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the section ``federated``; the seed and the size of the images are said once."""
         parser.add_lightning_class_args(FederatedLoop, "federated")
         parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
         parser.link_arguments("data.image_size", "model.image_size")
+        if not self.runs:  # the config.yaml of a run holds these of its subcommand
+            for name in ("ckpt_path", "weights_only"):
+                parser.add_argument(f"--{name}", type=str | bool | None, default=None)
         parser.set_defaults(
             {
                 "trainer.devices": 1,
@@ -111,7 +118,7 @@ class PeradaCLI(LightningCLI):
     def after_fit(self) -> None:
         """Print the table of clients, and say where the run is."""
         self.after_validate()
-        if self.trainer.log_dir:
+        if self.trainer.loggers and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
             print(f"Run folder: {self.trainer.log_dir}")
 
     def after_validate(self) -> None:
@@ -150,7 +157,7 @@ def find_recipe(name: str) -> Path:
     if key not in known:
         close = get_close_matches(key, known, 1)
         hint = f"did you mean {close[0]!r}?" if close else "`perada ls` lists the recipes"
-        raise FileNotFoundError(f"--config {name!r} is neither a file nor a recipe; {hint}")
+        raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {hint}")
     return known[key]
 
 
@@ -168,8 +175,8 @@ def _with_recipes(args: Sequence[str]) -> list[str]:
 def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
     """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out."""
     return PeradaCLI(
-        FederatedClassifier,
-        FederatedDataModule,
+        model_class=FederatedClassifier,
+        datamodule_class=FederatedDataModule,
         seed_everything_default=0,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
@@ -228,7 +235,7 @@ def _export(args: Sequence[str]) -> None:
         raise ValueError(
             f"{str(given.run)!r} is of perada.finetune in Python: save what the call returned with Run.save"
         )
-    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
     cli = make_cli(["--config", str(config), *quiet], run=False)
     cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
     folder = outcome(cli.model, cli.loop).save(given.output)
@@ -318,6 +325,7 @@ def _subclasses(base: type) -> Iterator[type]:
 
 def entry_point() -> None:
     """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
+    sys.path.append(os.getcwd())  # a recipe may name classes of a module that lies there
     try:
         main()
     except (ValueError, TypeError, OSError, ArgumentError, MisconfigurationException) as error:

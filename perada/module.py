@@ -43,7 +43,8 @@ class FederatedClassifier(pl.LightningModule):
         lr_every: Rounds between two of its steps.
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
         clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
-        channels_last: Memory format of the images and convolutions.
+        channels_last: Memory format of images and convolutions; by default for backbones with more than one convolution,
+            where it was measured 2 to 4 times as fast on CPU.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
 
     Raises:
@@ -69,7 +70,7 @@ class FederatedClassifier(pl.LightningModule):
         lr_every: int = 10,
         engine: EngineName = "auto",
         clients_per_chunk: int | None = None,
-        channels_last: bool = False,
+        channels_last: bool | None = None,
         metric: Literal["auto"] | MetricName = "auto",
     ) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ class FederatedClassifier(pl.LightningModule):
         self.scores = {}
         self.per_client = {
             "personal/local_test": self._personal.local_test(self._num_clients),
-            "personal/global_test": self._personal.global_test(),
+            "personal/global_test": self._personal.global_test().expand(self._num_clients),
         }
         for name, scores in self.per_client.items():
             known = scores[~scores.isnan()]

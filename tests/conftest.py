@@ -41,3 +41,59 @@ def fashion_root(tmp_path):
         write_idx(root / f"{split}-images-idx3-ubyte.gz", images)
         write_idx(root / f"{split}-labels-idx1-ubyte.gz", labels)
     return root
+
+
+class Tiny:
+    """A federation of five unequal clients with 8×8 images of three classes, and a network with dropout for it."""
+
+    sizes = (9, 5, 14, 7, 20)
+    classes = 3
+
+    @staticmethod
+    def net(classes=3, seed=0):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3),
+            torch.nn.ReLU(),
+            torch.nn.AdaptiveAvgPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(16, 8),
+            torch.nn.ReLU(),
+            torch.nn.Linear(8, classes),
+        )
+
+    def data(self, seed=1, sizes=None, public=True, test=True):
+        from perada import FederatedData
+
+        random = torch.Generator().manual_seed(seed)
+        sizes = sizes or self.sizes
+
+        def part(n):
+            y = torch.arange(n) % 3
+            x = torch.randn(n, 1, 8, 8, generator=random) + y.view(-1, 1, 1, 1)
+            return torch.utils.data.TensorDataset(x, y)
+
+        shared = torch.utils.data.TensorDataset(torch.randn(12, 1, 8, 8, generator=random))
+        return FederatedData(
+            [part(n) for n in sizes], [part(6) for _ in sizes] if test else [], shared if public else None
+        )
+
+    options = {
+        "adapter": "full",
+        "clients_per_round": 2,
+        "batch_size": 4,
+        "lr_personal": 0.1,
+        "lr_local": 0.1,
+        "momentum": 0.9,
+        "distill_steps": 3,
+        "distill_batch_size": 4,
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+    }
+
+
+@pytest.fixture
+def tiny():
+    """Data, network and options of a run that takes a fraction of a second."""
+    return Tiny()

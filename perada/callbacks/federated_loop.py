@@ -346,15 +346,14 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuse half precision, which Lightning would replace by another on a CPU.
+    """Refuse what Lightning can set but rounds do not support, also where it would be replaced on a CPU.
 
     Raises:
-        ValueError: If it is asked for.
+        ValueError: If so.
     """
-    if str(precision).startswith("16"):
-        raise ValueError(
-            f"precision={precision!r} cannot be used: clients' losses are not scaled; give 'bf16-mixed' or '32-true'"
-        )
+    if str(precision) not in ("None", "32", "32-true", "bf16-mixed"):
+        reason = "clients' losses are not scaled" if str(precision).startswith("16") else "it casts whole models"
+        raise ValueError(f"precision={precision!r} cannot be used: {reason}; give 'bf16-mixed' or '32-true'")
 
 
 def _to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:

@@ -9,7 +9,9 @@ class RoundProgressBar(TQDMProgressBar):
     """Lightning's bar over the local steps of a round, labelled with the round."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Label the bar."""
-        super().on_train_epoch_start(trainer, pl_module)
+        """Start the round's bar; Lightning's own would first show it as an epoch's."""
+        if self._leave:
+            self.train_progress_bar = self.init_train_tqdm()
         last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+        self.train_progress_bar.reset(total=int(self.total_train_batches))
         self.train_progress_bar.set_description(f"Round {trainer.current_epoch}{last}")
