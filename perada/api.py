@@ -23,7 +23,7 @@ from perada.callbacks import (
 from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
-from perada.module import FederatedClassifier
+from perada.module import FederatedClassifier, LRSchedule
 from perada.run import Run
 from perada.server import Distillation
 from perada.server.aggregate import Weighting
@@ -51,12 +51,18 @@ def finetune(
     optimizer: ClientOptimizer = "sgd",
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    lr_schedule: LRSchedule = "constant",
+    clients_per_chunk: int | None = None,
+    channels_last: bool | None = None,
+    metric: Literal["auto", "accuracy", "auroc"] = "auto",
     prox_strength: float | None = None,
     weighting: Weighting = "uniform",
     distill_steps: int | None = None,
     distill_batch_size: int | Literal["full"] = 128,
     distill_temperature: float = 1.0,
     distill_until_round: int | None = None,
+    distill_validate_every: int = 0,
     lr_server: float = 1e-3,
     server_optimizer: ServerOptimizer = "adam",
     engine: EngineName = "auto",
@@ -88,12 +94,20 @@ def finetune(
         optimizer: The clients' optimiser, started afresh each round.
         momentum: Of SGD.
         weight_decay: Of the clients' optimiser.
+        clip_norm: Largest norm of each client's gradient; unlimited by default.
+        lr_schedule: Clients' learning rates over the rounds: ``constant``, ``cosine``, or ``exponential`` (times 0.99
+            every 10 rounds).
+        clients_per_chunk: Clients in one forward and backward pass, to bound memory.
+        channels_last: Memory format of images and convolutions; chosen by the backbone by default.
+        metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
         prox_strength: λ of the pull of the personal adapters towards the global one (PerAda, Ditto); 1 by default.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         distill_steps: Distillation steps R each round; by default 100 where there is a public set, else 0.
         distill_batch_size: Public images a step, or ``"full"``.
         distill_temperature: Temperature T.
         distill_until_round: Rounds from this one on are not distilled.
+        distill_validate_every: Score the student every so many steps on ``data.server_validation``, keep the best and
+            fall back to the average; 0 for not.
         lr_server: Learning rate η_g of the distillation; it falls to zero along a cosine within each round.
         server_optimizer: ``adam`` or ``sgd``, started afresh each round.
         engine: ``folded``, ``loop`` or ``auto``.
@@ -137,6 +151,7 @@ def finetune(
             optimizer=server_optimizer,
             temperature=distill_temperature,
             until_round=distill_until_round,
+            validate_every=distill_validate_every,
         ),
         seed=seed,
     )
@@ -152,7 +167,12 @@ def finetune(
         optimizer=optimizer,
         momentum=momentum,
         weight_decay=weight_decay,
+        clip_norm=clip_norm,
+        lr_schedule=lr_schedule,
         engine=engine,
+        clients_per_chunk=clients_per_chunk,
+        channels_last=channels_last,
+        metric=metric,
     )
     loop.arguments = ["# perada.finetune(...)", *(f"{name}: {_yaml(value)}" for name, value in arguments.items())]
     if trainer is None:

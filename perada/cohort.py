@@ -151,7 +151,7 @@ class Cohort:
         clients_per_chunk: int | None = None,
     ) -> None:
         self.engine, self.algorithm, self.slot, self.plan, self.phases = engine, algorithm, slot, plan, phases
-        self.kept, self.training, self.factor = kept, training, factor
+        self.kept, self.received, self.training, self.factor = kept, received, training, factor
         size = 1 if engine.kind == "loop" else clients_per_chunk or len(plan.clients)
         opened = algorithm.open(kept, received, slot)
         clients = len(plan.clients)
@@ -197,7 +197,7 @@ class Cohort:
         for state in trained.values():
             for value in state.values():
                 finite &= value.reshape(len(value), -1).isfinite().all(1)
-        kept, update = self.algorithm.close(trained, self.kept, self.slot)
+        kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
         return kept, update, finite
 
     def mean_losses(self) -> dict[str, Tensor]:

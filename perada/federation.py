@@ -62,10 +62,12 @@ class RoundReport:
 
     Attributes:
         broken: Clients whose training became NaN or infinite and who were left out.
+        diverged: The distillation became NaN or infinite, and its starting point was kept.
         metrics: Training losses, numbers of parameters, megabytes sent.
     """
 
     broken: list[int] = field(default_factory=list)
+    diverged: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -131,15 +133,21 @@ class Federation:
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
         self.rounds_done = plan.round + 1
+        diverged = False
         if clients:
             self.store.scatter(clients, _rows(kept, good))
             weights = client_weights(self.settings.weighting, [data.train_sizes[client] for client in clients])
 
             def distill(student: State, teachers: State) -> State:
-                return self._distill(plan.round, data, student, teachers, progress)
+                nonlocal diverged
+                refined = self._distill(plan.round, data, student, teachers, progress)
+                diverged = not all(bool(value.isfinite().all()) for value in refined.values())
+                return student if diverged else refined
 
             server = ServerStep(
                 plan.round,
+                tuple(clients),
+                len(data.train_sizes),
                 self.global_state,
                 {key: value[good] for key, value in updates.items()},
                 weights,
@@ -150,7 +158,7 @@ class Federation:
             self.global_state = clone(self.settings.algorithm.server_step(server))
             self.server_state = server.state
         broken = [client for client in plan.clients if client not in clients]
-        return RoundReport(broken, self._metrics(cohort, updates, good))
+        return RoundReport(broken, diverged, self._metrics(cohort, updates, good))
 
     def _distill(
         self,

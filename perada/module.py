@@ -18,6 +18,8 @@ from perada.federation import Federation
 from perada.seeding import derive_seed
 from perada.states import parameter_keys, trained_keys
 
+LRSchedule = Literal["constant", "cosine", "exponential"]
+
 
 class FederatedClassifier(pl.LightningModule):
     """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
@@ -43,7 +45,7 @@ class FederatedClassifier(pl.LightningModule):
         lr_every: Rounds between two of its steps.
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
         clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
-        channels_last: Memory format of images and convolutions; by default for backbones with more than one convolution,
+        channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution,
             where it was measured 2 to 4 times as fast on CPU.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
 
@@ -65,7 +67,7 @@ class FederatedClassifier(pl.LightningModule):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
-        lr_schedule: Literal["constant", "cosine", "exponential"] = "constant",
+        lr_schedule: LRSchedule = "constant",
         lr_gamma: float = 0.99,
         lr_every: int = 10,
         engine: EngineName = "auto",
@@ -85,8 +87,20 @@ class FederatedClassifier(pl.LightningModule):
         for name, number in (("lr_personal", lr_personal), ("lr_local", lr_local)):
             if not (number >= 0 and math.isfinite(number)):
                 raise ValueError(f"{name}={number!r} is not a learning rate; give a finite number, 0 or above")
-        if clients_per_chunk is not None and clients_per_chunk < 1:
-            raise ValueError(f"clients_per_chunk={clients_per_chunk} cannot be used; give 1 or more, or leave it out")
+        for name, fits, remedy in (
+            ("momentum", 0 <= momentum < 1, "give 0 to below 1"),
+            ("weight_decay", 0 <= weight_decay < math.inf, "give 0 or above"),
+            ("clip_norm", clip_norm is None or clip_norm > 0, "give a positive norm, or leave it out"),
+            ("lr_gamma", 0 <= lr_gamma < math.inf, "give 0 or above"),
+            ("lr_every", lr_every >= 1, "give 1 round or more"),
+            (
+                "clients_per_chunk",
+                clients_per_chunk is None or clients_per_chunk >= 1,
+                "give 1 or more, or leave it out",
+            ),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={locals()[name]!r} cannot be used; {remedy}")
         self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
         self.lr = {"personal": lr_personal, "local": lr_local}
@@ -103,7 +117,7 @@ class FederatedClassifier(pl.LightningModule):
         self.federation: Federation | None = None
 
     def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
-        """Build backbone, adapter and engine; a second call does nothing.
+        """Build backbone, adapter and engine; a second call for the same task does nothing.
 
         Args:
             num_classes: What the data says.
@@ -113,6 +127,11 @@ class FederatedClassifier(pl.LightningModule):
         Raises:
             ValueError: If the data's number of classes is not the one that was asked for.
         """
+        if self.adapted is not None and (self.num_classes, self.multilabel) != (num_classes, multilabel):
+            raise ValueError(
+                f"the FederatedClassifier was built for {self.num_classes} classes, and the data has {num_classes}, or "
+                "labels of another kind; make a new one"
+            )
         if self.adapted is not None:
             return
         if self.num_classes not in (None, num_classes):
@@ -129,9 +148,11 @@ class FederatedClassifier(pl.LightningModule):
             self.adapted = insert_adapter(backbone, self.adapter, **self.adapter_options)
         self.model = self.adapted.model
         self.multilabel = multilabel
-        if self.channels_last:
+        convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
+        channels_last = convolutions > 1 if self.channels_last is None else self.channels_last
+        if channels_last:
             self.model.to(memory_format=torch.channels_last)
-        self.engine = Engine(self.model, self.engine_name, channels_last=self.channels_last)
+        self.engine = Engine(self.model, self.engine_name, channels_last=channels_last)
         self.slot = make_slot(self.model, backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
@@ -187,7 +208,8 @@ class FederatedClassifier(pl.LightningModule):
         }
         for name, scores in self.per_client.items():
             known = scores[~scores.isnan()]
-            self.scores |= {name: float(known.mean()), f"{name}_std": float(known.std(correction=0))}
+            if len(known):
+                self.scores |= {name: float(known.mean()), f"{name}_std": float(known.std(correction=0))}
         if self._global:
             self.scores["global/global_test"] = float(self._global.global_test()[0])
 

@@ -69,6 +69,8 @@ class ServerStep:
 
     Attributes:
         round: Counted from 0.
+        clients: Who sent the updates, in their order.
+        num_clients: Clients M of the federation.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...).
         weights: Aggregation weights (C,), summing to one.
@@ -78,6 +80,8 @@ class ServerStep:
     """
 
     round: int
+    clients: tuple[int, ...]
+    num_clients: int
     previous: State
     updates: State
     weights: Tensor
@@ -123,7 +127,7 @@ class Algorithm:
         """One local step of every client."""
         step.descend("local", step.loss("local"))
 
-    def close(self, trained: Stacks, kept: Stacks, slot: Slot) -> tuple[Stacks, State]:
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """What the clients keep, and what they send."""
         return {}, trained["local"]
 

@@ -49,7 +49,7 @@ class PerAda(Algorithm):
         step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
         step.descend("local", step.loss("local"))
 
-    def close(self, trained: Stacks, kept: Stacks, slot: Slot) -> tuple[Stacks, State]:
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """Keep v_m, send θ_m."""
         return {"personal": trained["personal"]}, trained["local"]
 

@@ -25,7 +25,7 @@ class Standalone(Algorithm):
         """A step on the client's own loss."""
         step.descend("personal", step.loss("personal"))
 
-    def close(self, trained: Stacks, kept: Stacks, slot: Slot) -> tuple[Stacks, State]:
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """Keep everything, send nothing."""
         return {"personal": trained["personal"]}, {}
 

@@ -101,6 +101,7 @@ class FederatedLoop(pl.Callback):
             )
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
+        _check_batch_norm(data, module)
         if stage == "fit":
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
 
@@ -172,6 +173,11 @@ class FederatedLoop(pl.Callback):
         if report.broken:
             _warn_broken(
                 f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it"
+            )
+        if report.diverged:
+            rank_zero_warn(
+                f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
+                "Lower its learning rate (lr_server)."
             )
         module.log_dict(report.metrics, on_step=False, on_epoch=True, batch_size=1)
         self._step = trainer.global_step
@@ -389,6 +395,23 @@ def _difference(saved: object, here: object) -> str:
             if saved.get(key) != here.get(key):
                 return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
     return f"is {_short(saved)}, here it is {_short(here)}"
+
+
+def _check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Refuse batches of one image where a BatchNorm is trained: it has no batch to take statistics of.
+
+    Raises:
+        ValueError: If a client has one image only, or batches are that small.
+    """
+    if not any(key.endswith("running_var") for key in module.slot.keys):
+        return
+    smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
+    if data.batch_size == 1 or data.train_sizes[smallest] == 1:
+        what = "batch_size is 1" if data.batch_size == 1 else f"client {smallest} has 1 training image"
+        raise ValueError(
+            f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or choose "
+            "an adapter without them (head, lora) or a backbone with LayerNorm"
+        )
 
 
 def _short(value: object) -> str:
