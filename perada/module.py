@@ -111,6 +111,7 @@ class FederatedClassifier(pl.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None
+        self.multilabel = False
         self.cohort: Cohort | None = None
         self.per_client: dict[str, Tensor] = {}
         self.scores: dict[str, float] = {}

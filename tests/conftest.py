@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gzip
 import struct
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ class Tiny:
             [part(n) for n in sizes], [part(6) for _ in sizes] if test else [], shared if public else None
         )
 
-    options = {
+    options: ClassVar = {
         "adapter": "full",
         "clients_per_round": 2,
         "batch_size": 4,

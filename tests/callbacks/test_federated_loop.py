@@ -243,7 +243,7 @@ def test_another_partition_of_the_same_sizes_is_refused(tiny, tmp_path):
     options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "default_root_dir": str(tmp_path)}
     options["enable_progress_bar"] = False
     perada.finetune(net, data(0), rounds=1, **options)
-    with pytest.raises(ValueError, match="its partition of the data is '[0-9a-f]{16}', here it is"):
+    with pytest.raises(ValueError, match=r"its partition of the data is '[0-9a-f]{16}', here it is"):
         perada.finetune(net, data(1), rounds=2, ckpt_path="last", **options)
 
 
