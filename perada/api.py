@@ -132,6 +132,11 @@ def finetune(
         raise ValueError(f"rounds={rounds} cannot be run; give 0 for the initial states, or a positive number")
     if eval_every < 1:
         raise ValueError(f"eval_every={eval_every} cannot be used; give 1 or more rounds, or test=[] for no evaluation")
+    if prox_strength is not None and isinstance(algorithm, Algorithm):
+        raise ValueError(
+            f"prox_strength={prox_strength} cannot be given beside an algorithm that is made already; give it to "
+            f"{type(algorithm).__name__} itself"
+        )
     options = {} if prox_strength is None else {"prox_strength": prox_strength}
     chosen = make_algorithm(algorithm, **options)
     if isinstance(data, FederatedData):

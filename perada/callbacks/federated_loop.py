@@ -89,6 +89,7 @@ class FederatedLoop(pl.Callback):
             phases=self.phases,
             image=module.adapted.backbone.image,
         )
+        _check_images(data, module)
         if self.algorithm.distills and self.distillation.steps and not data.public_size:
             raise ValueError(
                 f"{type(self.algorithm).__name__} distils {self.distillation.steps} steps a round, but the data has no "
@@ -362,6 +363,31 @@ def check_precision(precision: object) -> None:
         raise ValueError(f"precision={precision!r} cannot be used: {reason}; give 'bf16-mixed' or '32-true'")
 
 
+def _check_images(data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Send one training image through the model.
+
+    Raises:
+        ValueError: If it does not pass, or what comes out are not the logits of the classes.
+    """
+    batch = data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0)))))
+    x = batch.x[0, :1].to(next(module.model.parameters()).device)
+    assert module.adapted is not None
+    what = (
+        f"images of shape {tuple(x.shape[1:])} and type {x.dtype} do not fit backbone {module.adapted.backbone.name!r}"
+    )
+    try:
+        with torch.no_grad():
+            logits = module.model.eval()(x)
+    except Exception as error:  # every layer refuses in its own way
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{what}: {reason}; set image_size, or convert the images") from error
+    if tuple(logits.shape) != (1, data.num_classes):
+        raise ValueError(
+            f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {data.num_classes}); choose "
+            "another backbone"
+        )
+
+
 def _to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
     """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
 
@@ -409,8 +435,8 @@ def _check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) ->
     if data.batch_size == 1 or data.train_sizes[smallest] == 1:
         what = "batch_size is 1" if data.batch_size == 1 else f"client {smallest} has 1 training image"
         raise ValueError(
-            f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or choose "
-            "an adapter without them (head, lora) or a backbone with LayerNorm"
+            f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
+            "choose an adapter without them (head, lora) or a backbone with LayerNorm"
         )
 
 

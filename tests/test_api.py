@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada.finetune``: what it accepts, what it returns, what it writes, what it refuses."""
+
+import json
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from peft import LoraConfig
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+
+
+@pytest.fixture
+def call(tiny, tmp_path):
+    """``finetune`` with tiny defaults; what it writes goes to the test's folder."""
+
+    def finetune(backbone=None, data=None, **options):
+        backbone = tiny.net() if backbone is None else backbone
+        data = tiny.data() if data is None else data
+        return perada.finetune(backbone, data, **({"default_root_dir": str(tmp_path)} | tiny.options | options))
+
+    return finetune
+
+
+def test_no_rounds_return_the_initial_states(call, tiny):
+    run = call(rounds=0)
+    initial = tiny.net().state_dict()
+    for state in (run.state("global"), *(run.state("personal", client) for client in range(5))):
+        assert state.keys() == initial.keys()
+        assert all(torch.equal(state[key], initial[key]) for key in initial)
+    assert run.num_clients == 5
+    assert run.metrics["rounds"] == []
+
+
+def test_two_calls_agree_whatever_torchs_global_stream(call):
+    torch.manual_seed(1)
+    first = call(rounds=2, logger=False)
+    torch.manual_seed(2)
+    second = call(rounds=2, logger=False)
+    other = call(rounds=2, logger=False, seed=1)
+    assert first.metrics == second.metrics
+    for client in range(5):
+        one, two = first.state("personal", client), second.state("personal", client)
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    assert not torch.equal(first.state("global")["7.weight"], other.state("global")["7.weight"])
+
+
+def test_the_callers_network_and_data_stay_as_they_were(call, tiny):
+    net, data = tiny.net(), tiny.data()
+    call(net, data, rounds=1, logger=False)
+    assert all(torch.equal(value, tiny.net().state_dict()[key]) for key, value in net.state_dict().items())
+    assert all(torch.equal(a.tensors[0], b.tensors[0]) for a, b in zip(data.train, tiny.data().train, strict=True))
+
+
+def test_distillation_defaults_to_whether_there_is_a_public_set(call, tiny):
+    without = call(data=tiny.data(public=False), rounds=1, logger=False, distill_steps=None)
+    off = call(data=tiny.data(public=False), rounds=1, logger=False, distill_steps=0)
+    on = call(rounds=1, logger=False, distill_steps=None, distill_batch_size="full")
+    assert torch.equal(without.state("global")["7.weight"], off.state("global")["7.weight"])
+    assert not torch.equal(without.state("global")["7.weight"], on.state("global")["7.weight"])
+
+
+def test_run_folder(call, tmp_path):
+    config = LoraConfig(r=2, target_modules=["5"], modules_to_save=["7"])
+    run = call(rounds=1, adapter=config, algorithm=perada.make_algorithm("perada", prox_strength=0.5), max_time=None)
+    folder = tmp_path / "lightning_logs" / "version_0"
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "checkpoints/last.ckpt"}
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["rounds"] == 1
+    assert written["momentum"] == 0.9
+    assert written["ckpt_path"] is None
+    assert "LoraConfig" in written["adapter"]
+    assert written["algorithm"] == "PerAda(prox_strength=0.5, distills=True)"
+    assert written["trainer_kwargs"]["accelerator"] == "cpu"
+    assert "Conv2d" in written["backbone"]
+    assert written["data"] == "FederatedData of 5 clients"
+    partition = json.loads((folder / "partition.json").read_text())
+    assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}
+    assert len(run.metrics["rounds"]) == 1
+
+
+def test_default_run_folder_is_below_the_working_directory(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call(rounds=1, default_root_dir=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["lightning_logs"]
+
+
+def test_without_a_logger_nothing_is_written(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = call(rounds=1, logger=False, default_root_dir=None)
+    assert list(tmp_path.iterdir()) == []
+    assert len(run.metrics["rounds"]) == 1
+
+
+def test_ckpt_path_last_goes_on_from_the_newest_run(call, tmp_path):
+    whole = call(rounds=3, default_root_dir=str(tmp_path / "whole"))
+    call(rounds=1)
+    call(rounds=2, ckpt_path="last")
+    run = call(rounds=3, ckpt_path="last")
+    assert run.metrics == whole.metrics
+    assert all(torch.equal(value, whole.state("global")[key]) for key, value in run.state("global").items())
+
+
+def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
+    options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
+        num_sanity_val_steps=0, enable_model_summary=False, logger=pl.loggers.CSVLogger(tmp_path),
+    )  # fmt: skip
+    run = perada.finetune(tiny.net(), tiny.data(), trainer=trainer, **options)
+    assert run.metrics == call(rounds=2, logger=False).metrics
+    (saved,) = (tmp_path / "lightning_logs" / "version_0" / "checkpoints").glob("*.ckpt")
+    assert torch.load(saved, weights_only=True)["perada"]["history"] == run.metrics["rounds"]
+    with pytest.raises(ValueError, match="has a FederatedLoop already"):
+        perada.finetune(tiny.net(), tiny.data(), trainer=trainer, **options)
+    with pytest.raises(ValueError, match=r"\['precision'\] cannot be used beside trainer="):
+        perada.finetune(tiny.net(), tiny.data(), trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
+
+
+def test_sanity_validation_before_training_is_no_part_of_the_history(call):
+    assert call(rounds=1, num_sanity_val_steps=1, logger=False).metrics == call(rounds=1, logger=False).metrics
+
+
+def test_a_datamodule_has_its_own_batch_size(call, tiny):
+    module = perada.FederatedDataModule(tiny.data(), batch_size=2)
+    run = call(data=module, rounds=1, logger=False, clients_per_round=None)
+    assert run.metrics["rounds"][0]["step"] == 10  # the longest of 20 images
+
+
+def labelled(tiny, client, value):
+    data = tiny.data()
+    data.train[client].tensors[1][0] = value
+    return data
+
+
+def shaped(tiny, *shape):
+    data = tiny.data()
+    data.train[2] = TensorDataset(torch.zeros(4, *shape), torch.zeros(4, dtype=torch.int64))
+    return data
+
+
+def emptied(tiny):
+    data = tiny.data()
+    data.train[3] = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
+    return data
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backbone": "resnet19"}, "'resnet19' is no timm model: did you mean resnet18"),
+        ({"adapter": "residuals"}, "adapter 'residuals' is unknown: choose one of"),
+        ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
+        ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
+        ({"algorithm": "fedavg", "prox_strength": 1.0}, "algorithm='fedavg' cannot be made with.*prox_strength"),
+        ({"prox_strength": -1.0}, "prox_strength=-1.0 is not a strength"),
+        ({"algorithm": perada.make_algorithm("ditto"), "prox_strength": 2.0}, "prox_strength=2.0.*beside an algorithm"),
+        ({"clients_per_round": 6}, "clients_per_round is 6 and there are 5 clients: give 1 to 5"),
+        ({"clients_per_round": 0}, "clients_per_round is 0"),
+        ({"data": emptied}, "client 3 has no training samples"),
+        ({"num_classes": 4}, "num_classes"),
+        ({"num_classes": 2}, "label"),
+        ({"data": lambda tiny: labelled(tiny, 1, -1)}, "client 1 has the training label -1"),
+        ({"data": lambda tiny: labelled(tiny, 1, 7)}, "num_classes=8.* 3 outputs"),
+        ({"data": lambda tiny: shaped(tiny, 1, 9, 8)}, "client 2"),
+        ({"data": lambda tiny: shaped(tiny, 2, 8, 8)}, "client 2"),
+        ({"data": lambda tiny: tiny.data(public=False)}, "no public set"),
+        ({"rounds": -1}, "rounds=-1 cannot be run; give 0"),
+        ({"rounds": 1.5}, "rounds=1.5 cannot be run"),
+        ({"eval_every": 0}, "eval_every=0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"local_epochs": 0}, "length 0"),
+        ({"local_steps": 0}, "length 0"),
+        ({"lr_personal": -0.1}, "lr_personal=-0.1"),
+        ({"lr_local": -0.1}, "lr_local=-0.1"),
+        ({"lr_server": -0.1}, "lr=-0.1 cannot be used; give a positive"),
+        ({"distill_steps": -1}, "steps=-1"),
+        ({"distill_temperature": 0.0}, "temperature=0.0"),
+        ({"server_optimizer": "adagrad"}, "optimizer='adagrad'"),
+        ({"optimizer": "adagrad"}, "optimizer='adagrad' is unknown"),
+        ({"weighting": "size"}, "weighting='size'"),
+        ({"engine": "vmap"}, "engine='vmap' is unknown"),
+        ({"privacy": {"epsilon": 1}}, "no differential privacy"),
+        ({"pretrained": "missing.safetensors", "backbone": "test_resnet"}, "missing.safetensors"),
+        ({"backbone": "test_resnet", "pretrained": True}, "pretrained: false"),
+        ({"precision": "16-mixed"}, "precision='16-mixed'"),
+        ({"devices": 2}, "devices=2"),
+        ({"ckpt_path": "nowhere.ckpt"}, "ckpt_path='nowhere.ckpt' is not there"),
+        ({"ckpt_path": "last"}, "there is no checkpoint below"),
+    ],
+)
+def test_wrong_inputs_are_named_on_one_line_at_set_up(call, tiny, options, message):
+    options = {key: value(tiny) if callable(value) and key == "data" else value for key, value in options.items()}
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        call(**({"rounds": 1, "logger": False} | options))
+    assert "\n" not in str(error.value)
+
+
+def test_images_of_the_wrong_size_for_the_backbone_are_refused_at_set_up(call, tiny):
+    data = tiny.data()
+    for part in (*data.train, *data.test, data.public):
+        part.tensors = (part.tensors[0].expand(-1, 3, -1, -1), *part.tensors[1:])
+    with pytest.raises(ValueError, match=r"images of shape \(3, 8, 8\).* do not fit backbone 'test_vit'.*image_size"):
+        call("test_vit", data, pretrained=False, rounds=1, logger=False, adapter="head")
+    with pytest.raises(ValueError, match=r"images of shape \(3, 8, 8\).* do not fit backbone 'Sequential'"):
+        call(tiny.net(), data, rounds=1, logger=False)
+
+
+def test_a_network_that_does_not_return_logits_is_refused(call, tiny):
+    net = nn.Sequential(tiny.net(), nn.Unflatten(1, (1, 3)))
+    with pytest.raises(ValueError, match=r"what comes out has shape \(1, 1, 3\) instead of \(1, 3\)"):
+        call(net, rounds=1, logger=False, adapter="head")
+
+
+def test_a_network_without_linear_head_is_refused(call):
+    with pytest.raises(ValueError, match=r"no nn.Linear"):
+        call(backbone=nn.Flatten(), rounds=1, logger=False)
+    with pytest.raises(TypeError, match="backbone is a int"):
+        call(backbone=3, rounds=1, logger=False)
