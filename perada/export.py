@@ -2,13 +2,17 @@
 """Adapters as PEFT folders, written and read."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from perada.backbones import AdaptedModel, Backbone, insert_adapter
 from perada.states import State, get_state, set_state, trained_keys
@@ -32,35 +36,74 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path) -> None:
         set_state(adapted.model, before)
 
 
-def load_adapter(adapted: AdaptedModel, folder: Path) -> State:
+@contextmanager
+def contiguous(model: nn.Module) -> Iterator[None]:
+    """Lay out the tensors of ``model`` plainly meanwhile: files hold no channels-last memory format."""
+    last = [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
+    ]
+    try:
+        for parameter in last:
+            parameter.data = parameter.data.contiguous()
+        yield
+    finally:
+        for parameter in last:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None) -> State:
     """Read a PEFT folder into a state; the model's own adapter is left as it was.
+
+    Args:
+        adapted: The model whose adapter it is.
+        folder: What :func:`save_adapter` wrote.
+        config: What the folder's configuration must equal.
 
     Raises:
         FileNotFoundError: If there is no adapter in ``folder``.
         ValueError: If it is broken, or belongs to another backbone or adapter.
     """
-    read_config(folder)
+    foreign = f"the adapter in {str(folder)!r} belongs to another backbone or adapter"
+    remedy = "load it with the configuration it was made with"
+    own = read_config(folder)
+    if config is not None:
+        difference = _first_difference(own, config)
+        if difference is not None:
+            raise ValueError(f"{foreign}: its {difference}; {remedy}")
     before = get_state(adapted.model)
     try:
         weights = load_peft_weights(str(folder), device="cpu")
-        result = set_peft_model_state_dict(adapted.peft_model, weights)
-        loaded = get_state(adapted.model)
-    except Exception as error:  # safetensors, PEFT and torch each raise their own types for a file that does not fit
-        raise ValueError(
-            f"the adapter in {str(folder)!r} cannot be read: {' '.join(str(error).split())[:300]}"
-        ) from error
+    except Exception as error:  # safetensors raises types of its own
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it anew") from error
+    expected = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+    for name in sorted({*weights, *expected}):
+        if name not in weights:
+            raise ValueError(f"{foreign}: it lacks {name!r}; {remedy}")
+        if name not in expected:
+            raise ValueError(f"{foreign}: it has {name!r}, which the model has not; {remedy}")
+        shapes = tuple(weights[name].shape), tuple(expected[name].shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
+    try:
+        set_peft_model_state_dict(adapted.peft_model, weights)
+        return get_state(adapted.model)
     finally:
         set_state(adapted.model, before)
-    names = set(trained_keys(adapted.model))
-    lost = [key for key in getattr(result, "missing_keys", []) if any(key.endswith(name) for name in names)]
-    extra = getattr(result, "unexpected_keys", [])
-    if lost or extra:
-        what = f"lacks {lost[0]!r}" if lost else f"has {extra[0]!r}, which the model has not"
-        raise ValueError(
-            f"the adapter in {str(folder)!r} belongs to another backbone or adapter: it {what}; "
-            "load it with the configuration it was made with"
-        )
-    return loaded
+
+
+def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
+    """The first field in which two configurations of adapters differ, with both values."""
+    if type(one) is not type(other):
+        return f"method is {one.peft_type}, of the run it is {other.peft_type}"
+    ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+    for name, value in vars(one).items():
+        values = [set(v) if isinstance(v, list) else v for v in (value, getattr(other, name))]
+        if name not in ignored and values[0] != values[1]:
+            return f"{name} is {value}, of the run it is {getattr(other, name)}"
+    return None
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -78,8 +121,9 @@ def read_config(folder: Path) -> PeftConfig:
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise ValueError(
-            f"the adapter configuration in {str(folder)!r} cannot be read: {type(error).__name__} {error}; save it anew"
+            f"the adapter configuration in {str(folder)!r} cannot be read: {reason}; save it anew"
         ) from error
     return config
 
@@ -87,7 +131,9 @@ def read_config(folder: Path) -> PeftConfig:
 def save_backbone(adapted: AdaptedModel, folder: Path) -> None:
     """Write the frozen tensors of a backbone whose weights cannot be had elsewhere."""
     trained = set(trained_keys(adapted.model))
-    tensors = {k: v.detach().cpu().clone() for k, v in adapted.model.state_dict().items() if k not in trained}
+    tensors = {
+        k: v.detach().cpu().contiguous().clone() for k, v in adapted.model.state_dict().items() if k not in trained
+    }
     save_file(tensors, folder / BACKBONE_FILE)
 
 
@@ -101,10 +147,19 @@ def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path) -> Adapt
         adapted = insert_adapter(backbone, config)
     path = folder / BACKBONE_FILE
     if path.is_file():
+        what = f"{str(path)!r} does not fit backbone {backbone.name!r}"
         try:
-            set_state(adapted.model, load_file(path))
+            frozen = load_file(path)
+            lost = sorted(set(adapted.model.state_dict()) - set(trained_keys(adapted.model)) - set(frozen))
+            set_state(adapted.model, frozen)
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} cannot be read: {error}; save the run anew") from error
         except (KeyError, RuntimeError) as error:
-            raise ValueError(f"{str(path)!r} does not fit backbone {backbone.name!r}: {error}") from error
+            raise ValueError(
+                f"{what}: {' '.join(str(error).split())}; load it with the one it was made with"
+            ) from error
+        if lost:
+            raise ValueError(f"{what}: it lacks {lost[0]!r}; load it with the one it was made with")
     return adapted
 
 

@@ -3,14 +3,25 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from perada.backbones import AdaptedModel, build_backbone
-from perada.export import load_adapter, load_backbone, read_config, save_adapter, save_backbone, write_json
+from perada.export import (
+    BACKBONE_FILE,
+    contiguous,
+    load_adapter,
+    load_backbone,
+    read_config,
+    save_adapter,
+    save_backbone,
+    write_json,
+)
 from perada.states import State, clone, set_state
 
 RUN_FILE = "run.json"
@@ -54,12 +65,12 @@ class Run:
             ValueError: If the role is unknown, or the client is missing or does not exist.
         """
         if role == "global":
-            return clone(self._global)
+            return _contiguous(self._global)
         if role != "personal":
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
         if client is None or not 0 <= client < self.num_clients:
             raise ValueError(f"client={client} does not exist; give a number from 0 to {self.num_clients - 1}")
-        return clone(self._personal(client))
+        return _contiguous(self._personal(client))
 
     def personal(self, client: int) -> nn.Module:
         """Client ``client``'s model: a network of its own, in evaluation mode, that maps images to logits."""
@@ -70,7 +81,7 @@ class Run:
         return self._model(self.state("global"))
 
     def _model(self, state: State) -> nn.Module:
-        model = copy.deepcopy(self._adapted.model)
+        model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
         return model.eval()
 
@@ -85,12 +96,14 @@ class Run:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_adapter(self._adapted, self._global, folder / "global")
-        for client in range(self.num_clients):
-            save_adapter(self._adapted, self._personal(client), folder / f"client_{client}")
-        if not self.info["pretrained"] or self.info["backbone"] is None:
-            save_backbone(self._adapted, folder)
-        content = {"format": FORMAT, "num_clients": self.num_clients, "info": self.info, "metrics": self.metrics}
+        with contiguous(self._adapted.model):
+            save_adapter(self._adapted, self._global, folder / "global")
+            for client in range(self.num_clients):
+                save_adapter(self._adapted, self._personal(client), folder / f"client_{client}")
+            if _own_weights(self.info):
+                save_backbone(self._adapted, folder)
+        metrics = _replace(self.metrics, lambda value: value != value, None)  # JSON has no NaN
+        content = {"format": FORMAT, "num_clients": self.num_clients, "info": self.info, "metrics": metrics}
         write_json(folder / RUN_FILE, content)
         return folder
 
@@ -113,7 +126,13 @@ class Run:
             )
         try:
             saved = json.loads((folder / RUN_FILE).read_text())
-            info, clients = saved["info"], saved["num_clients"]
+            info, clients, found = saved["info"], saved["num_clients"], saved["format"]
+            metrics = _replace(saved["metrics"], lambda value: value is None, math.nan)
+            if found != FORMAT:
+                raise KeyError(f"format {found}, this version reads {FORMAT}")
+            missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
+            if missing:
+                raise KeyError(f"info lacks {sorted(missing)}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
@@ -123,15 +142,38 @@ class Run:
                 f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
                 "backbone="
             )
-        pretrained = False if (folder / "backbone.safetensors").is_file() else info["pretrained"]
+        if _own_weights(info) and not (folder / BACKBONE_FILE).is_file():
+            raise FileNotFoundError(
+                f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
+                "the whole folder"
+            )
+        pretrained = False if _own_weights(info) else info["pretrained"]
         built = build_backbone(
             backbone if backbone is not None else info["backbone"],
             info["num_classes"],
             pretrained=pretrained,
             image_size=info["image_size"],
         )
-        adapted = load_backbone(built, read_config(folder / "global"), folder)
-        states = [load_adapter(adapted, folder / f"client_{client}") for client in range(clients)]
-        return cls(
-            adapted, load_adapter(adapted, folder / "global"), states.__getitem__, clients, saved["metrics"], info
-        )
+        config = read_config(folder / "global")
+        adapted = load_backbone(built, config, folder)
+        shared = load_adapter(adapted, folder / "global")
+        states = [load_adapter(adapted, folder / f"client_{client}", config) for client in range(clients)]
+        return cls(adapted, shared, states.__getitem__, clients, metrics, info)
+
+
+def _own_weights(info: dict[str, Any]) -> bool:
+    """Whether the backbone's weights are random or the caller's, so that a folder must hold them."""
+    return not info["pretrained"] or info["backbone"] is None
+
+
+def _contiguous(state: State) -> State:
+    return {key: value.contiguous() for key, value in clone(state).items()}
+
+
+def _replace(content: Any, wrong: Callable[[Any], bool], right: object) -> Any:  # noqa: ANN401  # any JSON
+    """Replace values within dictionaries and lists."""
+    if isinstance(content, dict):
+        return {key: _replace(value, wrong, right) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_replace(value, wrong, right) for value in content]
+    return right if wrong(content) else content

@@ -94,7 +94,7 @@ class Tiny:
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny():
     """Data, network and options of a run that takes a fraction of a second."""
     return Tiny()
