@@ -12,14 +12,9 @@ from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
 from perada.backbones import AdapterChoice
-from perada.callbacks import (
-    FederatedLoop,
-    RoundCheckpoint,
-    RoundProgressBar,
-    check_precision,
-    check_trainer,
-    find_checkpoint,
-)
+from perada.callbacks import FederatedLoop, RoundCheckpoint, RoundProgressBar
+from perada.callbacks.checkpoint import find_checkpoint
+from perada.callbacks.federated_loop import check_precision, check_trainer
 from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning callbacks."""
 
-from perada.callbacks.checkpoint import RoundCheckpoint, find_checkpoint, newest_checkpoint
-from perada.callbacks.federated_loop import FederatedLoop, check_precision, check_trainer
+from perada.callbacks.checkpoint import RoundCheckpoint
+from perada.callbacks.federated_loop import FederatedLoop
 from perada.callbacks.predictions import PredictionFile
 from perada.callbacks.progress import RoundProgressBar
 
@@ -11,8 +11,4 @@ __all__ = [
     "PredictionFile",
     "RoundCheckpoint",
     "RoundProgressBar",
-    "check_precision",
-    "check_trainer",
-    "find_checkpoint",
-    "newest_checkpoint",
 ]
