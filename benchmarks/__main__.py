@@ -25,7 +25,12 @@ def main() -> None:
     results = []
     for name in given.names or BENCHMARKS:
         for result in BENCHMARKS[name](torch.device(given.device), given.repeats):
-            result |= {"benchmark": name, "machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
+            result |= {
+                "benchmark": name,
+                "machine": machine,
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            }
             print(json.dumps(result), flush=True)
             results.append(result)
     given.output.parent.mkdir(parents=True, exist_ok=True)

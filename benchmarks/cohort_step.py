@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One local step of 8 clients × 64 images, folded, against one step of a single model on the same 512 images.
 
-The single model is the limit: the same network, adapter and images, one batch, nothing per client. The loop over clients
-(one model, one client after another, batch 64) is what simulators do otherwise.
+The single model is the limit: the same network, adapter and images, one batch, nothing per client. The loop over
+clients (one model, one client after another, batch 64) is what simulators do otherwise.
 """
 
 import statistics
@@ -24,7 +24,7 @@ CLIENTS, ROWS, CLASSES = 8, 64, 10
 
 
 def cohort_step(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measure in fp32 and in bf16 with channels_last; the three ways take turns."""
+    """Measure in fp32 and in bf16, both with channels_last; the three ways take turns."""
     for precision in ("fp32", "bf16"):
         torch.manual_seed(0)
         steps = {name: _step(name, precision == "bf16", device) for name in ("folded", "loop", "single")}
@@ -57,8 +57,7 @@ def _step(name: str, bf16: bool, device: torch.device) -> Callable[[], None]:
     model = insert_adapter(backbone, "residual").model.to(device)
     x = torch.randn(CLIENTS, ROWS, 3, 32, 32, device=device)
     y = torch.randint(0, CLASSES, (CLIENTS, ROWS), device=device)
-    if bf16:
-        model = model.to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)
     if name == "single":
         return _single(model, x, y, bf16)
     return _stacked(model, x, y, bf16, name)  # type: ignore[arg-type]  # the names are the engine's
@@ -66,9 +65,7 @@ def _step(name: str, bf16: bool, device: torch.device) -> Callable[[], None]:
 
 def _single(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> Callable[[], None]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    images, labels = x.flatten(0, 1), y.flatten()
-    if bf16:
-        images = images.contiguous(memory_format=torch.channels_last)
+    images, labels = x.flatten(0, 1).contiguous(memory_format=torch.channels_last), y.flatten()
 
     def step() -> None:
         train_mode(model)
@@ -81,14 +78,18 @@ def _single(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool
     return step
 
 
-def _stacked(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool, kind: EngineName) -> Callable[[], None]:
+def _stacked(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool, kind: EngineName
+) -> Callable[[], None]:
     """All clients in one pass, or for the loop one pass after another, as a cohort does it."""
-    engine = Engine(model, kind, channels_last=bf16)
+    engine = Engine(model, kind, channels_last=True)
     trained = set(parameter_keys(model))
     size = CLIENTS if kind == "folded" else 1
     chunks = []
     for start in range(0, CLIENTS, size):
-        state = {key: value.clone().requires_grad_(key in trained) for key, value in expand(get_state(model), size).items()}
+        state = {
+            key: value.clone().requires_grad_(key in trained) for key, value in expand(get_state(model), size).items()
+        }
         optimizer = torch.optim.SGD([value for value in state.values() if value.requires_grad], lr=0.01)
         generators = [generator(0, "dropout", client, device=x.device) for client in range(start, start + size)]
         chunks.append((slice(start, start + size), state, optimizer, generators))
