@@ -210,7 +210,8 @@ class FederatedClassifier(pl.LightningModule):
         for name, scores in self.per_client.items():
             known = scores[~scores.isnan()]
             if len(known):
-                self.scores |= {name: float(known.mean()), f"{name}_std": float(known.std(correction=0))}
+                spread = float(known.std(correction=0)) if len(known) else math.nan
+            self.scores |= {name: float(known.mean()), f"{name}_std": spread}
         if self._global:
             self.scores["global/global_test"] = float(self._global.global_test()[0])
 

@@ -3,6 +3,7 @@
 
 import csv
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 
 from torch import Tensor
@@ -43,9 +44,13 @@ def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
         [str(client), str(size), *(percent(float(values[client])) for values in scores.values())]
         for client, size in enumerate(sizes)
     ]
-    known = [values[~values.isnan()] for values in scores.values()]
+    known = [values[~values.isnan()].double() for values in scores.values()]
     rows.append(
-        ["mean ± std", "", *(f"{percent(float(v.mean()))} ± {percent(float(v.std(correction=0)))}" for v in known)]
+        [
+            "mean ± std",
+            "",
+            *(f"{percent(float(v.mean()))} ± {percent(float(v.std(correction=0)) if len(v) else nan)}" for v in known),
+        ]
     )
     return table(["client", "images", *scores], rows)
 
@@ -55,6 +60,7 @@ def run_report(folder: Path) -> str:
 
     Raises:
         FileNotFoundError: If there is none in ``folder``.
+        ValueError: If it holds no rounds.
     """
     path = folder / "metrics.csv"
     if not path.is_file():
@@ -63,7 +69,10 @@ def run_report(folder: Path) -> str:
         )
     rounds: dict[int, dict[str, str]] = {}
     with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+        lines = csv.DictReader(file)
+        if "epoch" not in (lines.fieldnames or ()):
+            raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
+        for row in lines:
             rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
     shown = [name for name in SCORES if any(name in values for values in rounds.values())]
     losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
