@@ -231,7 +231,9 @@ def _export(args: Sequence[str]) -> None:
         )
     quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
     cli = make_cli(["--config", str(config), *quiet], run=False)
-    cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
+        cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
     folder = outcome(cli.model, cli.loop).save(given.output)
     print(f"Wrote {cli.loop.num_clients} personal adapters and the global one to {folder}")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint that a run is resumed from."""
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
 
     Raises:
         FileNotFoundError: If it is not there.
+        ValueError: If it is no checkpoint, or only the beginning of one.
     """
     if ckpt_path is None:
         return None
@@ -54,4 +56,6 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
         return str(newest_checkpoint(root))
     if not Path(ckpt_path).is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
+    if not zipfile.is_zipfile(ckpt_path):
+        raise ValueError(f"ckpt_path={ckpt_path!r} is no checkpoint, or was cut off; give another, or 'last'")
     return ckpt_path

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``perada`` program: its commands, its files, its errors."""
+
+import csv
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import perada
+from perada.cli import entry_point, main, make_cli, recipes
+
+TINY = {
+    "seed_everything": 3,
+    "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "lr_local": 0.1, "lr_personal": 0.1},
+    "data": {
+        "dataset": "Digits",
+        "partition": {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha": 1.0}},
+        "train_limit": 80,
+        "test_limit": 40,
+        "public_fraction": 0.1,
+        "image_size": 16,
+        "batch_size": 8,
+    },
+    "federated": {"clients_per_round": 2, "local_steps": 2, "distillation": {"steps": 1, "batch_size": 4}},
+}
+MINE = '''
+from perada import Algorithm
+
+class Boosted(Algorithm):
+    """FedAvg that multiplies the mean."""
+
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def server_step(self, server):
+        return {key: self.factor * value for key, value in super().server_step(server).items()}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory with a recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    return tmp_path
+
+
+def perada_says(monkeypatch, capsys, *words):
+    """Run the program; its exit code and the last line of what it wrote to stderr."""
+    monkeypatch.setattr(sys, "argv", ["perada", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        entry_point()
+    assert isinstance(stop.value.code, str)  # which Python prints to stderr, and exits with 1
+    return stop.value.code
+
+
+def version(folder, number):
+    return folder / "lightning_logs" / f"version_{number}"
+
+
+def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
+    main(["fit", "--config", "tiny.yaml", "--federated.clients_per_round=3", "--federated.distillation.steps=0"])
+    shown = capsys.readouterr().out
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line[:1] == "|"]
+    assert [row[0] for row in table[2:]] == ["0", "1", "2", "3", "mean ± std"]
+    run = version(folder, 0)
+    assert "Run folder: ./lightning_logs/version_0" in shown
+    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "checkpoints/last.ckpt"}
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["federated"]["clients_per_round"] == 3
+    assert config["federated"]["distillation"]["steps"] == 0
+    assert config["seed_everything"] == 3
+    partition = json.loads((run / "partition.json").read_text())
+    sizes = [len(own) for own in partition["train"]]
+    assert [row[1] for row in table[2:6]] == [str(size) for size in sizes]
+    assert sum(sizes) == 72
+    rounds = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
+    assert {row["epoch"] for row in rounds} == {"0", "1"}
+
+
+def test_the_saved_config_runs_the_same_again(folder):
+    main(["fit", "--config", "tiny.yaml"])
+    main(["fit", "--config", "lightning_logs/version_0/config.yaml"])
+    states = [torch.load(version(folder, n) / "checkpoints" / "last.ckpt", weights_only=True) for n in (0, 1)]
+    one, two = (saved["perada"]["federation"]["global"] for saved in states)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_ckpt_path_last_goes_on_bit_for_bit(folder):
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--trainer.default_root_dir=whole"])
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--ckpt_path", "last"])
+    paths = version(folder / "whole", 0), version(folder, 1)
+    whole, resumed = (torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths)
+    assert whole["history"] == resumed["history"]
+    assert whole["federation"]["clients"].keys() == resumed["federation"]["clients"].keys()
+    for client, kept in whole["federation"]["clients"].items():
+        other = resumed["federation"]["clients"][client]["personal"]
+        assert all(torch.equal(value, other[key]) for key, value in kept["personal"].items())
+    partitions = [json.loads((path / "partition.json").read_text()) for path in paths]
+    assert partitions[0] == partitions[1]
+
+
+def test_lightnings_default_checkpoint_is_found_too(folder):
+    checkpoint = ["--trainer.callbacks+=ModelCheckpoint"]
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1", *checkpoint])
+    assert [path.name for path in (version(folder, 0) / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
+    cli = make_cli(["--config", "tiny.yaml"], run=False)
+    assert cli.trainer.max_epochs == 2
+    with pytest.warns(UserWarning, match="The dirpath has changed"):
+        main(["fit", "--config", "tiny.yaml", "--ckpt_path=last", *checkpoint])
+    saved = torch.load(version(folder, 1) / "checkpoints" / "epoch=1-step=4.ckpt", weights_only=True)
+    assert [record["round"] for record in saved["perada"]["history"]] == [0, 1]
+    main(["export", "lightning_logs/version_1", "--output", "out"])
+    assert perada.Run.load("out").num_clients == 4
+
+
+def test_validate_test_predict_and_export_agree(folder, capsys):
+    main(["fit", "--config", "tiny.yaml"])
+    fitted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    for command in ("validate", "test"):
+        main([command, "--config", "tiny.yaml", "--ckpt_path", "last"])
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("| ")] == fitted
+    main(["predict", "--config", "tiny.yaml", "--ckpt_path", "last"])
+    path = Path(capsys.readouterr().out.split("Predictions: ")[1].strip())
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert len(rows) == 40
+    assert [int(row["image"]) for row in rows] == list(range(40))
+    main(["export", "lightning_logs/version_0", "--output", "out"])
+    run = perada.Run.load("out")
+    x, y, owner = next(iter(prepared(make_cli(["--config", "tiny.yaml"], run=False).datamodule)))
+    for client, row in enumerate(fitted[1:5]):
+        mine = owner == client
+        predicted = run.personal(client)(x).argmax(1)
+        accuracy = [100 * (predicted == y)[part].float().mean().item() for part in (mine, slice(None))]
+        assert [float(cell) for cell in row.split("|")[3:5]] == pytest.approx(accuracy, abs=0.01)
+        assert [int(row["personal"]) for row, own in zip(rows, mine, strict=True) if own] == predicted[mine].tolist()
+    assert [int(row["label"]) for row in rows] == y.tolist()
+    assert [int(row["client"]) for row in rows] == owner.tolist()
+    assert [int(row["global"]) for row in rows] == run.global_model()(x).argmax(1).tolist()
+
+
+def prepared(data):
+    """Test batches as the trainer's, for a model of three channels."""
+    module = perada.FederatedClassifier("test_resnet", pretrained=False)
+    module.build(10, False, 0)
+    data.configure_rounds(
+        seed=3, clients_per_round=None, phases=[perada.data.Phase()], image=module.adapted.backbone.image
+    )
+    return [data.prepare(batch) for batch in data.val_dataloader()]
+
+
+def test_short_class_names_and_their_options(folder):
+    words = ["--config", "tiny.yaml", "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=0.25"]
+    cli = make_cli([*words, "--data.partition=IID", "--data.partition.num_clients=3"], run=False)
+    assert type(cli.loop.algorithm).__name__ == "Ditto"
+    assert cli.loop.algorithm.prox_strength == 0.25
+    assert cli.loop.seed == 3
+    assert cli.datamodule.partition_dict()["num_clients"] == 3
+
+
+def test_an_algorithm_of_the_users_own_module(folder, monkeypatch):
+    (folder / "my_module.py").write_text(MINE)
+    (folder / "mine.yaml").write_text(
+        "federated: {algorithm: {class_path: my_module.Boosted, init_args: {factor: 0.0}}}\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["perada", "fit", "--config", "tiny.yaml", "--config", "mine.yaml"])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
+    entry_point()
+    saved = torch.load(version(folder, 0) / "checkpoints" / "last.ckpt", weights_only=True)["perada"]["federation"]
+    assert all(not value.any() for value in saved["global"].values())
+
+
+def test_without_a_logger_nothing_is_written(folder, capsys):
+    main(["fit", "--config", "tiny.yaml", "--trainer.logger=false", "--trainer.max_epochs=1"])
+    main(["predict", "--config", "tiny.yaml", "--trainer.logger=false"])
+    assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
+    assert "Run folder" not in capsys.readouterr().out
+
+
+def test_rounds_zero(folder):
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=0"])
+    assert (version(folder, 0) / "partition.json").is_file()
+
+
+def test_ls_names_every_recipe_with_its_first_line(capsys):
+    main(["ls"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(recipes())
+    for line in lines:
+        name, text = line.split(maxsplit=1)
+        assert recipes()[name].read_text().startswith(f"# {text}\n")
+
+
+def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
+    main(["cp", "quickstart", "new/mine.yaml"])
+    assert (folder / "new" / "mine.yaml").read_bytes() == recipes()["quickstart"].read_bytes()
+    main(["cp", "quickstart", "new"])
+    assert (folder / "new" / "quickstart.yaml").is_file()
+    (folder / "new" / "mine.yaml").write_text("edited")
+    says = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
+    assert says == "perada: error: 'new/mine.yaml' is there already; choose another destination or add --force"
+    assert (folder / "new" / "mine.yaml").read_text() == "edited"
+    main(["cp", "quickstart", "new/mine.yaml", "--force"])
+    assert (folder / "new" / "mine.yaml").read_bytes() == recipes()["quickstart"].read_bytes()
+
+
+def test_report_prints_the_rounds(folder, capsys):
+    main(["fit", "--config", "tiny.yaml"])
+    capsys.readouterr()
+    main(["report", "lightning_logs/version_0"])
+    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()][2:] == ["0", "1"]
+
+
+def test_help_lists_the_commands(capsys):
+    main([])
+    bare = capsys.readouterr().out
+    main(["--help"])
+    assert capsys.readouterr().out == bare
+    for command in ("fit", "validate", "test", "predict", "ls", "cp", "compare", "export", "report", "pretrain"):
+        assert command in bare
+
+
+FIT = ("fit", "--config", "tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fti",), "there is no command 'fti'; did you mean 'fit'?"),
+        (("xyzzy",), "there is no command 'xyzzy'; `perada --help` lists the commands"),
+        (("ls", "--long"), "unrecognized arguments: --long"),
+        (("fit", "--config", "quickstar"), "'quickstar' is neither a file nor a recipe; did you mean 'quickstart'?"),
+        (("fit", "--config=none.yaml"), "'none.yaml' is neither a file nor a recipe; `perada ls` lists the recipes"),
+        (("cp", "quikstart", "x.yaml"), "did you mean 'quickstart'?"),
+        (("report", "nowhere"), "'nowhere' holds no metrics.csv"),
+        (("export", "nowhere", "--output", "x"), "'nowhere' is no finished run: it has no config.yaml"),
+        (("export", "nowhere"), "output"),
+        ((*FIT, "--modl.adapter=head"), "unrecognized arguments: --modl.adapter=head"),
+        ((*FIT, "--model.backbone=resnet19"), "backbone 'resnet19' is no timm model: did you mean resnet18"),
+        ((*FIT, "--model.adapter=heads"), "adapter 'heads' is unknown"),
+        ((*FIT, "--model.lr_local=-1"), "lr_local=-1.0 is not a learning rate"),
+        ((*FIT, "--model.lr_local=fast"), "model.lr_local"),
+        ((*FIT, "--model.num_classes=7"), "num_classes=7 does not match"),
+        ((*FIT, "--model.optimizer=lion"), "model.optimizer"),
+        ((*FIT, "--data.partition.alpha=-1"), "alpha is -1.0: give more than 0"),
+        ((*FIT, "--data.partition.beta=1"), "'beta' is not accepted"),
+        ((*FIT, "--data.partition.num_clients=100"), "100"),
+        (
+            (*FIT, "--data.partition=Dirichle"),
+            "data.partition: there is no class 'Dirichle'; did you mean 'Dirichlet'?",
+        ),
+        ((*FIT, "--data.dataset=Digit"), "data.dataset: there is no class 'Digit'; did you mean 'Digits'?"),
+        ((*FIT, "--data.public_fraction=0"), "no public set"),
+        ((*FIT, "--federated.algorithm=Dito"), "federated.algorithm: there is no class 'Dito'; did you mean 'Ditto'?"),
+        ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox=1"), "'prox' is not accepted"),
+        ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=-1"), "prox_strength=-1.0"),
+        ((*FIT, "--federated.clients_per_round=5"), "clients_per_round is 5 and there are 4 clients"),
+        ((*FIT, "--federated.distillation.lr=-1"), "lr=-1.0 cannot be used"),
+        ((*FIT, "--trainer.devices=2"), "devices=2"),
+        ((*FIT, "--trainer.precision=16-mixed"), "precision='16-mixed'"),
+        ((*FIT, "--trainer.accumulate_grad_batches=2"), "accumulate_grad_batches=2"),
+        ((*FIT, "--trainer.gradient_clip_val=1"), "gradient_clip_val=1"),
+        ((*FIT, "--trainer.max_epochs=-2"), "max_epochs"),
+        ((*FIT, "--ckpt_path=last"), "ckpt_path=last: there is no checkpoint below 'lightning_logs'"),
+        ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path='no.ckpt' is not there"),
+        ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is no checkpoint"),
+    ],
+)
+def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
+    says = perada_says(monkeypatch, capsys, *words)
+    assert says.startswith("perada: error: ")
+    assert message in says
+    assert "\n" not in says
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
+    monkeypatch.setenv("PERADA_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["perada", "fti"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="there is no command"):
+        entry_point()
+
+
+def test_export_of_a_python_run_names_run_save(folder, tiny, monkeypatch, capsys):
+    perada.finetune(tiny.net(), tiny.data(), rounds=1, **tiny.options)
+    says = perada_says(monkeypatch, capsys, "export", "lightning_logs/version_0", "--output", "x")
+    assert "Run.save" in says
+
+
+def test_programs_say_nothing_about_themselves(folder, capsys, caplog):
+    with caplog.at_level(logging.WARNING):
+        main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
+    assert caplog.records == []
