@@ -14,7 +14,7 @@ from perada.algorithms import Algorithm, make_algorithm
 from perada.backbones import AdapterChoice
 from perada.callbacks import FederatedLoop, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
-from perada.callbacks.federated_loop import check_precision, check_trainer
+from perada.callbacks.checks import check_precision, check_trainer
 from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName

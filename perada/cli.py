@@ -23,7 +23,7 @@ from perada.algorithms import Algorithm  # short class names of algorithms work 
 from perada.api import outcome
 from perada.callbacks import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
-from perada.callbacks.federated_loop import check_precision, check_trainer
+from perada.callbacks.checks import check_precision, check_trainer
 from perada.data import FederatedDataModule, ImageSet, Partition
 from perada.module import FederatedClassifier
 from perada.report import client_table, run_report

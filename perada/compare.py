@@ -52,15 +52,16 @@ def compare(
     for seed in seeds:
         for recipe in recipes:
             for algorithm in algorithms or [""]:
-                label = algorithm or Path(recipe).stem
+                within = [recipe] if len(recipes) > 1 or not algorithm else []
+                label, start = (" ".join(filter(None, [*within, name])) for name in (algorithm, START))
                 wanted = {"label": label, "recipe": recipe, "seed": seed, "overrides": list(overrides)}
                 if any(wanted.items() <= record.items() for record in done):
                     continue
                 args = ["--config", recipe, *ALGORITHMS.get(algorithm, []), f"--seed_everything={seed}", *overrides]
                 print(f"--- {label}, seed {seed}", flush=True)
-                first = not any(r["label"] == START and r["seed"] == seed for r in done)
+                first = not any(r["label"] == start and r["seed"] == seed for r in done)
                 for record in _run(make_cli, args, first):
-                    done.append({**wanted, **({"label": START} if record.pop("start") else {}), **record})
+                    done.append({**wanted, **({"label": start} if record.pop("start") else {}), **record})
                 if output:
                     output.parent.mkdir(parents=True, exist_ok=True)
                     output.write_text(json.dumps(done, indent=1))

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that a run is resumed from."""
+"""The checkpoint that a run is resumed from, and whether it belongs to that run."""
 
+import hashlib
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+
+from perada.algorithms import Algorithm
+from perada.data import FederatedDataModule
+from perada.module import FederatedClassifier
+from perada.states import trained_keys
 
 
 class RoundCheckpoint(ModelCheckpoint):
@@ -59,3 +67,78 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     if not zipfile.is_zipfile(ckpt_path):
         raise ValueError(f"ckpt_path={ckpt_path!r} is no checkpoint, or was cut off; give another, or 'last'")
     return ckpt_path
+
+
+def belonging(
+    algorithm: Algorithm, seed: int, data: FederatedDataModule, module: FederatedClassifier
+) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that loads it, in plain types."""
+    assert module.adapted is not None
+    model = module.model.state_dict()
+    partition = hashlib.sha256(json.dumps(data.partition_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "backbone": module.adapted.backbone.name,
+        "adapter": type(module.adapted.config).__name__,
+        "algorithm": type(algorithm).__name__,
+        "seed": seed,
+        "number of classes": data.num_classes,
+        "number of clients": data.num_clients,
+        "clients' numbers of images": list(data.train_sizes),
+        "partition of the data": partition,
+        "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
+    }
+
+
+def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Compare what :func:`belonging` said when a checkpoint was written with what it says now.
+
+    Raises:
+        ValueError: If they differ; the first difference is named.
+    """
+    for name, value in here.items():
+        if saved.get(name) != value:
+            difference = _difference(saved.get(name), value)
+            raise ValueError(
+                f"the checkpoint belongs to another run: its {name} {difference}; go on with the configuration that "
+                "wrote it"
+            )
+
+
+def to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
+    """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
+
+    A checkpoint written within a round, or between its end and the end of its epoch, is thereby one of the end of the
+    last whole round.
+    """
+    for count in ("total", "current"):
+        loop["epoch_progress"][count] = dict.fromkeys(loop["epoch_progress"][count], rounds)
+        batches = loop["epoch_loop.batch_progress"]
+        batches[count] = dict.fromkeys(batches[count], step if count == "total" else 0)
+        steps = loop["epoch_loop.manual_optimization.optim_step_progress"]
+        steps[count] = dict.fromkeys(steps[count], step if count == "total" else 0)
+    batches["is_last_batch"] = False
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+
+
+def frozen_digest(model: torch.nn.Module) -> str:
+    """Hash of all that is not trained."""
+    trained, digest = set(trained_keys(model)), hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        if key not in trained:
+            digest.update(key.encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _difference(saved: object, here: object) -> str:
+    """Say how two values differ, of dictionaries and lists only the first place."""
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in {**saved, **here}:
+            if saved.get(key) != here.get(key):
+                return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
+    return f"is {_short(saved)}, here it is {_short(here)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communication round as an epoch of Lightning's training loop."""
 
-import hashlib
 import json
 from collections.abc import Iterable
 from itertools import islice
@@ -17,12 +16,14 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
 
 from perada.algorithms import Algorithm, PerAda
+from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, to_round_boundary
+from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.data import CohortBatch, FederatedDataModule, RoundPlan
 from perada.federation import Federation, Settings
 from perada.module import FederatedClassifier
 from perada.server import Distillation, client_weights
 from perada.server.aggregate import Weighting
-from perada.states import get_state, trained_keys
+from perada.states import get_state
 
 T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
@@ -89,20 +90,11 @@ class FederatedLoop(pl.Callback):
             phases=self.phases,
             image=module.adapted.backbone.image,
         )
-        _check_images(data, module)
-        if self.algorithm.distills and self.distillation.steps and not data.public_size:
-            raise ValueError(
-                f"{type(self.algorithm).__name__} distils {self.distillation.steps} steps a round, but the data has no "
-                "public set; give one (public=...) or set the number of distillation steps to 0"
-            )
-        if self.algorithm.distills and self.distillation.validate_every and not data.validation_size:
-            raise ValueError(
-                f"distillation: validate_every={self.distillation.validate_every} needs labelled images on the server, "
-                "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
-            )
+        check_images(data, module)
+        check_distillation(self.algorithm, self.distillation, data)
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
-        _check_batch_norm(data, module)
+        check_batch_norm(data, module)
         if stage == "fit":
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
 
@@ -263,7 +255,7 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
-            "belongs": self._belongs(data, module),
+            "belongs": self._belonging(data, module),
         }
 
     def on_load_checkpoint(
@@ -275,13 +267,7 @@ class FederatedLoop(pl.Callback):
             raise ValueError(
                 "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
             )
-        for name, value in self._belongs(*_parts(trainer, pl_module)).items():
-            if saved["belongs"].get(name) != value:
-                difference = _difference(saved["belongs"].get(name), value)
-                raise ValueError(
-                    f"the checkpoint belongs to another run: its {name} {difference}; go on with the configuration "
-                    "that wrote it"
-                )
+        check_belongs(saved["belongs"], self._belonging(*_parts(trainer, pl_module)))
         self._loaded = saved
         if trainer.state.fn == "fit":
             if "loops" not in checkpoint:
@@ -295,154 +281,13 @@ class FederatedLoop(pl.Callback):
                     f"the checkpoint has {rounds} rounds behind it, more than max_epochs={trainer.max_epochs} asks "
                     f"for; give at least {rounds}"
                 )
-            _to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, saved["step"])
+            to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, saved["step"])
 
-    def _belongs(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
+    def _belonging(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
-        assert module.adapted is not None
-        model = module.model.state_dict()
         if not self._weights:
-            self._weights = _frozen_digest(module.model)
-        partition = hashlib.sha256(json.dumps(data.partition_dict(), sort_keys=True).encode()).hexdigest()[:16]
-        return {
-            "backbone": module.adapted.backbone.name,
-            "adapter": type(module.adapted.config).__name__,
-            "algorithm": type(self.algorithm).__name__,
-            "seed": self.seed,
-            "number of classes": data.num_classes,
-            "number of clients": data.num_clients,
-            "clients' numbers of images": list(data.train_sizes),
-            "partition of the data": partition,
-            "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
-            "frozen weights": self._weights,
-        }
-
-
-def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse what federated rounds cannot do.
-
-    Raises:
-        ValueError: If the trainer is set to it.
-    """
-    if trainer.world_size > 1:
-        raise ValueError(
-            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: clients are trained on "
-            "one device; give devices=1"
-        )
-    check_precision(trainer.precision)
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be used: a batch is one local step of "
-            "every client; give a larger batch_size"
-        )
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"gradient_clip_val={trainer.gradient_clip_val} cannot be used: it does not know the clients; give "
-            "clip_norm to the FederatedClassifier, which clips each client's gradient"
-        )
-    if trainer.val_check_interval not in (None, 1.0) or trainer.check_val_every_n_epoch is None:
-        raise ValueError(
-            f"val_check_interval={trainer.val_check_interval} cannot be used: models are there only between rounds; "
-            "give check_val_every_n_epoch, the number of rounds between two evaluations"
-        )
-    if trainer.max_steps != -1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-        raise ValueError(
-            f"max_steps={trainer.max_steps} cannot be used: it would stop within a round; give max_epochs, the number "
-            "of rounds"
-        )
-
-
-def check_precision(precision: object) -> None:
-    """Refuse what Lightning can set but rounds do not support, also where it would be replaced on a CPU.
-
-    Raises:
-        ValueError: If so.
-    """
-    if str(precision) not in ("None", "32", "32-true", "bf16-mixed"):
-        reason = "clients' losses are not scaled" if str(precision).startswith("16") else "it casts whole models"
-        raise ValueError(f"precision={precision!r} cannot be used: {reason}; give 'bf16-mixed' or '32-true'")
-
-
-def _check_images(data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Send one training image through the model.
-
-    Raises:
-        ValueError: If it does not pass, or what comes out are not the logits of the classes.
-    """
-    batch = data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0)))))
-    x = batch.x[0, :1].to(next(module.model.parameters()).device)
-    assert module.adapted is not None
-    what = (
-        f"images of shape {tuple(x.shape[1:])} and type {x.dtype} do not fit backbone {module.adapted.backbone.name!r}"
-    )
-    try:
-        with torch.no_grad():
-            logits = module.model.eval()(x)
-    except Exception as error:  # every layer refuses in its own way
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{what}: {reason}; set image_size, or convert the images") from error
-    if tuple(logits.shape) != (1, data.num_classes):
-        raise ValueError(
-            f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {data.num_classes}); choose "
-            "another backbone"
-        )
-
-
-def _to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
-    """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
-
-    A checkpoint written within a round, or between its end and the end of its epoch, is thereby one of the end of the
-    last whole round.
-    """
-    for count in ("total", "current"):
-        loop["epoch_progress"][count] = dict.fromkeys(loop["epoch_progress"][count], rounds)
-        batches = loop["epoch_loop.batch_progress"]
-        batches[count] = dict.fromkeys(batches[count], step if count == "total" else 0)
-        steps = loop["epoch_loop.manual_optimization.optim_step_progress"]
-        steps[count] = dict.fromkeys(steps[count], step if count == "total" else 0)
-    batches["is_last_batch"] = False
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
-
-
-def _frozen_digest(model: torch.nn.Module) -> str:
-    """Hash of all that is not trained."""
-    trained, digest = set(trained_keys(model)), hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        if key not in trained:
-            digest.update(key.encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
-
-
-def _difference(saved: object, here: object) -> str:
-    """Say how two values differ, of dictionaries and lists only the first place."""
-    if isinstance(saved, dict) and isinstance(here, dict):
-        for key in {**saved, **here}:
-            if saved.get(key) != here.get(key):
-                return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
-    return f"is {_short(saved)}, here it is {_short(here)}"
-
-
-def _check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Refuse batches of one image where a BatchNorm is trained: it has no batch to take statistics of.
-
-    Raises:
-        ValueError: If a client has one image only, or batches are that small.
-    """
-    if not any(key.endswith("running_var") for key in module.slot.keys):
-        return
-    smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
-    if data.batch_size == 1 or data.train_sizes[smallest] == 1:
-        what = "batch_size is 1" if data.batch_size == 1 else f"client {smallest} has 1 training image"
-        raise ValueError(
-            f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
-            "choose an adapter without them (head, lora) or a backbone with LayerNorm"
-        )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+            self._weights = frozen_digest(module.model)
+        return belonging(self.algorithm, self.seed, data, module) | {"frozen weights": self._weights}
 
 
 def _warn_broken(when: str, clients: list[int], consequence: str) -> None:
