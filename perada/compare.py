@@ -52,8 +52,9 @@ def compare(
     for seed in seeds:
         for recipe in recipes:
             for algorithm in algorithms or [""]:
-                within = [recipe] if len(recipes) > 1 or not algorithm else []
-                label, start = (" ".join(filter(None, [*within, name])) for name in (algorithm, START))
+                name = recipe.removesuffix(".yaml")
+                within = f"{name} " if len(recipes) > 1 else ""
+                label, start = within + algorithm if algorithm else name, within + START
                 wanted = {"label": label, "recipe": recipe, "seed": seed, "overrides": list(overrides)}
                 if any(wanted.items() <= record.items() for record in done):
                     continue

@@ -87,3 +87,15 @@ def test_unknown_algorithm_is_refused(recipe, capsys):
         main(["compare", recipe, "--algorithms", "perda"])
     assert stop.value.code == 2
     assert "perda" in capsys.readouterr().err
+
+
+def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tiny.yaml").write_text(TINY)
+    main(["compare", recipe, "other/tiny.yaml", "--algorithms", "standalone"])
+    assert list(rows(capsys.readouterr().out))[:4] == [
+        "tiny before fine-tuning",
+        "tiny standalone",
+        "other/tiny before fine-tuning",
+        "other/tiny standalone",
+    ]
