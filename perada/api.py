@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
@@ -38,7 +39,7 @@ def finetune(
     num_classes: int | None = None,
     rounds: int = 10,
     clients_per_round: int | None = None,
-    batch_size: int | Literal["full"] = 64,
+    batch_size: int | Literal["full"] | None = None,
     local_epochs: float = 1,
     local_steps: int | None = None,
     lr_personal: float = 0.01,
@@ -81,7 +82,7 @@ def finetune(
         num_classes: By default what the data says.
         rounds: Communication rounds; 0 returns the initial states.
         clients_per_round: Clients sampled each round; all by default.
-        batch_size: Images in a local step, or ``"full"``; a datamodule has its own.
+        batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
         local_epochs: Passes over its own data a sampled client makes each round.
         local_steps: Local steps instead of epochs.
         lr_personal: Learning rate η_p of the personal adapters.
@@ -109,7 +110,7 @@ def finetune(
         privacy: Reserved; differential privacy is not part of this version.
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
-        trainer: A Lightning trainer; its epochs are the rounds, and ``rounds`` is not looked at.
+        trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
         ckpt_path: A checkpoint to go on from, or ``"last"`` for the newest below ``lightning_logs``.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
@@ -135,9 +136,20 @@ def finetune(
     options = {} if prox_strength is None else {"prox_strength": prox_strength}
     chosen = make_algorithm(algorithm, **options)
     if isinstance(data, FederatedData):
-        data = FederatedDataModule(data, batch_size=batch_size, image_size=image_size)
+        classes = num_classes or data.num_classes or (_outputs(backbone) if isinstance(backbone, nn.Module) else None)
+        size = 64 if batch_size is None else batch_size
+        data = FederatedDataModule(data, batch_size=size, image_size=image_size, num_classes=classes)
+    elif not isinstance(data, FederatedDataModule):
+        raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
+    elif batch_size not in (None, data.batch_size):
+        raise ValueError(
+            f"batch_size={batch_size!r} cannot be given beside a datamodule, which has its own ({data.batch_size!r}); "
+            "set it there"
+        )
     if distill_steps is None:
         distill_steps = 100 if data.public_size else 0
+        if chosen.distills and not distill_steps:
+            rank_zero_info(f"{type(chosen).__name__} runs without distillation: the data has no public set")
     loop = FederatedLoop(
         chosen,
         clients_per_round=clients_per_round,
@@ -185,8 +197,15 @@ def finetune(
             raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
         callbacks.insert(0, loop)  # checkpoints must see what the loop did
         check_trainer(trainer)
+        trainer.fit_loop.max_epochs = rounds
     trainer.fit(module, datamodule=data, ckpt_path=find_checkpoint(ckpt_path, Path(trainer.default_root_dir)))
     return outcome(module, loop)
+
+
+def _outputs(network: nn.Module) -> int | None:
+    """Outputs of the last linear layer of a network of the caller's own, which is its head."""
+    linears = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
+    return linears[-1].out_features if linears else None
 
 
 def _yaml(value: object) -> str:

@@ -87,6 +87,10 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
         shapes = tuple(weights[name].shape), tuple(expected[name].shape)
         if shapes[0] != shapes[1]:
             raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
+        if not weights[name].isfinite().all():
+            raise ValueError(
+                f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it anew"
+            )
     try:
         set_peft_model_state_dict(adapted.peft_model, weights)
         return get_state(adapted.model)

@@ -45,8 +45,7 @@ class FederatedClassifier(pl.LightningModule):
         lr_every: Rounds between two of its steps.
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
         clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
-        channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution,
-            where it was measured 2 to 4 times as fast on CPU.
+        channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
 
     Raises:
@@ -209,8 +208,7 @@ class FederatedClassifier(pl.LightningModule):
         }
         for name, scores in self.per_client.items():
             known = scores[~scores.isnan()]
-            if len(known):
-                spread = float(known.std(correction=0)) if len(known) else math.nan
+            spread = float(known.std(correction=0)) if len(known) else math.nan
             self.scores |= {name: float(known.mean()), f"{name}_std": spread}
         if self._global:
             self.scores["global/global_test"] = float(self._global.global_test()[0])

@@ -109,10 +109,10 @@ def test_ckpt_path_last_goes_on_from_the_newest_run(call, tmp_path):
 def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
+        max_epochs=5, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
         num_sanity_val_steps=0, enable_model_summary=False, logger=pl.loggers.CSVLogger(tmp_path),
     )  # fmt: skip
-    run = perada.finetune(tiny.net(), tiny.data(), trainer=trainer, **options)
+    run = perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
     assert run.metrics == call(rounds=2, logger=False).metrics
     (saved,) = (tmp_path / "lightning_logs" / "version_0" / "checkpoints").glob("*.ckpt")
     assert torch.load(saved, weights_only=True)["perada"]["history"] == run.metrics["rounds"]
@@ -128,8 +128,24 @@ def test_sanity_validation_before_training_is_no_part_of_the_history(call):
 
 def test_a_datamodule_has_its_own_batch_size(call, tiny):
     module = perada.FederatedDataModule(tiny.data(), batch_size=2)
-    run = call(data=module, rounds=1, logger=False, clients_per_round=None)
+    run = call(data=module, rounds=1, logger=False, clients_per_round=None, batch_size=None)
     assert run.metrics["rounds"][0]["step"] == 10  # the longest of 20 images
+    with pytest.raises(ValueError, match=r"batch_size=4 cannot be given beside a datamodule, which has its own \(2\)"):
+        call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
+
+
+def test_a_network_may_know_more_classes_than_the_labels_show(call, tiny):
+    data = tiny.data()
+    for part in [*data.train, *data.test]:
+        part.tensors[1].clamp_(max=1)
+    assert call(data=data, rounds=1, logger=False).info["num_classes"] == 3
+
+
+def test_public_images_that_do_not_fit_are_refused_before_training(call, tiny):
+    data = tiny.data()
+    data.public = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"public images of shape \(3, 8, 8\)"):
+        call(data=data, logger=False)
 
 
 def labelled(tiny, client, value):
@@ -166,7 +182,7 @@ def emptied(tiny):
         ({"num_classes": 4}, "num_classes"),
         ({"num_classes": 2}, "label"),
         ({"data": lambda tiny: labelled(tiny, 1, -1)}, "client 1 has the training label -1"),
-        ({"data": lambda tiny: labelled(tiny, 1, 7)}, "num_classes=8.* 3 outputs"),
+        ({"data": lambda tiny: labelled(tiny, 1, 7)}, "client 1 has the training label 7"),
         ({"data": lambda tiny: shaped(tiny, 1, 9, 8)}, "client 2"),
         ({"data": lambda tiny: shaped(tiny, 2, 8, 8)}, "client 2"),
         ({"data": lambda tiny: tiny.data(public=False)}, "no public set"),

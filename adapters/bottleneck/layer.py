@@ -48,10 +48,10 @@ class BottleneckLayer(nn.Module, BaseTunerLayer):
         linear = cast(nn.Linear, last_linear(self.base_layer))
         features = linear.out_features
         bottleneck = config.bottleneck_dim or max(1, features // config.reduction)
-        up = nn.Linear(bottleneck, features)
+        up = nn.Linear(bottleneck, features, dtype=linear.weight.dtype)
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
-        self.perada_bottleneck_down[adapter_name] = nn.Linear(features, bottleneck)
+        self.perada_bottleneck_down[adapter_name] = nn.Linear(features, bottleneck, dtype=linear.weight.dtype)
         self.perada_bottleneck_activation[adapter_name] = ACTIVATIONS[config.activation]()
         self.perada_bottleneck_dropout[adapter_name] = nn.Dropout(config.dropout)
         self.perada_bottleneck_up[adapter_name] = up

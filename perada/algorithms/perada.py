@@ -29,7 +29,7 @@ class PerAda(Algorithm):
     inference: Literal["personal", "global"] = "personal"
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
-        if not prox_strength >= 0:
+        if not 0 <= prox_strength < float("inf"):
             raise ValueError(
                 f"prox_strength={prox_strength!r} is not a strength; give 0 (no pull) or a positive number"
             )

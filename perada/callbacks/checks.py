@@ -3,6 +3,7 @@
 
 import pytorch_lightning as pl
 import torch
+from torch import Tensor
 
 from perada.algorithms import Algorithm
 from perada.data import FederatedDataModule
@@ -56,23 +57,30 @@ def check_precision(precision: object) -> None:
 
 
 def check_images(data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Send one training image through the model.
+    """Send one training image and one public image through the model.
 
     Raises:
-        ValueError: If it does not pass, or what comes out are not the logits of the classes.
+        ValueError: If one does not pass, or what comes out are not the logits of the classes.
     """
-    batch = data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0)))))
-    x = batch.x[0, :1].to(next(module.model.parameters()).device)
+    _check_image("images", data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))).x[0, :1], data, module)
+    if data.public_size:
+        _check_image("public images", data.public_images(torch.tensor([0])), data, module)
+
+
+def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
+    x = x.to(next(module.model.parameters()).device)
     assert module.adapted is not None
     what = (
-        f"images of shape {tuple(x.shape[1:])} and type {x.dtype} do not fit backbone {module.adapted.backbone.name!r}"
+        f"{name} of shape {tuple(x.shape[1:])} and type {x.dtype} do not fit backbone {module.adapted.backbone.name!r}"
     )
     try:
         with torch.no_grad():
             logits = module.model.eval()(x)
     except Exception as error:  # every layer refuses in its own way
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{what}: {reason}; set image_size, or convert the images") from error
+        raise ValueError(
+            f"{what}: {reason}; give images of the shape and type it takes (image_size resizes uint8 ones)"
+        ) from error
     if tuple(logits.shape) != (1, data.num_classes):
         raise ValueError(
             f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {data.num_classes}); choose "
