@@ -3,5 +3,37 @@
 
 from perada.server.aggregate import client_weights, mean
 from perada.server.distill import Distillation, distillation_loss, ensemble_logits
+from perada.server.rules import (
+    SERVER_RULES,
+    Aggregation,
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    Mean,
+    Median,
+    ModifiedLocalGD,
+    ServerRule,
+    TrimmedMean,
+    make_rule,
+)
 
-__all__ = ["Distillation", "client_weights", "distillation_loss", "ensemble_logits", "mean"]
+__all__ = [
+    "SERVER_RULES",
+    "Aggregation",
+    "Distillation",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvgM",
+    "FedYogi",
+    "Mean",
+    "Median",
+    "ModifiedLocalGD",
+    "ServerRule",
+    "TrimmedMean",
+    "client_weights",
+    "distillation_loss",
+    "ensemble_logits",
+    "make_rule",
+    "mean",
+]

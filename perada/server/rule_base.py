@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every server rule builds on: what it is given, its interface, the mean, and rules on the result of others."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from perada.server.aggregate import mean
+from perada.states import State
+
+_INNER = "aggregate/"  # prefix of what the inner rule of a composed one keeps
+
+
+@dataclass
+class Aggregation:
+    """What a rule is given in a round.
+
+    Attributes:
+        updates: Stack (C, ...) of what the clients sent; it may hold only some of the names of ``previous``.
+        weights: Weights (C,) in float64 that sum to one.
+        previous: Global state before the round.
+        parameters: Names of trained parameters. Other names are running statistics and counters.
+        round: Counted from 0.
+        state: The rule's own tensors, kept between rounds and in checkpoints; empty at first. The rule reads entries
+            and puts new ones in their place.
+    """
+
+    updates: State
+    weights: Tensor
+    previous: State
+    parameters: frozenset[str]
+    round: int
+    state: dict[str, State] = field(default_factory=dict)
+
+
+class ServerRule:
+    """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
+
+    A rule object holds options only. What it remembers goes to :attr:`Aggregation.state`.
+
+    Attributes:
+        weighted: Whether the clients' weights count. A rule without them cannot go with ``weighting='samples'``.
+    """
+
+    weighted: bool = True
+
+    def check(self, clients: int) -> None:
+        """Refuse what cannot work.
+
+        Args:
+            clients: Clients C that send updates in a round.
+
+        Raises:
+            ValueError: If this rule cannot aggregate so few.
+        """
+
+    def __call__(self, given: Aggregation) -> State:
+        """Aggregate.
+
+        Returns:
+            A state with the names of ``given.updates``, without the client axis. Integer tensors (counters of
+            BatchNorm) are never averaged: their maximum is taken.
+        """
+        raise NotImplementedError
+
+
+class Mean(ServerRule):
+    """The weighted mean (FedAvg; McMahan et al., 2017)."""
+
+    def __call__(self, given: Aggregation) -> State:
+        """Aggregate."""
+        return mean(given.updates, given.weights)
+
+
+class ComposedRule(ServerRule):
+    """A rule on the result of another one."""
+
+    def __init__(self, aggregate: ServerRule | None) -> None:
+        if aggregate is not None and not isinstance(aggregate, ServerRule):
+            raise ValueError(f"aggregate={aggregate!r} is not a server rule; give a ServerRule, such as Median()")
+        self.aggregate = Mean() if aggregate is None else aggregate
+        self.weighted = self.aggregate.weighted
+
+    def check(self, clients: int) -> None:
+        """Refuse what the inner rule refuses."""
+        self.aggregate.check(clients)
+
+    def _aggregate(self, given: Aggregation) -> State:
+        """Result of the inner rule, whose tensors stay apart from this one's."""
+        inner = {key.removeprefix(_INNER): state for key, state in given.state.items() if key.startswith(_INNER)}
+        result = self.aggregate(replace(given, state=inner))
+        given.state.update({_INNER + key: state for key, state in inner.items()})
+        return result
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse an option that must be positive and finite, with a ValueError."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} cannot be used; give a positive number")
+
+
+def require_decay(name: str, value: float) -> None:
+    """Refuse a decay that is not in [0, 1), with a ValueError."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} would not decay; give a number of at least 0 and below 1")
