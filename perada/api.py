@@ -21,7 +21,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
 from perada.module import FederatedClassifier, LRSchedule
 from perada.run import Run
-from perada.server import Distillation
+from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
 from perada.states import unstack
@@ -35,7 +35,9 @@ def finetune(
     adapter_options: dict[str, Any] | None = None,
     pretrained: bool | str = True,
     image_size: int | None = None,
+    train_backbone: bool = False,
     algorithm: str | Algorithm = "perada",
+    algorithm_options: dict[str, Any] | None = None,
     num_classes: int | None = None,
     rounds: int = 10,
     clients_per_round: int | None = None,
@@ -54,6 +56,7 @@ def finetune(
     metric: Literal["auto", "accuracy", "auroc"] = "auto",
     prox_strength: float | None = None,
     weighting: Weighting = "uniform",
+    server_rule: str | ServerRule = "mean",
     distill_steps: int | None = None,
     distill_batch_size: int | Literal["full"] = 128,
     distill_temperature: float = 1.0,
@@ -78,7 +81,10 @@ def finetune(
         adapter_options: Options of the adapter named.
         pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
         image_size: Side of the images in pixels: uint8 images are resized to it, and ViTs built for it.
-        algorithm: ``perada``, ``perada_no_kd``, ``ditto``, ``fedavg``, ``fedavg_ft``, ``standalone``, or an algorithm.
+        train_backbone: Train the backbone's own parameters beside the adapter's.
+        algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
+            algorithm.
+        algorithm_options: Options of the algorithm named, for example ``{"modes": 3}`` of ``fed_ensemble``.
         num_classes: By default what the data says.
         rounds: Communication rounds; 0 returns the initial states.
         clients_per_round: Clients sampled each round; all by default.
@@ -96,8 +102,10 @@ def finetune(
         clients_per_chunk: Clients in one forward and backward pass, to bound memory.
         channels_last: Memory format of images and convolutions; chosen by the backbone by default.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
-        prox_strength: λ of the pull of the personal adapters towards the global one (PerAda, Ditto); 1 by default.
+        prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
+        server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``fedavgm``, ``fedadam``,
+            ``fedyogi``, ``fedadagrad``, ``modified_local_gd``, or a rule.
         distill_steps: Distillation steps R each round; by default 100 where there is a public set, else 0.
         distill_batch_size: Public images a step, or ``"full"``.
         distill_temperature: Temperature T.
@@ -128,12 +136,13 @@ def finetune(
         raise ValueError(f"rounds={rounds} cannot be run; give 0 for the initial states, or a positive number")
     if eval_every < 1:
         raise ValueError(f"eval_every={eval_every} cannot be used; give 1 or more rounds, or test=[] for no evaluation")
-    if prox_strength is not None and isinstance(algorithm, Algorithm):
+    options = (algorithm_options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
+    if options and isinstance(algorithm, Algorithm):
+        name = next(iter(options))
         raise ValueError(
-            f"prox_strength={prox_strength} cannot be given beside an algorithm that is made already; give it to "
+            f"{name}={options[name]!r} cannot be given beside an algorithm that is made already; give it to "
             f"{type(algorithm).__name__} itself"
         )
-    options = {} if prox_strength is None else {"prox_strength": prox_strength}
     chosen = make_algorithm(algorithm, **options)
     if isinstance(data, FederatedData):
         classes = num_classes or data.num_classes or (_outputs(backbone) if isinstance(backbone, nn.Module) else None)
@@ -156,6 +165,7 @@ def finetune(
         local_epochs=local_epochs,
         local_steps=local_steps,
         weighting=weighting,
+        server_rule=make_rule(server_rule),
         distillation=Distillation(
             steps=distill_steps,
             batch_size=distill_batch_size,
@@ -174,6 +184,7 @@ def finetune(
         pretrained,
         num_classes,
         image_size,
+        train_backbone,
         lr_personal=lr_personal,
         lr_local=lr_local,
         optimizer=optimizer,
@@ -212,9 +223,6 @@ def _yaml(value: object) -> str:
     """A value as YAML on one line; what YAML cannot say as a string that shows what it is."""
     if isinstance(value, FederatedData):
         return json.dumps(f"FederatedData of {len(value.train)} clients")
-    if isinstance(value, Algorithm):
-        options = ", ".join(f"{name}={option!r}" for name, option in vars(value).items())
-        return json.dumps(f"{type(value).__name__}({options})")
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(key))}: {_yaml(item)}" for key, item in value.items()) + "}"
     try:
@@ -264,8 +272,8 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     clients = loop.num_clients
     return Run(
         module.adapted,
-        federation.global_state,
-        lambda client: unstack(federation.personal_states([client]))[0],
+        federation.global_models(),
+        (lambda client: unstack(federation.personal_states([client]))[0]) if federation.personalized else None,
         clients,
         {"rounds": loop.history, "clients": {name: scores.tolist() for name, scores in module.per_client.items()}},
         {
@@ -273,7 +281,10 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "pretrained": module.pretrained,
             "num_classes": module.num_classes,
             "image_size": module.image_size,
-            "algorithm": type(loop.algorithm).__name__,
+            "train_backbone": module.train_backbone,
+            "algorithm": loop.algorithm.kind,
+            "average": loop.algorithm.average,
+            "multilabel": module.multilabel,
             "seed": loop.seed,
         },
     )

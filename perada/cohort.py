@@ -28,7 +28,7 @@ class LocalTraining:
 
     Attributes:
         optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``; started afresh each round and phase.
-        lr: Learning rate by role.
+        lr: Learning rate by role; a role without one has that of ``local``.
         momentum: Of SGD.
         weight_decay: Of the optimiser.
         clip_norm: Each client's gradient of each role is scaled down to at most this norm; ``None``: not clipped.
@@ -44,7 +44,7 @@ class LocalTraining:
 
     def make(self, role: str, leaves: list[Tensor], factor: float) -> torch.optim.Optimizer:
         """Optimiser of a role's stacked leaves, with its rate scaled by the schedule's ``factor``."""
-        rate = self.lr[role] * factor
+        rate = self.lr.get(role, self.lr["local"]) * factor
         if self.optimizer == "sgd":
             return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
@@ -77,10 +77,11 @@ def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: 
 class _Chunk:
     """Clients ``start … stop`` of the cohort: full stacks, the leaves of those still training, their optimisers."""
 
-    def __init__(self, full: Stacks, received: State, start: int, stop: int) -> None:
+    def __init__(self, full: Stacks, kept: Stacks, received: State, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
-        self.full = {role: clone({k: v[start:stop] for k, v in state.items()}) for role, state in full.items()}
-        self.received = {key: value[start:stop] for key, value in received.items()}
+        self.full = {role: clone(_rows(state, start, stop)) for role, state in full.items()}
+        self.kept = {role: _rows(state, start, stop) for role, state in kept.items()}
+        self.received = _rows(received, start, stop)
         self.states: Stacks = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.active = 0
@@ -90,7 +91,7 @@ class _Chunk:
         self.active = self.stop - self.start
         self.optimizers = {}
         for role, state in self.full.items():
-            leaves = {key: state[key].detach().requires_grad_() for key in trained[role]}
+            leaves = {key: state[key].detach().requires_grad_() for key in trained[role] if key in state}
             self.states[role] = {**state, **leaves}
             if leaves:
                 self.optimizers[role] = training.make(role, list(leaves.values()), factor)
@@ -156,7 +157,7 @@ class Cohort:
         opened = algorithm.open(kept, received, slot)
         clients = len(plan.clients)
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
-        self.chunks = [_Chunk(opened, received, start, stop) for start, stop in bounds]
+        self.chunks = [_Chunk(opened, kept, received, start, stop) for start, stop in bounds]
         device = next(iter(received.values())).device
         self.generators = {
             role: [generator(seed, f"dropout-{role}", plan.round, client, device=device) for client in plan.clients]
@@ -201,8 +202,12 @@ class Cohort:
         return kept, update, finite
 
     def mean_losses(self) -> dict[str, Tensor]:
-        """Mean training loss (C,) of each client over the steps it took on a role, by role; NaN where it took none."""
-        return {role: total / self.descents[role].to(total) for role, total in self.losses.items()}
+        """Mean training loss (C,) of each client over the steps it took on a role, for the roles that have a loss."""
+        return {
+            role: total / self.descents[role].to(total)
+            for role, total in self.losses.items()
+            if self.descents[role].any()
+        }
 
 
 class _Step:
@@ -217,38 +222,62 @@ class _Step:
         self.round = cohort.plan.round
         self.phase = cohort.phases[batch.phase].name
         self.states = chunk.states
-        self.received = {key: value[: chunk.active] for key, value in chunk.received.items()}
+        self.received = _rows(chunk.received, 0, chunk.active)
+        self.kept = {role: _rows(state, 0, chunk.active) for role, state in chunk.kept.items()}
 
-    def logits(self, states: str | State) -> Tensor:
-        role = states if isinstance(states, str) else next(iter(self._cohort.generators))
-        stack = self.states[role] if isinstance(states, str) else states
-        generators = self._cohort.generators[role][self._rows]
-        return self._cohort.engine.logits(stack, self._x, training=True, counts=self._counts, generators=generators)
-
-    def loss(self, states: str | State) -> Tensor:
-        return client_losses(self.logits(states), self._y, self._counts, self._cohort.training.multilabel)
-
-    def descend(self, role: str, loss: Tensor, *, pull: tuple[float, State] | None = None) -> None:
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        if isinstance(states, str):
+            stream, states = stream or states, self.states[states]
         cohort = self._cohort
-        observed = loss.detach()
-        cohort.broken[self._rows] |= ~observed.isfinite()
-        cohort.losses[role][self._rows] += observed
-        cohort.descents[role][self._rows] += 1
-        optimizer = self._chunk.optimizers[role]
-        optimizer.zero_grad()
-        loss.sum().backward()  # type: ignore[no-untyped-call]
-        if pull is not None:
-            strength, anchor = pull
-            for key, value in self.states[role].items():
-                if value.requires_grad:
-                    pulled = (value.detach() - anchor[key]).mul_(strength)
-                    value.grad = pulled if value.grad is None else value.grad.add_(pulled)
-        if cohort.training.clip_norm is not None:
-            _clip(
-                [value.grad for value in self.states[role].values() if value.grad is not None],
-                cohort.training.clip_norm,
-            )
-        optimizer.step()
+        generators = cohort.generators[stream or next(iter(cohort.generators))][self._rows]
+        return cohort.engine.logits(states, self._x, training=True, counts=self._counts, generators=generators)
+
+    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
+        return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        roles = (role,) if isinstance(role, str) else role
+        optimizers = [self._chunk.optimizers[name] for name in roles if name in self._chunk.optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if loss is not None:
+            self._observe(roles, loss.detach())
+            loss.sum().backward()  # type: ignore[no-untyped-call]
+        for name in roles:
+            leaves = {key: value for key, value in self.states[name].items() if value.requires_grad}
+            for key, value in leaves.items():
+                if pull is not None:
+                    _add_gradient(value, (value.detach() - pull[1][key].detach()).mul_(pull[0]))
+                if slope is not None:
+                    _add_gradient(value, slope[key])
+            gradients = [value.grad for value in leaves.values() if value.grad is not None]
+            if gradients and self._cohort.training.clip_norm is not None:
+                _clip(gradients, self._cohort.training.clip_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
+        """Note the losses of the step for the round's report."""
+        cohort = self._cohort
+        cohort.broken[self._rows] |= ~losses.isfinite()
+        for role in roles:
+            cohort.losses[role][self._rows] += losses
+            cohort.descents[role][self._rows] += 1
+
+
+def _rows(state: State, start: int, stop: int) -> State:
+    return {key: value[start:stop] for key, value in state.items()}
+
+
+def _add_gradient(leaf: Tensor, gradient: Tensor) -> None:
+    leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 def _clip(gradients: list[Tensor], norm: float) -> None:

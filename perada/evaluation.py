@@ -75,3 +75,21 @@ class Scores:
         if not both:
             return torch.tensor(torch.nan)
         return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()
+
+
+def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
+    """Entropy of each prediction, in nats.
+
+    Args:
+        logits: (B, K).
+        multilabel: The mean of the entropies of K Bernoulli distributions.
+
+    Returns:
+        Entropies (B,).
+
+    >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
+    [4.0]
+    """
+    p: Tensor = logits.double().sigmoid() if multilabel else logits.double().softmax(-1)
+    terms = -torch.xlogy(p, p) - (torch.xlogy(1 - p, 1 - p) if multilabel else 0)
+    return terms.mean(-1) if multilabel else terms.sum(-1)

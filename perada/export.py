@@ -23,6 +23,8 @@ BACKBONE_FILE = "backbone.safetensors"
 def save_adapter(adapted: AdaptedModel, state: State, folder: Path) -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
+    Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter.
+
     Args:
         adapted: Whose names the state has; its own adapter is left as it was.
         state: The adapter.
@@ -32,6 +34,8 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path) -> None:
     try:
         set_state(adapted.model, state)
         adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+        if adapted.beside:
+            save_file({key: state[key].detach().cpu().contiguous() for key in adapted.beside}, folder / BACKBONE_FILE)
     finally:
         set_state(adapted.model, before)
 
@@ -93,6 +97,8 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
             )
     try:
         set_peft_model_state_dict(adapted.peft_model, weights)
+        if adapted.beside:
+            _load_tensors(adapted, folder / BACKBONE_FILE, set(adapted.beside))
         return get_state(adapted.model)
     finally:
         set_state(adapted.model, before)
@@ -141,30 +147,40 @@ def save_backbone(adapted: AdaptedModel, folder: Path) -> None:
     save_file(tensors, folder / BACKBONE_FILE)
 
 
-def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path) -> AdaptedModel:
+def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:
     """Insert the adapter of ``config``, and read the frozen tensors if ``folder`` holds any.
 
     Raises:
         ValueError: If the frozen tensors do not belong to the backbone.
     """
     with torch.random.fork_rng(devices=[]):
-        adapted = insert_adapter(backbone, config)
+        adapted = insert_adapter(backbone, config, train_backbone=train_backbone)
     path = folder / BACKBONE_FILE
     if path.is_file():
-        what = f"{str(path)!r} does not fit backbone {backbone.name!r}"
-        try:
-            frozen = load_file(path)
-            lost = sorted(set(adapted.model.state_dict()) - set(trained_keys(adapted.model)) - set(frozen))
-            set_state(adapted.model, frozen)
-        except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} cannot be read: {error}; save the run anew") from error
-        except (KeyError, RuntimeError) as error:
-            raise ValueError(
-                f"{what}: {' '.join(str(error).split())}; load it with the one it was made with"
-            ) from error
-        if lost:
-            raise ValueError(f"{what}: it lacks {lost[0]!r}; load it with the one it was made with")
+        _load_tensors(adapted, path, set(adapted.model.state_dict()) - set(trained_keys(adapted.model)))
     return adapted
+
+
+def _load_tensors(adapted: AdaptedModel, path: Path, expected: set[str]) -> None:
+    """Read ``expected`` tensors of the model from a file.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is broken, or of another backbone.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
+    what = f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}"
+    try:
+        tensors = load_file(path)
+        lost = sorted(expected - set(tensors))
+        set_state(adapted.model, tensors)
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}; save the run anew") from error
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}; load it with the one it was made with") from error
+    if lost:
+        raise ValueError(f"{what}: it lacks {lost[0]!r}; load it with the one it was made with")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

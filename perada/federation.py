@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of the server and of all clients, and what one communication round does to them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm, ServerStep, Slot, Stacks
-from perada.cohort import Cohort, LocalTraining
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
+from perada.cohort import Cohort, LocalTraining, client_losses
 from perada.engine import Engine
+from perada.refinement import ServerData, ensemble, refine
 from perada.rounds import CohortBatch, Phase, RoundPlan
-from perada.server import Distillation, client_weights, ensemble_logits, mean
+from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
-from perada.states import State, clone, expand, megabytes, numel
+from perada.states import State, clone, expand, megabytes, numel, unstack
 from perada.store import ClientStore
 
+Loader = Callable[[RoundPlan], Iterable[CohortBatch]]
+"""Gives the prepared local steps of a plan."""
 
-class FederationData(Protocol):
+
+class FederationData(ServerData, Protocol):
     """What a round needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
 
     train_sizes: tuple[int, ...]
-
-    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Positions in the public set (steps, B)."""
-
-    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Prepared public images (len(indices), channels, height, width)."""
-
-    def validation_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-        """Prepared images and labels of the server's validation set."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,7 @@ class Settings:
         phases: The phases of local training.
         seed: The run's seed.
         clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
+        rule: How the server aggregates.
     """
 
     algorithm: Algorithm
@@ -54,6 +50,7 @@ class Settings:
     phases: tuple[Phase, ...]
     seed: int
     clients_per_chunk: int | None = None
+    rule: ServerRule = field(default_factory=Mean)
 
 
 @dataclass
@@ -71,39 +68,65 @@ class RoundReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class Predictions(NamedTuple):
+    """Logits of the models on the same B images.
+
+    Attributes:
+        personal: (M, B, K), or (1, B, K) where all clients predict with the global model.
+        shared: (1, B, K) of the global model; ``None`` where there is none.
+        members: (P, B, K) of the models that it averages; usually one.
+    """
+
+    personal: Tensor
+    shared: Tensor | None
+    members: Tensor | None
+
+
 class Federation:
     """One server and M clients.
 
     Args:
         engine: Runs states through the one model.
         slot: Names of the trained tensors.
-        initial: The state everyone starts from.
+        initial: Gives the k-th random initial state; everyone starts from that of 0 unless there are several models.
         settings: How the rounds go.
+        num_clients: M.
     """
 
-    def __init__(self, engine: Engine, slot: Slot, initial: State, settings: Settings) -> None:
-        self.engine, self.slot, self.settings = engine, slot, settings
-        self.global_state = initial
+    def __init__(
+        self, engine: Engine, slot: Slot, initial: Callable[[int], State], settings: Settings, num_clients: int
+    ) -> None:
+        self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
+        self.global_state = settings.algorithm.initial(initial)
         self.server_state: dict[str, State] = {}
-        self.store = ClientStore(settings.algorithm.kept(initial, slot))
+        self.store = ClientStore(settings.algorithm.kept(self.global_state, slot))
         self.tuned: ClientStore | None = None
         self.rounds_done = 0
 
-    def open(self, plan: RoundPlan, factor: float = 1.0) -> Cohort:
+    def open(self, plan: RoundPlan, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
 
         Args:
             plan: The round's clients and their numbers of local steps.
             factor: Factor of the clients' learning rates.
+            loader: Gives the clients' training images, where they compare the global models on them.
         """
         self.tuned = None  # what was fine-tuned from an earlier global state is outdated
-        return self._cohort(
-            self.settings.algorithm, self.settings.phases, plan, self.store.gather(plan.clients), factor
-        )
+        losses = self._compare(loader(plan), len(plan.clients)) if loader and self.settings.algorithm.compares else None
+        settings, kept = self.settings, self.store.gather(plan.clients)
+        return self._cohort(settings.algorithm, settings.phases, plan, kept, factor, losses)
 
     def _cohort(
-        self, algorithm: Algorithm, phases: Sequence[Phase], plan: RoundPlan, kept: Stacks, factor: float
+        self,
+        algorithm: Algorithm,
+        phases: Sequence[Phase],
+        plan: RoundPlan,
+        kept: Stacks,
+        factor: float,
+        losses: Tensor | None = None,
     ) -> Cohort:
+        seed = self.settings.seed
+        sending = Broadcast(self.global_state, self.slot, plan.round, plan.clients, self.num_clients, seed, losses)
         return Cohort(
             self.engine,
             algorithm,
@@ -111,12 +134,30 @@ class Federation:
             plan,
             phases,
             kept,
-            algorithm.broadcast(self.global_state, plan.round, plan.clients),
+            algorithm.broadcast(sending),
             self.settings.training,
             factor=factor,
-            seed=self.settings.seed,
+            seed=seed,
             clients_per_chunk=self.settings.clients_per_chunk,
         )
+
+    def _compare(self, batches: Iterable[CohortBatch], clients: int) -> Tensor:
+        """Mean loss (C, K) of each global model on each client's images, in evaluation mode."""
+        members = unstack(self._members())
+        device = next(iter(members[0].values())).device
+        losses, rows = torch.zeros(clients, len(members), device=device), torch.zeros(clients, device=device)
+        multilabel = self.settings.training.multilabel
+        with torch.no_grad():
+            for batch in batches:
+                active, counts = len(batch.clients), torch.tensor(batch.counts, device=device)
+                for index, member in enumerate(members):
+                    logits = self.engine.logits(expand(member, active), batch.x, counts=batch.counts)
+                    losses[:active, index] += counts * client_losses(logits, batch.y, batch.counts, multilabel)
+                rows[:active] += counts
+        return losses / rows.unsqueeze(1)
+
+    def _members(self) -> State:
+        return self.settings.algorithm.members(self.global_state, self.server_state)
 
     def close(
         self, cohort: Cohort, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter
@@ -138,72 +179,48 @@ class Federation:
             self.store.scatter(clients, _rows(kept, good))
             weights = client_weights(self.settings.weighting, [data.train_sizes[client] for client in clients])
 
-            def distill(student: State, teachers: State) -> State:
+            def distill(student: State, teachers: State, average_from: float | None = None) -> State:
                 nonlocal diverged
-                refined = self._distill(plan.round, data, student, teachers, progress)
-                diverged = not all(bool(value.isfinite().all()) for value in refined.values())
-                return student if diverged else refined
+                options, multilabel = self.settings.distillation, self.settings.training.multilabel
+                parameters = self.slot.parameters
+                refined = refine(
+                    self.engine,
+                    options,
+                    data,
+                    plan.round,
+                    student,
+                    teachers,
+                    parameters,
+                    multilabel=multilabel,
+                    average_from=average_from,
+                    progress=progress,
+                )
+                finite = all(bool(value.isfinite().all()) for value in refined.values())
+                diverged |= not finite
+                return refined if finite else student
 
             server = ServerStep(
                 plan.round,
                 tuple(clients),
-                len(data.train_sizes),
+                self.num_clients,
+                self.slot,
+                self.settings.seed,
                 self.global_state,
                 {key: value[good] for key, value in updates.items()},
                 weights,
                 self.server_state,
-                mean,
+                self.settings.rule,
                 distill,
             )
-            self.global_state = clone(self.settings.algorithm.server_step(server))
+            self.global_state = self.global_state | clone(self.settings.algorithm.server_step(server))
             self.server_state = server.state
         broken = [client for client in plan.clients if client not in clients]
         return RoundReport(broken, diverged, self._metrics(cohort, updates, good))
 
-    def _distill(
-        self,
-        round: int,
-        data: FederationData,
-        student: State,
-        teachers: State,
-        progress: Callable[[Tensor], Iterable[Tensor]],
-    ) -> State:
-        """Distil the ensemble of ``teachers`` into ``student``; each public image passes the teachers once."""
-        options, engine, device = self.settings.distillation, self.engine, next(iter(student.values())).device
-        if not options.active(round):
-            return student
-
-        def batches() -> Iterator[tuple[Tensor, Tensor]]:
-            indices = data.public_indices(round, options.steps, options.batch_size)
-            used, positions = torch.unique(indices, return_inverse=True)
-            logits = torch.cat(
-                [ensemble_logits(engine, teachers, data.public_images(part, device)) for part in used.split(256)]
-            )
-            for step, rows in enumerate(progress(indices)):
-                yield data.public_images(rows, device), logits[positions[step].to(device)]
-
-        def accuracy(state: State) -> float:
-            right = total = 0
-            for x, y in data.validation_batches(device):
-                logits = engine.shared_logits(expand(state, 1), x)[0]
-                hits = (logits > 0) == y.bool() if y.dim() > 1 else logits.argmax(-1) == y
-                right, total = right + int(hits.sum()), total + hits.numel()
-            return right / total
-
-        with torch.enable_grad():
-            return options.run(
-                engine,
-                student,
-                self.slot.parameters,
-                batches(),
-                multilabel=self.settings.training.multilabel,
-                validate=accuracy if options.validate_every else None,
-            )
-
     def finetune(
         self,
         groups: Iterable[RoundPlan],
-        loader: Callable[[RoundPlan], Iterable[CohortBatch]],
+        loader: Loader,
         factor: float = 1.0,
     ) -> list[int]:
         """Let every client fine-tune the final global state alone, where the algorithm ends so.
@@ -250,36 +267,41 @@ class Federation:
         """Whether clients predict with states of their own by now."""
         return self.settings.algorithm.inference == "personal" or self.finetuned
 
-    def logits(self, x: Tensor, clients: int, group: int = 32) -> tuple[Tensor, Tensor | None]:
+    def logits(self, x: Tensor, group: int = 32) -> Predictions:
         """Logits of the clients' models and of the global one on the same images.
 
         Args:
             x: Images (B, channels, height, width).
-            clients: Number of clients M.
             group: Clients whose states are gathered at once.
-
-        Returns:
-            (M, B, K), or (1, B, K) where all clients predict with the global state; and (1, B, K), or ``None`` where
-            there is no global model.
         """
-        shared = None
-        if self.settings.algorithm.sends:
-            shared = self.engine.shared_logits(expand(self.global_state, 1), x)
+        algorithm, members, shared = self.settings.algorithm, None, None
+        if algorithm.global_model:
+            members = self.engine.shared_logits(self._members(), x)
+            shared = ensemble(members, algorithm.average, self.settings.training.multilabel).unsqueeze(0)
         if not self.personalized and shared is not None:
-            return shared, shared
+            return Predictions(shared, shared, members)
+        clients = self.num_clients
         groups = [range(start, min(start + group, clients)) for start in range(0, clients, group)]
-        return torch.cat([self.engine.shared_logits(self.personal_states(part), x) for part in groups]), shared
+        personal = torch.cat([self.engine.shared_logits(self.personal_states(part), x) for part in groups])
+        return Predictions(personal, shared, members)
+
+    def global_models(self) -> list[State]:
+        """The states whose averaged outputs are the global model's; usually one."""
+        return unstack(clone(self._members()))
 
     def _metrics(self, cohort: Cohort, updates: State, good: Tensor) -> dict[str, float]:
         """Training loss, and what one client trains and all of them send."""
         algorithm, settings = self.settings.algorithm, self.settings
         full = cohort.chunks[0].full
         received = sum(megabytes(chunk.received) for chunk in cohort.chunks)
+        if algorithm.compares:  # every client is sent all models, and takes one
+            received = megabytes(self.global_state) * len(cohort.plan.clients)
         names = {
             (role, name)
-            for role in full
+            for role, state in full.items()
             for phase in settings.phases
             for name in algorithm.trained(role, phase.name, self.slot)
+            if name in state
         }
         sent = {key: value[0] for key, value in updates.items()}
         metrics = {

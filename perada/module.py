@@ -13,10 +13,11 @@ from perada.backbones import AdaptedModel, AdapterChoice, build_backbone, insert
 from perada.cohort import ClientOptimizer, Cohort, LocalTraining
 from perada.data import CohortBatch, EvalBatch
 from perada.engine import Engine, EngineName
-from perada.evaluation import MetricName, Scores
-from perada.federation import Federation
+from perada.evaluation import MetricName, Scores, predictive_entropy
+from perada.federation import Federation, Predictions
 from perada.seeding import derive_seed
-from perada.states import parameter_keys, trained_keys
+from perada.slot import is_adapter_key, reset_parameters
+from perada.states import State, get_state, parameter_keys, trained_keys
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 
@@ -34,6 +35,7 @@ class FederatedClassifier(pl.LightningModule):
         pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
         num_classes: Number of classes; by default what the data says.
         image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
+        train_backbone: Train the backbone's own parameters beside the adapter's.
         lr_personal: Learning rate η_p of the personal adapters.
         lr_local: Learning rate η_l of the local adapters.
         optimizer: The clients' optimiser, started afresh each round.
@@ -60,6 +62,7 @@ class FederatedClassifier(pl.LightningModule):
         pretrained: bool | str = True,
         num_classes: int | None = None,
         image_size: int | None = None,
+        train_backbone: bool = False,
         lr_personal: float = 0.01,
         lr_local: float = 0.01,
         optimizer: ClientOptimizer = "sgd",
@@ -102,6 +105,7 @@ class FederatedClassifier(pl.LightningModule):
                 raise ValueError(f"{name}={locals()[name]!r} cannot be used; {remedy}")
         self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
+        self.train_backbone = train_backbone
         self.lr = {"personal": lr_personal, "local": lr_local}
         self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
         self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
@@ -139,13 +143,8 @@ class FederatedClassifier(pl.LightningModule):
                 f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
                 "leave num_classes out or correct it"
             )
-        self.num_classes = num_classes
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "model"))
-            backbone = build_backbone(
-                self.backbone, num_classes, pretrained=self.pretrained, image_size=self.image_size
-            )
-            self.adapted = insert_adapter(backbone, self.adapter, **self.adapter_options)
+        self.num_classes, self.seed = num_classes, seed
+        self.adapted = self._adapt(derive_seed(seed, "model"))
         self.model = self.adapted.model
         self.multilabel = multilabel
         convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
@@ -153,10 +152,37 @@ class FederatedClassifier(pl.LightningModule):
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.engine = Engine(self.model, self.engine_name, channels_last=channels_last)
-        self.slot = make_slot(self.model, backbone.head)
+        self.slot = make_slot(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )
+
+    def _adapt(self, seed: int) -> AdaptedModel:
+        """Build the backbone with its adapter; what is random is drawn from ``seed``."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            backbone = build_backbone(
+                self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
+            )
+            return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
+
+    def initial_state(self, index: int) -> State:
+        """The ``index``-th random initialisation of what is trained; that of 0 is the model's own.
+
+        Only what is random differs: the adapter and the head, or all of a backbone with ``pretrained=False``. Of a
+        network of the caller's own the head is drawn anew, and with ``pretrained=False`` every layer that is trained.
+        """
+        if index == 0:
+            return get_state(self.model)
+        seed = derive_seed(self.seed, "model", index)
+        model = self._adapt(seed).model
+        assert self.adapted is not None
+        if isinstance(self.backbone, nn.Module):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                reset_parameters(model, "" if self.pretrained is False else f"{self.adapted.backbone.head}.")
+        device = next(self.model.parameters()).device
+        return {key: value.to(device) for key, value in get_state(model).items()}
 
     def rate_factor(self, round: int, rounds: int) -> float:
         """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""
@@ -184,14 +210,18 @@ class FederatedClassifier(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start counting."""
         metric: MetricName = ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
-        self._personal, self._global = Scores(metric, self.multilabel), Scores(metric, self.multilabel)
+        self._personal, self._global, self._members = (Scores(metric, self.multilabel) for _ in range(3))
+        self._entropies: list[Tensor] = []
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run every personal model and the global one on a batch of the test set."""
-        personal, shared = self._all_logits(batch.x)
-        self._personal.update(personal, batch.y, batch.owner)
-        if shared is not None:
-            self._global.update(shared, batch.y, batch.owner)
+        predicted = self._predict(batch.x)
+        self._personal.update(predicted.personal, batch.y, batch.owner)
+        if predicted.shared is not None:
+            self._global.update(predicted.shared, batch.y, batch.owner)
+        if predicted.members is not None and predicted.shared is not None and len(predicted.members) > 1:
+            self._members.update(predicted.members, batch.y, batch.owner)
+            self._entropies.append(predictive_entropy(predicted.shared[0], self.multilabel).cpu())
 
     def on_validation_epoch_end(self) -> None:
         """Log mean and standard deviation over clients."""
@@ -212,6 +242,10 @@ class FederatedClassifier(pl.LightningModule):
             self.scores |= {name: float(known.mean()), f"{name}_std": spread}
         if self._global:
             self.scores["global/global_test"] = float(self._global.global_test()[0])
+        if self._members:
+            members = self._members.global_test()
+            self.scores |= {"global/best_mode": float(members.max()), "global/worst_mode": float(members.min())}
+            self.scores["global/entropy"] = float(torch.cat(self._entropies).mean())
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
@@ -219,7 +253,7 @@ class FederatedClassifier(pl.LightningModule):
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> dict[str, Tensor]:
         """Logits (B, K) of the owner's personal model and of the global one, with the owner of each image."""
-        personal, shared = self._all_logits(batch.x)
+        personal, shared, _ = self._predict(batch.x)
         rows = batch.owner if len(personal) > 1 else torch.zeros_like(batch.owner)
         own = personal[rows, torch.arange(len(rows), device=rows.device)]
         return {"owner": batch.owner, "y": batch.y, "personal": own} | ({} if shared is None else {"global": shared[0]})
@@ -228,10 +262,10 @@ class FederatedClassifier(pl.LightningModule):
     def _num_clients(self) -> int:
         return int(self.trainer.datamodule.num_clients)  # type: ignore[attr-defined]  # set by Lightning
 
-    def _all_logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _predict(self, x: Tensor) -> Predictions:
         if self.federation is None:
             raise RuntimeError("there are no states: add perada.callbacks.FederatedLoop to the Trainer's callbacks")
-        return self.federation.logits(x, self._num_clients)
+        return self.federation.logits(x)
 
 
 def make_slot(model: nn.Module, head: str) -> Slot:
@@ -243,9 +277,16 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm)
     )
     parameters = parameter_keys(model)
+    first = next(
+        path.removesuffix(".base_layer").removesuffix(".original_module")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
+    )
     return Slot(
         keys,
         parameters,
         head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
         norms=frozenset(key for key in keys if key.startswith(norms)) if norms else frozenset(),
+        input=frozenset(key for key in keys if key.startswith(f"{first}.")),
+        adapter=frozenset(key for key in keys if is_adapter_key(key)),
     )

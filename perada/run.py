@@ -4,12 +4,12 @@
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from perada.backbones import AdaptedModel, build_backbone
 from perada.export import (
@@ -22,10 +22,31 @@ from perada.export import (
     save_backbone,
     write_json,
 )
+from perada.refinement import ensemble
 from perada.states import State, clone, set_state
 
 RUN_FILE = "run.json"
 FORMAT = 1
+
+
+class Ensemble(nn.Module):
+    """Several networks whose outputs are averaged.
+
+    Args:
+        members: Networks that map images to logits.
+        average: ``logits`` or ``probabilities``; the outcome are logits either way.
+        multilabel: Whether each class has a Bernoulli probability of its own.
+    """
+
+    def __init__(
+        self, members: Sequence[nn.Module], average: Literal["logits", "probabilities"], multilabel: bool
+    ) -> None:
+        super().__init__()
+        self.members, self.average, self.multilabel = nn.ModuleList(members), average, multilabel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, ...) to logits (B, K)."""
+        return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
 
 
 class Run:
@@ -41,17 +62,17 @@ class Run:
     def __init__(
         self,
         adapted: AdaptedModel,
-        global_state: State,
-        personal_state: Callable[[int], State],
+        global_states: Sequence[State],
+        personal_state: Callable[[int], State] | None,
         num_clients: int,
         metrics: dict[str, Any],
         info: dict[str, Any],
     ) -> None:
-        self._adapted, self._global, self._personal = adapted, global_state, personal_state
+        self._adapted, self._global, self._personal = adapted, list(global_states), personal_state
         self.num_clients, self.metrics, self.info = num_clients, metrics, info
 
     def state(self, role: str, client: int | None = None) -> State:
-        """A copy of one state.
+        """A copy of one state; :meth:`states` gives all of an ensemble.
 
         Args:
             role: ``"global"`` or ``"personal"``; where clients have no state of their own, their personal state is the
@@ -65,20 +86,48 @@ class Run:
             ValueError: If the role is unknown, or the client is missing or does not exist.
         """
         if role == "global":
-            return _contiguous(self._global)
+            return _contiguous(self._single())
         if role != "personal":
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
         if client is None or not 0 <= client < self.num_clients:
             raise ValueError(f"client={client} does not exist; give a number from 0 to {self.num_clients - 1}")
-        return _contiguous(self._personal(client))
+        return _contiguous(self._single() if self._personal is None else self._personal(client))
+
+    def _single(self) -> State:
+        """The one global state.
+
+        Raises:
+            ValueError: If there are several.
+        """
+        if len(self._global) > 1:
+            raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
+        return self._global[0]
+
+    def states(self, role: str) -> list[State]:
+        """Copies of all states of a role, those of an ensemble or of every client.
+
+        Raises:
+            ValueError: If the role is unknown.
+        """
+        if role == "global":
+            return [_contiguous(state) for state in self._global]
+        return [self.state(role, client) for client in range(self.num_clients)]
 
     def personal(self, client: int) -> nn.Module:
-        """Client ``client``'s model: a network of its own, in evaluation mode, that maps images to logits."""
+        """Client ``client``'s model: a network of its own, in evaluation mode, that maps images to logits.
+
+        Where clients predict with an ensemble of global models, it is that.
+        """
+        if self._personal is None and len(self._global) > 1:
+            return self.global_model()
         return self._model(self.state("personal", client))
 
     def global_model(self) -> nn.Module:
         """The server's model: a network of its own, in evaluation mode, that maps images to logits."""
-        return self._model(self.state("global"))
+        members = [self._model(state) for state in self.states("global")]
+        if len(members) == 1:
+            return members[0]
+        return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
 
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
@@ -87,6 +136,8 @@ class Run:
 
     def save(self, folder: str | Path) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
+
+        An ensemble is written as ``global_0`` …; clients that predict with it have no folder.
 
         The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of
         your own).
@@ -97,13 +148,21 @@ class Run:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with contiguous(self._adapted.model):
-            save_adapter(self._adapted, self._global, folder / "global")
-            for client in range(self.num_clients):
-                save_adapter(self._adapted, self._personal(client), folder / f"client_{client}")
+            for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
+                save_adapter(self._adapted, state, folder / name)
+            for client in range(self.num_clients if self._personal or len(self._global) == 1 else 0):
+                save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}")
             if _own_weights(self.info):
                 save_backbone(self._adapted, folder)
         metrics = _replace(self.metrics, lambda value: value != value, None)  # JSON has no NaN
-        content = {"format": FORMAT, "num_clients": self.num_clients, "info": self.info, "metrics": metrics}
+        content = {
+            "format": FORMAT,
+            "num_clients": self.num_clients,
+            "global_models": len(self._global),
+            "shared": self._personal is None,
+            "info": self.info,
+            "metrics": metrics,
+        }
         write_json(folder / RUN_FILE, content)
         return folder
 
@@ -127,6 +186,7 @@ class Run:
         try:
             saved = json.loads((folder / RUN_FILE).read_text())
             info, clients, found = saved["info"], saved["num_clients"], saved["format"]
+            models, alike = saved.get("global_models", 1), saved.get("shared", False)
             metrics = _replace(saved["metrics"], lambda value: value is None, math.nan)
             if found != FORMAT:
                 raise KeyError(f"format {found}, this version reads {FORMAT}")
@@ -154,11 +214,18 @@ class Run:
             pretrained=pretrained,
             image_size=info["image_size"],
         )
-        config = read_config(folder / "global")
-        adapted = load_backbone(built, config, folder)
-        shared = load_adapter(adapted, folder / "global")
+        names = _global_folders(models)
+        config = read_config(folder / names[0])
+        adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
+        shared = [load_adapter(adapted, folder / name, config) for name in names]
+        if alike:
+            return cls(adapted, shared, None, clients, metrics, info)
         states = [load_adapter(adapted, folder / f"client_{client}", config) for client in range(clients)]
         return cls(adapted, shared, states.__getitem__, clients, metrics, info)
+
+
+def _global_folders(models: int) -> list[str]:
+    return ["global"] if models == 1 else [f"global_{index}" for index in range(models)]
 
 
 def _own_weights(info: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@
 import copy
 import re
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import peft
@@ -74,11 +74,13 @@ class AdaptedModel:
         backbone: Where it came from; its ``model`` now holds the adapter.
         peft_model: PEFT's view of it, which only saving and loading need. The adapter's name in it is ``"default"``.
         config: The adapter's configuration as it is saved.
+        beside: Trained tensors that PEFT does not save: the backbone's own, where it is trained too.
     """
 
     backbone: Backbone
     peft_model: PeftModel
     config: PeftConfig
+    beside: tuple[str, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -95,7 +97,19 @@ def adapter_names() -> list[str]:
     return [*METHODS, *SELECTIONS]
 
 
-def insert_adapter(backbone: Backbone, adapter: AdapterChoice = "residual", **options: object) -> AdaptedModel:
+def is_adapter_key(key: str) -> bool:
+    """Whether a name in an adapted model is of what the adapter added, rather than of the backbone or a copy of it.
+
+    >>> [is_adapter_key(key) for key in ("conv.lora_A.default.weight", "fc.modules_to_save.default.bias")]
+    [True, False]
+    """
+    parts = key.split(".")
+    return "default" in parts and "modules_to_save" not in parts
+
+
+def insert_adapter(
+    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: bool = False, **options: object
+) -> AdaptedModel:
     """Put an adapter into ``backbone``, in place, and let it and the classification head require gradients.
 
     New weights are drawn from torch's global random stream.
@@ -103,6 +117,7 @@ def insert_adapter(backbone: Backbone, adapter: AdapterChoice = "residual", **op
     Args:
         backbone: A backbone without adapter.
         adapter: One of ``adapter_names()``, or any PEFT configuration of a method that changes layers.
+        train_backbone: Train the backbone's own parameters beside the adapter's.
         **options: Fields of the named method's configuration, such as ``dropout`` of ``"residual"`` or ``r`` of
             ``"lora"``.
 
@@ -132,8 +147,22 @@ def insert_adapter(backbone: Backbone, adapter: AdapterChoice = "residual", **op
         reason = " ".join(str(error).split())
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
     adapted = AdaptedModel(backbone, peft_model, config)
-    _check_saved_whole(adapted, method)
-    return adapted
+    if not train_backbone:
+        lost = _not_saved(adapted)
+        if lost:
+            raise ValueError(
+                f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, "
+                "but PEFT would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
+            )
+        return adapted
+    if isinstance(config, SelectiveConfig):
+        raise ValueError(
+            f"train_backbone=True cannot be used with adapter {method!r}, which adds nothing to the backbone: choose "
+            "'full' to train all of it"
+        )
+    for name, parameter in adapted.model.named_parameters():
+        parameter.requires_grad_("original_module" not in name.split("."))  # PEFT's copy, which is not run
+    return replace(adapted, beside=_not_saved(adapted))
 
 
 def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
@@ -210,18 +239,18 @@ def _check_head_name(backbone: Backbone) -> None:
             )
 
 
-def _check_saved_whole(adapted: AdaptedModel, method: str) -> None:
-    """Refuse an adapter of which PEFT would save only a part.
-
-    Raises:
-        ValueError: If a trained tensor, or a buffer of a module that owns one, is not among what PEFT saves.
-    """
+def _not_saved(adapted: AdaptedModel) -> tuple[str, ...]:
+    """Names of trained tensors, and of buffers of modules that own one, that PEFT would not save."""
     saved = peft.get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
     pointers = {tensor.data_ptr() for tensor in saved.values()}
     state = adapted.model.state_dict()
-    lost = [key for key in trained_keys(adapted.model) if state[key].data_ptr() not in pointers]
-    if lost:
-        raise ValueError(
-            f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {adapted.backbone.name!r}, "
-            "but PEFT would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
-        )
+    return tuple(key for key in trained_keys(adapted.model) if state[key].data_ptr() not in pointers)
+
+
+def reset_parameters(model: nn.Module, within: str) -> None:
+    """Draw anew, from torch's global random stream, the trained layers of the backbone whose names start so."""
+    for path, module in model.named_modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        reset = getattr(module, "reset_parameters", None)
+        if trained and callable(reset) and f"{path}.".startswith(within) and not is_adapter_key(f"{path}."):
+            reset()

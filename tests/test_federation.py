@@ -119,7 +119,7 @@ def federation(algorithm, data, **options):
         (Phase(),),
         seed=0,
     )
-    return Federation(Engine(model), make_slot(model, "fc"), get_state(model), settings), served
+    return Federation(Engine(model), make_slot(model, "fc"), lambda index: get_state(model), settings, 4), served
 
 
 def run_round(federated, served, round):

@@ -25,7 +25,7 @@ MODULES = {module_name(path): path for room in ("perada", "adapters") for path i
 
 # The rooms, top to bottom: a module imports from its own room and from those above it. "perada" is perada/__init__.py.
 ROOMS = """
-states seeding rounds stacked_layers engine server privacy algorithms cohort store
+states seeding rounds stacked_layers engine server refinement privacy algorithms cohort store
 adapters slot twins backbone_weights backbones evaluation data progress federation module callbacks
 strategies export report run pretrain api compare perada cli
 """.split()

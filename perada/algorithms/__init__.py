@@ -3,19 +3,50 @@
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.apfl import APFL
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.ditto import Ditto
+from perada.algorithms.fed_ensemble import FedEnsemble
+from perada.algorithms.fedalt import FedAlt
 from perada.algorithms.fedavg import FedAvg, FedAvgFT
+from perada.algorithms.fedbe import FedBE
+from perada.algorithms.fedbn import FedBN
+from perada.algorithms.feddf import FedDF
+from perada.algorithms.feddyn import FedDyn
+from perada.algorithms.fedprox import FedProx
+from perada.algorithms.fedrep import FedRep
+from perada.algorithms.fedsim import FedSim
+from perada.algorithms.lg_fedavg import LGFedAvg
+from perada.algorithms.mtl import MTL
 from perada.algorithms.perada import PerAda
+from perada.algorithms.pfedme import PFedMe
+from perada.algorithms.sharing import PartialSharing
 from perada.algorithms.standalone import Standalone
 
 __all__ = [
+    "APFL",
+    "MTL",
     "Algorithm",
+    "Broadcast",
     "ClientStep",
     "Ditto",
+    "FedAlt",
     "FedAvg",
     "FedAvgFT",
+    "FedBE",
+    "FedBN",
+    "FedDF",
+    "FedDyn",
+    "FedEnsemble",
+    "FedProx",
+    "FedRep",
+    "FedSim",
+    "LGFedAvg",
+    "PFedMe",
+    "PartialSharing",
     "PerAda",
     "ServerStep",
     "Slot",
@@ -26,15 +57,33 @@ __all__ = [
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "perada": PerAda,
-    "perada_no_kd": lambda **options: PerAda(**options, distill=False),
-    "ditto": Ditto,
+    "perada_no_kd": partial(PerAda, distill=False),
     "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "feddyn": FedDyn,
+    "feddf": FedDF,
+    "fedbe": FedBE,
+    "fedbe_no_kd": partial(FedBE, distill=False),
+    "fed_ensemble": FedEnsemble,
     "fedavg_ft": FedAvgFT,
     "standalone": Standalone,
+    "mtl": MTL,
+    "ditto": Ditto,
+    "pfedme": PFedMe,
+    "apfl": APFL,
+    "fedbn": FedBN,
+    "lg_fedavg": LGFedAvg,
+    "fedrep": FedRep,
+    "fedalt_input": partial(FedAlt, "input"),
+    "fedalt_output": partial(FedAlt, "output"),
+    "fedalt_adapter": partial(FedAlt, "adapter"),
+    "fedsim_input": partial(FedSim, "input"),
+    "fedsim_output": partial(FedSim, "output"),
+    "fedsim_adapter": partial(FedSim, "adapter"),
 }
 
 
-def make_algorithm(name: str | Algorithm, **options: float) -> Algorithm:
+def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     """Return the algorithm called ``name`` (an :class:`Algorithm` is returned as it is).
 
     Raises:

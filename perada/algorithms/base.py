@@ -14,10 +14,13 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from perada.rounds import Phase
-from perada.states import State
+from perada.server.rules import Aggregation, ServerRule
+from perada.states import State, expand
 
 Stacks = dict[str, State]
 """Stacked states by role."""
+RULE = "rule/"
+"""Prefix of the server rule's tensors among the server's."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,16 @@ class Slot:
         parameters: The trained parameters.
         head: Names (of parameters) of the classification head.
         norms: Names (of parameters and running statistics) of normalisation layers.
+        input: Names of the first layer that images pass.
+        adapter: Names of what the adapter adds to the backbone.
     """
 
     keys: tuple[str, ...]
     parameters: tuple[str, ...]
     head: frozenset[str] = field(default_factory=frozenset)
     norms: frozenset[str] = field(default_factory=frozenset)
+    input: frozenset[str] = field(default_factory=frozenset)
+    adapter: frozenset[str] = field(default_factory=frozenset)
 
 
 class ClientStep(Protocol):
@@ -46,21 +53,67 @@ class ClientStep(Protocol):
     """What is being trained, by role; trained parameters are leaves that require gradients."""
     received: State
     """What the server sent, (C, ...)."""
+    kept: Stacks
+    """What the clients kept before the round, (C, ...); read only."""
 
-    def logits(self, states: str | State) -> Tensor:
-        """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images."""
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
 
-    def loss(self, states: str | State) -> Tensor:
-        """Each client's task loss (C,): the mean over its images."""
+        Args:
+            states: A role, or a stack.
+            stream: The role whose random stream dropout draws from; by default the role, or the first for a stack.
+        """
 
-    def descend(self, role: str, loss: Tensor, *, pull: tuple[float, State] | None = None) -> None:
-        """Take one optimiser step on a role.
+    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
+        """Each client's task loss (C,): the mean over its images. Arguments as of :meth:`logits`."""
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        """Take one optimiser step on a role, or on several from one gradient.
 
         Args:
             role: Whose parameters to move.
-            loss: (C,); each client's gradient is that of its own entry.
+            loss: (C,); each client's gradient is that of its own entry. ``None``: no loss but the terms below.
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
+            slope: Adds this gradient, that of <slope, parameters>.
         """
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What the server knows when it sends a round's clients their states.
+
+    Attributes:
+        global_state: The global state.
+        slot: Names of the trained tensors.
+        round: Counted from 0.
+        clients: To whom, C ids.
+        num_clients: Clients M of the federation.
+        seed: The run's seed.
+        losses: (C, K) mean loss of each of K global models on each client's training images, where the algorithm
+            :attr:`~Algorithm.compares`.
+    """
+
+    global_state: State
+    slot: Slot
+    round: int
+    clients: tuple[int, ...]
+    num_clients: int
+    seed: int
+    losses: Tensor | None = None
+
+
+class Distil(Protocol):
+    """Refines a state by distilling the ensemble of a stack of teachers into it."""
+
+    def __call__(self, student: State, teachers: State, average_from: float | None = None) -> State:
+        """Return the refined state; see :meth:`perada.server.Distillation.run` for ``average_from``."""
 
 
 @dataclass
@@ -71,23 +124,35 @@ class ServerStep:
         round: Counted from 0.
         clients: Who sent the updates, in their order.
         num_clients: Clients M of the federation.
+        slot: Names of the trained tensors.
+        seed: The run's seed.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...).
         weights: Aggregation weights (C,), summing to one.
-        state: The server's own tensors, kept between rounds and in checkpoints; may be replaced.
-        mean: The aggregation rule.
+        state: The server's own tensors, kept between rounds and in checkpoints; may be changed.
+        rule: The aggregation rule, which :meth:`mean` applies.
         distill: Refines a state by distilling the ensemble of a stack of teachers into it.
     """
 
     round: int
     clients: tuple[int, ...]
     num_clients: int
+    slot: Slot
+    seed: int
     previous: State
     updates: State
     weights: Tensor
     state: dict[str, State]
-    mean: Callable[[State, Tensor], State]
-    distill: Callable[[State, State], State]
+    rule: ServerRule
+    distill: Distil
+
+    def mean(self, updates: State, weights: Tensor) -> State:
+        """Aggregate by the server rule, which is the weighted mean unless another was asked for."""
+        own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
+        parameters = frozenset(self.slot.parameters)
+        result = self.rule(Aggregation(updates, weights, self.previous, parameters, self.round, own))
+        self.state.update({RULE + name: state for name, state in own.items()})
+        return result
 
 
 class Algorithm:
@@ -96,12 +161,34 @@ class Algorithm:
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
         sends: Whether clients send anything.
+        global_model: Whether what the server holds is a whole model, which can be evaluated.
         distills: Whether the server distils, so that a public set is needed when there are distillation steps.
+        compares: Whether clients compare the global models on their own images before each round.
+        average: What is averaged where there is more than one global model: ``logits`` or ``probabilities``.
     """
 
     inference: Literal["personal", "global"] = "global"
     sends: bool = True
+    global_model: bool = True
     distills: bool = False
+    compares: bool = False
+    average: Literal["logits", "probabilities"] = "logits"
+
+    @property
+    def kind(self) -> str:
+        """What states of clients and server belong to: those of another kind of algorithm cannot be gone on with."""
+        return type(self).__name__
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse, at set-up, trained tensors or numbers of clients that the algorithm cannot work with.
+
+        Raises:
+            ValueError: If so.
+        """
+
+    def initial(self, make: Callable[[int], State]) -> State:
+        """The first global state; ``make(k)`` gives the k-th random initialisation, ``make(0)`` the model's own."""
+        return make(0)
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """Split a round of local training in phases; every client finishes one before any starts the next."""
@@ -111,16 +198,16 @@ class Algorithm:
         """What a client stores between rounds, before the first one (states of one client, no client axis)."""
         return {}
 
-    def broadcast(self, global_state: State, round: int, clients: tuple[int, ...]) -> State:
+    def broadcast(self, sending: Broadcast) -> State:
         """What the server sends to each of C clients, (C, ...)."""
-        return {key: value.unsqueeze(0).expand(len(clients), *value.shape) for key, value in global_state.items()}
+        return expand(sending.global_state, len(sending.clients))
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """Stacks to train in this round, made from what the clients kept and what they received."""
         return {"local": received}
 
     def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
-        """Names of the parameters that ``phase`` trains in ``role``."""
+        """Names of the parameters that ``phase`` trains in ``role``, as far as the role's states hold them."""
         return slot.parameters
 
     def client_step(self, step: ClientStep) -> None:
@@ -132,13 +219,33 @@ class Algorithm:
         return {}, trained["local"]
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state."""
+        """The new global state; what it leaves out stays as it was."""
         return server.mean(server.updates, server.weights)
+
+    def members(self, global_state: State, server_state: dict[str, State]) -> State:
+        """The global models (K, ...) whose outputs are averaged to predict; usually one."""
+        return expand(global_state, 1)
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The state (C, ...) each client predicts with, where ``inference`` is ``"personal"``."""
         return kept["personal"]
 
+    def __repr__(self) -> str:
+        """The class and its options."""
+        options = ", ".join(f"{name}={option!r}" for name, option in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
     def finetuning(self) -> "tuple[Algorithm, Phase] | None":
         """An algorithm every client runs alone from the final global state after the last round, and for how long."""
         return None
+
+
+def check_strength(name: str, value: float) -> float:
+    """Return the strength of a quadratic term.
+
+    Raises:
+        ValueError: If it is negative, infinite or NaN.
+    """
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r} is not a strength; give 0 (no pull) or a positive number")
+    return value

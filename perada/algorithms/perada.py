@@ -3,7 +3,7 @@
 
 from typing import Literal
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
 from perada.states import State
 
 
@@ -29,11 +29,7 @@ class PerAda(Algorithm):
     inference: Literal["personal", "global"] = "personal"
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
-        if not 0 <= prox_strength < float("inf"):
-            raise ValueError(
-                f"prox_strength={prox_strength!r} is not a strength; give 0 (no pull) or a positive number"
-            )
-        self.prox_strength = prox_strength
+        self.prox_strength = check_strength("prox_strength", prox_strength)
         self.distills = distill
 
     def kept(self, initial: State, slot: Slot) -> Stacks:

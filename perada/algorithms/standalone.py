@@ -12,6 +12,7 @@ class Standalone(Algorithm):
 
     inference: Literal["personal", "global"] = "personal"
     sends = False
+    global_model = False
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The personal state starts as the initial one."""
@@ -31,4 +32,4 @@ class Standalone(Algorithm):
 
     def server_step(self, server: ServerStep) -> State:
         """Nothing changes."""
-        return server.previous
+        return {}

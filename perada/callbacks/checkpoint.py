@@ -79,7 +79,7 @@ def belonging(
     return {
         "backbone": module.adapted.backbone.name,
         "adapter": type(module.adapted.config).__name__,
-        "algorithm": type(algorithm).__name__,
+        "algorithm": algorithm.kind,
         "seed": seed,
         "number of classes": data.num_classes,
         "number of clients": data.num_clients,

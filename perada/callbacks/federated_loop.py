@@ -2,7 +2,7 @@
 """The communication round as an epoch of Lightning's training loop."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +18,11 @@ from tqdm.auto import tqdm
 from perada.algorithms import Algorithm, PerAda
 from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, to_round_boundary
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
-from perada.data import CohortBatch, FederatedDataModule, RoundPlan
+from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation import Federation, Settings
 from perada.module import FederatedClassifier
-from perada.server import Distillation, client_weights
+from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
-from perada.states import get_state
 
 T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
@@ -43,6 +42,7 @@ class FederatedLoop(pl.Callback):
         local_epochs: Passes over its own data that a sampled client makes in a round.
         local_steps: Local steps instead of epochs.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
+        server_rule: How the server aggregates what clients sent; the weighted mean by default.
         distillation: How the server distils, where the algorithm does.
         seed: Seed that all randomness is derived from.
 
@@ -62,10 +62,17 @@ class FederatedLoop(pl.Callback):
         local_epochs: float = 1,
         local_steps: int | None = None,
         weighting: Weighting = "uniform",
+        server_rule: ServerRule | None = None,
         distillation: Distillation | None = None,
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
+        self.server_rule = server_rule or Mean()
+        if weighting == "samples" and not self.server_rule.weighted:
+            raise ValueError(
+                f"weighting='samples' cannot be used with {type(self.server_rule).__name__}, which has no weights; "
+                "choose weighting='uniform'"
+            )
         self.algorithm = algorithm or PerAda()
         self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
         self.distillation = distillation or Distillation()
@@ -90,6 +97,8 @@ class FederatedLoop(pl.Callback):
             phases=self.phases,
             image=module.adapted.backbone.image,
         )
+        self.algorithm.check(module.slot, data.num_clients)
+        self.server_rule.check(self.clients_per_round or data.num_clients)
         check_images(data, module)
         check_distillation(self.algorithm, self.distillation, data)
         if stage == "fit" and not data.val_dataloader():
@@ -110,8 +119,9 @@ class FederatedLoop(pl.Callback):
                 self.phases,
                 self.seed,
                 module.clients_per_chunk,
+                self.server_rule,
             )
-            module.federation = Federation(module.engine, module.slot, get_state(module.model), settings)
+            module.federation = Federation(module.engine, module.slot, module.initial_state, settings, self.num_clients)
         elif module.federation.settings.algorithm is not self.algorithm:
             raise ValueError(
                 "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
@@ -147,7 +157,14 @@ class FederatedLoop(pl.Callback):
         """Open the round."""
         data, module = _parts(trainer, pl_module)
         plan = data.plan(trainer.current_epoch)
-        module.cohort = _federation(module).open(plan, module.rate_factor(plan.round, trainer.max_epochs or 0))
+        factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
+
+        def images(plan: RoundPlan) -> Iterable[CohortBatch]:
+            epoch = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)])
+            return self._progress(trainer, _prepared(data, module, epoch), f"Compare {plan.round}")
+
+        with trainer.precision_plugin.forward_context():
+            module.cohort = _federation(module).open(plan, factor, images)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -228,13 +245,10 @@ class FederatedLoop(pl.Callback):
         ordered = sorted(range(data.num_clients), key=lambda client: -data.train_sizes[client])
         groups = [ordered[start : start + size] for start in range(0, data.num_clients, size)]
         plans = [data.plan_for(group, trainer.max_epochs or 0, [tuning[1]]) for group in groups]
-
-        def loader(plan: RoundPlan) -> Iterable[CohortBatch]:
-            for batch in data.cohort_loader(plan):
-                yield data.prepare(move_data_to_device(batch, module.device))
-
         with trainer.precision_plugin.forward_context():
-            broken = federation.finetune(self._progress(trainer, plans, "Fine-tune"), loader)
+            broken = federation.finetune(
+                self._progress(trainer, plans, "Fine-tune"), lambda plan: _prepared(data, module, plan)
+            )
         if broken:
             _warn_broken("fine-tuning", broken, "it keeps the global adapter")
         return True
@@ -296,6 +310,12 @@ def _warn_broken(when: str, clients: list[int], consequence: str) -> None:
         f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate or check "
         "its images."
     )
+
+
+def _prepared(data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan) -> Iterator[CohortBatch]:
+    """The local steps of a plan, on the model's device."""
+    for batch in data.cohort_loader(plan):
+        yield data.prepare(move_data_to_device(batch, module.device))
 
 
 def _federation(module: FederatedClassifier) -> Federation:

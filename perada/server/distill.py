@@ -118,6 +118,7 @@ class Distillation:
         *,
         multilabel: bool = False,
         validate: Callable[[State], float] | None = None,
+        average_from: float | None = None,
     ) -> State:
         """Distil into ``student``.
 
@@ -130,6 +131,8 @@ class Distillation:
             batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
             multilabel: See :func:`distillation_loss`.
             validate: Score of a state, higher is better; used as :attr:`validate_every` says.
+            average_from: The result is the mean of the student's states after the steps whose index is at least this
+                share of :attr:`steps`, instead of the last state (stochastic weight averaging).
 
         Returns:
             The refined state.
@@ -139,6 +142,8 @@ class Distillation:
         kinds: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
         optimizer = kinds[self.optimizer](leaves, lr=self.lr)  # type: ignore[call-arg]  # the base class takes no lr
         best = (validate(student), student) if validate and self.validate_every else None
+        averages: State = {}
+        first = self.steps if average_from is None else math.ceil(average_from * self.steps)
         for step, (x, teacher) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate(step)
@@ -146,9 +151,13 @@ class Distillation:
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            if step >= first:
+                for key, value in _first({key: state[key] for key in parameters if key in state}).items():
+                    averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
             if best and validate and ((step + 1) % self.validate_every == 0 or step + 1 == self.steps):
-                best = max(best, (validate(_first(state)), _first(state)), key=lambda pair: pair[0])
-        return best[1] if best else _first(state)
+                reached = _first(state) | averages
+                best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
+        return best[1] if best else _first(state) | averages
 
 
 def _first(stacked: State) -> State:

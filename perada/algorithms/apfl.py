@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""APFL (Deng et al., 2020)."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.states import State
+
+
+class APFL(Algorithm):
+    """Adaptive personalised federated learning: a client mixes a model of its own with the global one.
+
+    w_m is trained by FedAvg. The client's own v_m is trained on the loss of the mixture α v_m + (1 − α) w_m, both of
+    before the step (their Algorithm 1); the mixture with the client's last w_m is its personal model. Running
+    statistics are not mixed: those of the mixture's passes stay with v_m.
+
+    Args:
+        alpha: α, of every client at first. With 1 the personal models are Standalone's.
+        lr_alpha: Learning rate of α, which each client then adapts after every minibatch by its own gradient, within 0
+            and 1 (their Section 3.2); 0 keeps it fixed.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    inference: Literal["personal", "global"] = "personal"
+
+    def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha={alpha!r} is no share; give 0 (the global model) to 1 (the client's own)")
+        if not 0 <= lr_alpha < float("inf"):
+            raise ValueError(f"lr_alpha={lr_alpha!r} is not a learning rate; give 0 for a fixed alpha, or more")
+        self.alpha, self.lr_alpha = alpha, lr_alpha
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """v_m, the mixture, and α."""
+        some = next(iter(initial.values()))
+        alpha = torch.full((), self.alpha, dtype=torch.float64, device=some.device)
+        return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Train v_m and w_m; α goes with them."""
+        return {"personal": kept["personal"], "local": received, "share": kept["share"]}
+
+    def client_step(self, step: ClientStep) -> None:
+        """One pass of the mixture and one of w_m."""
+        own, local, alpha = step.states["personal"], step.states["local"], step.states["share"]["alpha"]
+        leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
+        trained = tuple(key for key, value in own.items() if value.requires_grad)
+        step.descend("personal", step.loss(_mixture(own, local, leaf, trained), stream="personal"))
+        if leaf.grad is not None:
+            alpha.sub_(self.lr_alpha * leaf.grad).clamp_(0, 1)
+        step.descend("local", step.loss("local"))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep v_m, α and the mixture; send w_m."""
+        mixed = _mixture(trained["personal"], trained["local"], trained["share"]["alpha"], slot.parameters)
+        return {"personal": trained["personal"], "mixed": mixed, "share": trained["share"]}, trained["local"]
+
+    def personal(self, kept: Stacks, global_state: State) -> State:
+        """The mixture."""
+        return kept["mixed"]
+
+
+def _mixture(own: State, local: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
+    """α own + (1 − α) local for ``parameters``, by client (alpha is (C,)); all else is the client's own."""
+    mixed = dict(own)
+    for key in parameters:
+        share = alpha.to(own[key]).view(-1, *[1] * (own[key].dim() - 1))
+        mixed[key] = share * own[key] + (1 - share) * local[key].detach()
+    return mixed

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fed-ensemble (Shi et al., 2021): K global models, each trained by a part of the clients in each round."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.fedavg import FedAvg
+from perada.rounds import Phase
+from perada.seeding import generator
+from perada.states import State, clone, gather, stack, unstack
+
+MODE, BEST = "mode", "best mode"
+"""Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
+
+
+class FedEnsemble(Algorithm):
+    """K global models (modes) under one federation; a layer over another algorithm's local updates and server step.
+
+    Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age, which is K
+    rounds, every stratum trains each mode once, in an order drawn anew for each stratum and age; the server aggregates
+    each mode from the clients that had it (their Algorithm 1). So a client holds one mode in a round, as in FedAvg, and
+    the mean of the modes' outputs predicts. With one mode this is the base algorithm.
+
+    Args:
+        base: What clients do with the mode they receive, and how the server refines it; FedAvg by default.
+        modes: K.
+        strata: Q; at most the number of clients.
+        assignment: ``permutation`` as above, or ``loss``: a client takes the mode with the least loss on its own
+            training images. For that all modes are sent to it.
+        average: What is averaged to predict: ``logits`` or ``probabilities``.
+        keeps: What a client of a base without personal models predicts with: the ``ensemble``, or the ``best`` mode,
+            which had the least loss on its training images when it last took part (mode 0 before). For that all modes
+            are sent to it.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        base: Algorithm | None = None,
+        modes: int = 5,
+        strata: int = 5,
+        assignment: Literal["permutation", "loss"] = "permutation",
+        average: Literal["logits", "probabilities"] = "logits",
+        keeps: Literal["ensemble", "best"] = "ensemble",
+    ) -> None:
+        self.base = base or FedAvg()
+        for name, value, allowed in (
+            ("assignment", assignment, ("permutation", "loss")),
+            ("average", average, ("logits", "probabilities")),
+            ("keeps", keeps, ("ensemble", "best")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; choose {allowed[0]!r} or {allowed[1]!r}")
+        for name, number in (("modes", modes), ("strata", strata)):
+            if number < 1:
+                raise ValueError(f"{name}={number!r} cannot be used; give 1 or more")
+        kind = type(self.base).__name__
+        if not (self.base.sends and self.base.global_model) or self.base.finetuning() or self.base.compares:
+            raise ValueError(
+                f"base={kind} cannot be repeated in modes: its server holds no whole model, or clients go on from it "
+                "after the last round; choose FedAvg, FedProx, FedDyn, FedDF, Ditto or PerAda"
+            )
+        if keeps == "best" and self.base.inference == "personal":
+            raise ValueError(f"keeps='best' cannot be used with base={kind}, whose clients have models of their own")
+        self.modes, self.strata, self.assignment, self.keeps = modes, strata, assignment, keeps
+        self.average: Literal["logits", "probabilities"] = average
+        self.inference: Literal["personal", "global"] = "personal" if keeps == "best" else self.base.inference
+        self.distills = self.base.distills
+        self.compares = modes > 1 and (assignment == "loss" or keeps == "best")
+
+    @property
+    def kind(self) -> str:
+        """The class, the base, and the number of modes."""
+        return f"{type(self).__name__} of {self.modes} modes of {self.base.kind}, keeping the {self.keeps}"
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse more strata than clients, and what the base cannot work with."""
+        if self.strata > num_clients:
+            raise ValueError(f"strata={self.strata} cannot be filled by {num_clients} clients; give at most that many")
+        self.base.check(slot, num_clients)
+
+    def initial(self, make: Callable[[int], State]) -> State:
+        """The modes (K, ...)."""
+        return stack([make(mode) for mode in range(self.modes)])
+
+    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
+        """Those of the base."""
+        return self.base.phases(epochs, steps)
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """What the base keeps, from the first mode, and the best mode where it is asked for."""
+        first = unstack(initial)[0]
+        device = next(iter(first.values())).device
+        best = {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}} if self.keeps == "best" else {}
+        return self.base.kept(first, slot) | best
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """To each client its mode."""
+        device = next(iter(sending.global_state.values())).device
+        losses = sending.losses
+        best = torch.zeros(len(sending.clients), dtype=torch.long) if losses is None else losses.argmin(1)
+        if self.assignment == "loss":
+            modes = best
+        else:
+            schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, self.strata)
+            modes = schedule[list(sending.clients)]
+        sent = [self.base.broadcast(replace(sending, global_state=mode)) for mode in unstack(sending.global_state)]
+        received = {
+            key: torch.stack([sent[mode][key][row] for row, mode in enumerate(modes.tolist())]) for key in sent[0]
+        }
+        return received | {MODE: modes.to(device)} | ({BEST: best.to(device)} if self.keeps == "best" else {})
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """As the base."""
+        states = {key: value for key, value in received.items() if key not in (MODE, BEST)}
+        return self.base.open(kept, states, slot)
+
+    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+        """As the base."""
+        return self.base.trained(role, phase, slot)
+
+    def client_step(self, step: ClientStep) -> None:
+        """As the base."""
+        self.base.client_step(step)
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """As the base; the number of the mode goes back with it."""
+        keeps, update = self.base.close(trained, kept, received, slot)
+        best = {BEST: {BEST: received[BEST]}} if self.keeps == "best" else {}
+        return keeps | best, update | {MODE: received[MODE]}
+
+    def server_step(self, server: ServerStep) -> State:
+        """The base's server step for each mode that some client had; the others stay as they are."""
+        updates = dict(server.updates)
+        had = updates.pop(MODE)
+        modes = unstack(clone(server.previous))
+        for mode in sorted(set(had.tolist())):
+            rows = (had == mode).nonzero().flatten()
+            weights, clients = server.weights, server.clients
+            if len(rows) < len(clients):
+                weights = weights[rows.cpu()] / weights[rows.cpu()].sum()
+                clients = tuple(clients[row] for row in rows.tolist())
+            prefix = f"mode_{mode}/"
+            own = {k.removeprefix(prefix): state for k, state in server.state.items() if k.startswith(prefix)}
+            mine = replace(
+                server,
+                clients=clients,
+                previous=modes[mode],
+                updates={key: value[rows] for key, value in updates.items()},
+                weights=weights,
+                state=own,
+            )
+            modes[mode] = modes[mode] | self.base.server_step(mine)
+            server.state.update({prefix + name: state for name, state in own.items()})
+        return stack(modes)
+
+    def members(self, global_state: State, server_state: dict[str, State]) -> State:
+        """All modes."""
+        return global_state
+
+    def personal(self, kept: Stacks, global_state: State) -> State:
+        """The best mode, or what the base says."""
+        if self.keeps == "best":
+            return gather(global_state, kept[BEST][BEST].tolist())
+        return self.base.personal(kept, global_state)
+
+
+def mode_schedule(seed: int, round: int, num_clients: int, modes: int, strata: int) -> Tensor:
+    """The mode that each client would train in a round.
+
+    Args:
+        seed: The run's seed.
+        round: Counted from 0; an age is ``modes`` rounds.
+        num_clients: M.
+        modes: K.
+        strata: Q; the clients are split at random into that many sets, whose sizes differ by at most one.
+
+    Returns:
+        Modes (M,).
+
+    >>> torch.stack([mode_schedule(0, round, 4, 3, 2) for round in range(3)]).sort(0).values.tolist()
+    [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]]
+    """
+    stratum = torch.empty(num_clients, dtype=torch.long)
+    stratum[torch.randperm(num_clients, generator=generator(seed, "strata"))] = torch.arange(num_clients) % strata
+    age, place = divmod(round, modes)
+    orders = [torch.randperm(modes, generator=generator(seed, "modes", age, q)) for q in range(strata)]
+    return torch.stack(orders)[stratum, place]

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedAlt (Pillutla et al., ICML 2022)."""
+
+from perada.algorithms.base import ClientStep, Slot
+from perada.algorithms.fedsim import FedSim, Split, whole_loss
+from perada.rounds import Phase
+
+
+class FedAlt(FedSim):
+    """FedAlt (Pillutla et al., ICML 2022, Algorithm 2): v is trained with u frozen, then u with v frozen.
+
+    v is trained at the rate of the personal role, u at that of the local role. Running statistics of norms follow every
+    training pass.
+
+    Args:
+        split: What is private; see :class:`FedSim`.
+        personal_epochs: Epochs on v in each round; by default as long as on u, 0 leaves v as it is.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:
+        super().__init__(split)
+        if personal_epochs is not None and not 0 <= personal_epochs < float("inf"):
+            raise ValueError(f"epochs on the private part are {personal_epochs!r}; give 0 or more, or leave it out")
+        self.personal_epochs = personal_epochs
+
+    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
+        """First v, then u."""
+        second = Phase("local", epochs, steps)
+        if self.personal_epochs == 0:
+            return (second,)
+        own = self.personal_epochs
+        return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)
+
+    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+        """Each phase trains the role that it is named after."""
+        return slot.parameters if role == phase else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the part whose turn it is."""
+        step.descend(step.phase, whole_loss(step))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedBE (Chen and Chao, ICLR 2021)."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, ServerStep
+from perada.seeding import generator
+from perada.server import mean
+from perada.states import State, expand
+
+Sampler = Literal["gaussian", "dirichlet"]
+
+
+class FedBE(Algorithm):
+    """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
+
+    The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images
+    (their Algorithm 1; as everywhere in perada, the teachers' logits are averaged). The student that comes out is the
+    average of its own states along the way (stochastic weight averaging).
+
+    Args:
+        sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models (their Equations 6
+            and 7), ``dirichlet`` draws convex combinations of them (Equation 8).
+        samples: Number of models drawn each round.
+        distill: Without it nothing is distilled, and the ensemble itself predicts, by the mean of its probabilities.
+        average_from: The student's states after this share of the distillation steps are averaged; 1 takes the last
+            one.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    def __init__(
+        self, sampler: Sampler = "gaussian", samples: int = 10, distill: bool = True, average_from: float = 0.5
+    ) -> None:
+        if sampler not in ("gaussian", "dirichlet"):
+            raise ValueError(f"sampler={sampler!r} is unknown; choose 'gaussian' or 'dirichlet'")
+        if samples < 0:
+            raise ValueError(f"samples={samples!r} cannot be drawn; give 0 or more")
+        if not 0 <= average_from <= 1:
+            raise ValueError(f"average_from={average_from!r} is no share of the steps; give 0 to 1")
+        self.sampler: Sampler = sampler
+        self.samples, self.distills, self.average_from = samples, distill, average_from
+        self.average: Literal["logits", "probabilities"] = "logits" if distill else "probabilities"
+
+    def server_step(self, server: ServerStep) -> State:
+        """Average, draw, and distil or remember the ensemble."""
+        average = server.mean(server.updates, server.weights)
+        random = generator(server.seed, "fedbe", server.round)
+        drawn = sample_models(server.updates, server.weights, self.sampler, self.samples, random)
+        whole = expand(average, 1)
+        teachers = {key: torch.cat([drawn[key], value, whole[key]]) for key, value in server.updates.items()}
+        if self.distills:
+            return server.distill(average, teachers, self.average_from)
+        server.state["members"] = teachers
+        return average
+
+    def members(self, global_state: State, server_state: dict[str, State]) -> State:
+        """The ensemble of the last round, where it was not distilled."""
+        return server_state.get("members") or super().members(global_state, server_state)
+
+
+def sample_models(updates: State, weights: Tensor, sampler: Sampler, samples: int, random: torch.Generator) -> State:
+    """Draw models from a distribution fitted to those of C clients.
+
+    Args:
+        updates: Stack (C, ...).
+        weights: Weights (C,) of the Gaussian's mean and variances; the Dirichlet distribution is Dir(1, ..., 1).
+        sampler: ``gaussian`` or ``dirichlet``.
+        samples: Number S of models.
+        random: Source of the draws.
+
+    Returns:
+        Stack (S, ...). Running variances, which cannot be negative, and counters are the clients' mean and maximum
+        where they are not convex combinations.
+    """
+    center = mean(updates, weights)
+    # Normalised exponential variables are distributed as Dir(1, ..., 1).
+    shares = torch.empty(samples, len(weights), dtype=torch.float64).exponential_(generator=random)
+    shares /= shares.sum(1, keepdim=True)
+    drawn = {}
+    for key, value in updates.items():
+        if not value.is_floating_point() or (sampler == "gaussian" and key.endswith("running_var")):
+            drawn[key] = center[key].unsqueeze(0).expand(samples, *center[key].shape)
+        elif sampler == "dirichlet":
+            drawn[key] = (shares.to(value).view(samples, -1, *[1] * (value.dim() - 1)) * value).sum(1)
+        else:
+            spread = mean({key: (value - center[key]).square()}, weights)[key].sqrt()
+            noise = torch.randn(samples, *spread.shape, dtype=value.dtype, generator=random)
+            drawn[key] = center[key] + spread * noise.to(value.device)
+    return drawn

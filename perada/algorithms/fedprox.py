@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedProx (Li et al., MLSys 2020)."""
+
+from perada.algorithms.base import Algorithm, ClientStep, check_strength
+
+
+class FedProx(Algorithm):
+    """FedAvg whose clients minimise loss + μ/2 ||w_m − w||², with w what they received (their Equation 2).
+
+    Args:
+        prox_strength: μ. With 0 this is FedAvg.
+
+    Raises:
+        ValueError: If ``prox_strength`` is negative.
+    """
+
+    def __init__(self, prox_strength: float = 0.1) -> None:
+        self.prox_strength = check_strength("prox_strength", prox_strength)
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the loss and the pull towards the received state."""
+        step.descend("local", step.loss("local"), pull=(self.prox_strength, step.received))

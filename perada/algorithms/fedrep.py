@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedRep (Collins et al., ICML 2021)."""
+
+from perada.algorithms.fedalt import FedAlt
+
+
+class FedRep(FedAlt):
+    """FedRep (Collins et al., ICML 2021, Algorithm 1): private heads on a shared representation.
+
+    In each round a client trains its head with the body frozen, then the body with the head frozen; bodies are
+    averaged. This is FedAlt with the output split.
+
+    Args:
+        head_epochs: Epochs on the head in each round; by default as long as on the body. With 0 this is FedAvg of the
+            body under each client's initial head.
+
+    Raises:
+        ValueError: If ``head_epochs`` is negative.
+    """
+
+    def __init__(self, head_epochs: float | None = None) -> None:
+        super().__init__("output", head_epochs)
+        self.head_epochs = head_epochs

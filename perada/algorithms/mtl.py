@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean-regularised multi-task learning (after Smith et al., NeurIPS 2017, as Ditto's authors compare with it)."""
+
+from typing import Literal
+
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
+from perada.states import State
+
+
+class MTL(Algorithm):
+    """Personal models pulled towards their mean: v_m minimises loss + λ/2 ||v_m − v̄||².
+
+    v̄ is the mean of the v_m of all M clients, which the server keeps up to date with the changes that the clients of a
+    round send; it is the global model. This is the mean-regularised form of Evgeniou and Pontil (KDD 2004) that stands
+    for MOCHA where models are not convex (Li et al., ICML 2021, Section 4).
+
+    Args:
+        prox_strength: λ. With 0 the personal models are Standalone's.
+
+    Raises:
+        ValueError: If ``prox_strength`` is negative.
+    """
+
+    inference: Literal["personal", "global"] = "personal"
+
+    def __init__(self, prox_strength: float = 1.0) -> None:
+        self.prox_strength = check_strength("prox_strength", prox_strength)
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The personal state starts as the initial one."""
+        return {"personal": initial}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Train what the client kept."""
+        return {"personal": kept["personal"]}
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the client's own loss and the pull towards the mean."""
+        step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep v_m, send v̄ moved by its change."""
+        before, after = kept["personal"], trained["personal"]
+        moved = {
+            key: received[key] + (value - before[key]) if value.is_floating_point() else value
+            for key, value in after.items()
+        }
+        return {"personal": after}, moved
+
+    def server_step(self, server: ServerStep) -> State:
+        """The clients' share of the federation of their mean change."""
+        average, share = server.mean(server.updates, server.weights), len(server.clients) / server.num_clients
+        return {
+            key: server.previous[key] + share * (value - server.previous[key]) if value.is_floating_point() else value
+            for key, value in average.items()
+        }

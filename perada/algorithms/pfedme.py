@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pFedMe (T. Dinh et al., NeurIPS 2020)."""
+
+from typing import Literal
+
+import torch
+
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
+from perada.states import State
+
+
+class PFedMe(Algorithm):
+    """Federated learning of Moreau envelopes (their Algorithm 1).
+
+    For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate of
+    the personal role that start from w_m; then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. The server
+    takes w ← (1 − β) w + β mean(w_m). The last θ is the personal model. There is one copy of the running statistics of
+    norms: those of the passes of θ, which also travel with w_m.
+
+    Args:
+        prox_strength: λ.
+        inner_steps: Steps K of the inner problem on each minibatch.
+        beta: β; 1 takes the mean.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    inference: Literal["personal", "global"] = "personal"
+
+    def __init__(self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0) -> None:
+        if inner_steps < 1:
+            raise ValueError(f"inner_steps={inner_steps!r} finds no personal model; give 1 or more")
+        if not 0 < beta <= 1:
+            raise ValueError(f"beta={beta!r} cannot be used; give a number above 0 up to 1")
+        self.prox_strength = check_strength("prox_strength", prox_strength)
+        self.inner_steps, self.beta = inner_steps, beta
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """θ, to predict with."""
+        return {"personal": initial}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Both start from what was received."""
+        return {"personal": received, "local": received}
+
+    def client_step(self, step: ClientStep) -> None:
+        """Solve the inner problem, then move towards its solution."""
+        theta, local = step.states["personal"], step.states["local"]
+        with torch.no_grad():
+            for key, value in theta.items():
+                if value.requires_grad:
+                    value.copy_(local[key])
+        for _ in range(self.inner_steps):
+            step.descend("personal", step.loss("personal"), pull=(self.prox_strength, local))
+        step.descend("local", pull=(self.prox_strength, theta))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep θ, send w_m."""
+        parameters = {key: trained["local"][key] for key in slot.parameters}
+        return {"personal": trained["personal"]}, trained["personal"] | parameters
+
+    def server_step(self, server: ServerStep) -> State:
+        """Move towards the mean."""
+        average = server.mean(server.updates, server.weights)
+        if self.beta == 1:
+            return average
+        return {
+            key: (1 - self.beta) * server.previous[key] + self.beta * value if value.is_floating_point() else value
+            for key, value in average.items()
+        }

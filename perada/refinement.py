@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several global models predict together, and the distillation of an ensemble within a round."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perada.engine import Engine
+from perada.server import Distillation, ensemble_logits
+from perada.states import State, expand
+
+
+class ServerData(Protocol):
+    """What the server needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
+
+    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
+        """Positions in the public set (steps, B)."""
+
+    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
+        """Prepared public images (len(indices), channels, height, width)."""
+
+    def validation_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+        """Prepared images and labels of the server's validation set."""
+
+
+def refine(
+    engine: Engine,
+    options: Distillation,
+    data: ServerData,
+    round: int,
+    student: State,
+    teachers: State,
+    parameters: tuple[str, ...],
+    *,
+    multilabel: bool,
+    average_from: float | None = None,
+    progress: Callable[[Tensor], Iterable[Tensor]] = iter,
+) -> State:
+    """Distil the ensemble of ``teachers`` into ``student``; each public image passes the teachers once.
+
+    Args:
+        engine: Runs the states.
+        options: How; rounds that are not to be distilled leave the student as it is.
+        data: Public images, and the server's validation set.
+        round: Counted from 0.
+        student: State to start from; it is not changed.
+        teachers: Stack (C, ...).
+        parameters: Names of the tensors to train.
+        multilabel: Whether labels are 0/1 per class.
+        average_from: See :meth:`perada.server.Distillation.run`.
+        progress: Wraps the steps in a progress bar.
+    """
+    alone = all(len(teachers[key]) == 1 and torch.equal(value, teachers[key][0]) for key, value in student.items())
+    if alone or not options.active(round):
+        return student  # its own only teacher: Adam would turn rounding errors into steps of full length
+    device = next(iter(student.values())).device
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        indices = data.public_indices(round, options.steps, options.batch_size)
+        used, positions = torch.unique(indices, return_inverse=True)
+        logits = torch.cat(
+            [ensemble_logits(engine, teachers, data.public_images(part, device)) for part in used.split(256)]
+        )
+        for step, rows in enumerate(progress(indices)):
+            yield data.public_images(rows, device), logits[positions[step].to(device)]
+
+    def accuracy(state: State) -> float:
+        right = total = 0
+        for x, y in data.validation_batches(device):
+            logits = engine.shared_logits(expand(state, 1), x)[0]
+            hits = (logits > 0) == y.bool() if y.dim() > 1 else logits.argmax(-1) == y
+            right, total = right + int(hits.sum()), total + hits.numel()
+        return right / total
+
+    with torch.enable_grad():
+        return options.run(
+            engine,
+            student,
+            parameters,
+            batches(),
+            multilabel=multilabel,
+            validate=accuracy if options.validate_every else None,
+            average_from=average_from,
+        )
+
+
+def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:
+    """Logits of the ensemble of K models.
+
+    Args:
+        logits: (K, ..., classes).
+        average: ``logits``, or ``probabilities``: those of the result are the mean of the models' probabilities.
+        multilabel: Whether each class has a Bernoulli probability of its own.
+
+    Returns:
+        (..., classes).
+
+    >>> ensemble(torch.tensor([[0.0, 2.0], [2.0, 0.0]]), "probabilities", False).softmax(-1).tolist()
+    [0.5, 0.5]
+    """
+    if len(logits) == 1:
+        return logits[0]
+    if average == "logits":
+        return logits.mean(0)
+    if not multilabel:
+        return logits.log_softmax(-1).logsumexp(0)
+    return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
