@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from perada.data.datasets import ImageSet
 from perada.data.division import Division
 from perada.data.federated import Checked, FederatedData, check
+from perada.data.holdout import EvaluateOn, check_share, hold_out
 from perada.data.loaders import EvalBatches, RoundBatches, loader
 from perada.data.partitions import Partition
-from perada.data.preparation import BatchT, Preparation
-from perada.data.store import TensorStore
+from perada.data.preparation import BatchT, Preparation, check_least
+from perada.data.store import TensorStore, length
 from perada.rounds import (
     CohortBatch,
     EvalBatch,
@@ -47,6 +48,8 @@ class FederatedDataModule(pl.LightningDataModule):
         train_limit: Number of training images used, drawn at random; null for all.
         test_limit: Number of test images used, likewise.
         public_limit: Number of images of ``public`` used, likewise.
+        client_validation: Share of every client's training images, at least one, that it does not train on.
+        evaluate_on: Score the clients' ``test`` images, or in their place the ``validation`` ones so held out.
         seed: Seed of the partition, the limits and the shares. What is drawn in training comes from the run's seed.
         batch_size: Images in a client's batch, or full for all that the client has.
         eval_batch_size: Images in a batch of test data.
@@ -78,6 +81,8 @@ class FederatedDataModule(pl.LightningDataModule):
         train_limit: int | None = None,
         test_limit: int | None = None,
         public_limit: int | None = None,
+        client_validation: float = 0.0,
+        evaluate_on: EvaluateOn = "test",
         seed: int = 0,
         batch_size: int | Literal["full"] = 64,
         eval_batch_size: int = 256,
@@ -90,6 +95,8 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
+        check_share(client_validation, evaluate_on)
+        self._holdout = client_validation, seed, evaluate_on
         self._data = data
         self._division: Division | None = None
         if data is None:
@@ -104,16 +111,9 @@ class FederatedDataModule(pl.LightningDataModule):
                 "data is given, and with it options that divide a dataset: put the public set and all else into "
                 "FederatedData, or give dataset and partition instead"
             )
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("image_size", image_size, 1),
-            ("crop_padding", crop_padding, 0),
-            ("num_classes", num_classes, 1),
-        ):
-            if value is not None and value != "full" and (isinstance(value, str) or value < least):
-                raise ValueError(f"{name} is {value!r}: give at least {least}" + ", or 'full'" * (name == "batch_size"))
+        check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_least(1, image_size=image_size, num_classes=num_classes)
+        check_least(0, num_workers=num_workers, crop_padding=crop_padding)
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.device_cache_mb = image_size, device_cache_mb
         self._num_classes = num_classes
@@ -144,6 +144,8 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._division is not None:
             data, self._record = self._division.share_out()
         assert data is not None
+        if self._holdout[0]:
+            data, self._record = hold_out(data, self._record, *self._holdout)
         declared = data.num_classes
         if self._num_classes is not None and declared not in (None, self._num_classes):
             raise ValueError(
@@ -159,6 +161,10 @@ class FederatedDataModule(pl.LightningDataModule):
         self.num_clients = len(data.train)
         self.train_sizes = self._checked.train.sizes
         self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel
+        if self._data is not None:
+            test = [length(dataset) for dataset in self._data.test] or [0] * self.num_clients
+            sizes = {"train_sizes": list(self.train_sizes), "test_sizes": test, "public_size": self.public_size}
+            self._record = {"num_clients": self.num_clients} | sizes | self._record
 
     @property
     def _seed(self) -> int:
@@ -222,20 +228,14 @@ class FederatedDataModule(pl.LightningDataModule):
         return loader(RoundBatches(store, plan, self.batch_size, self._seed), store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
-        """Serve all clients' test data, each image once; an empty list if there are none."""
+        """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
         store = self._ready.test
         if store is None:
             return []
         self._cache(store)
         return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
 
-    def test_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
-        """Serve the same as :meth:`val_dataloader`."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
-        """Serve the same as :meth:`val_dataloader`."""
-        return self.val_dataloader()
+    test_dataloader = predict_dataloader = val_dataloader
 
     @property
     def public_size(self) -> int:
@@ -275,12 +275,8 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def partition_dict(self) -> dict[str, Any]:
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
-        data = self._ready
-        if self._record:
-            return self._record
-        test = [0] * self.num_clients if data.test is None else list(data.test.sizes)
-        sizes = {"train_sizes": list(self.train_sizes), "test_sizes": test, "public_size": self.public_size}
-        return {"num_clients": self.num_clients} | sizes
+        self.setup()
+        return self._record
 
     def on_after_batch_transfer(self, batch: BatchT, dataloader_idx: int) -> BatchT:
         """Prepare a batch once it is on the device."""

@@ -133,6 +133,12 @@ class FromFile(Partition):
             recorded = [
                 [np.asarray(own, dtype=np.int64).reshape(-1) for own in saved[part]] for part in ("train", "test")
             ]
+            held = saved.get("client_validation") or [[]] * len(
+                recorded[0]
+            )  # the partition gave these for training too
+            recorded[0] = [
+                np.append(own, np.asarray(more, np.int64)) for own, more in zip(recorded[0], held, strict=True)
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a partition of a dataset ({error!r}): give another file") from None
         division = [_find(own, part, path) for own, part in zip(recorded, (train, test), strict=True)]

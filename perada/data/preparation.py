@@ -66,3 +66,17 @@ class Preparation:
         rows = batch.x.shape[1]
         crops = torch.cat([draw_crops(rows, padding > 0, self.flip, padding, stream) for stream in streams])
         return augment(batch.x.flatten(0, 1), crops, padding).view_as(batch.x)
+
+
+def check_least(least: int, **options: int | str | None) -> None:
+    """Refuse options below ``least``; None fits, and ``batch_size`` may be "full".
+
+    Raises:
+        ValueError: With the option and the remedy.
+    """
+    for name, value in options.items():
+        full = name == "batch_size"
+        if value is None or (full and value == "full"):
+            continue
+        if isinstance(value, str) or value < least:
+            raise ValueError(f"{name} is {value!r}: give at least {least}" + ", or 'full'" * full)

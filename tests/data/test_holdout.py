@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation images held out at the clients: who gets which, what is trained on, what is scored."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from perada.data import Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile, Phase
+
+SIZES = (6, 9, 2, 30)
+
+
+class Pictures(Dataset):
+    """Samples as PIL images, one by one."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        image, label = self.samples[index]
+        return Image.fromarray(image[0].numpy()), int(label)
+
+
+class Unread(Dataset):
+    """Test images that must not be looked at."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        raise AssertionError("a test image was read")
+
+
+def numbered(sizes=SIZES, start=0):
+    """Every image of every client has a value of its own."""
+    sets = []
+    for size in sizes:
+        images = torch.arange(start, start + size, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+        sets.append(TensorDataset(images.contiguous(), torch.arange(size) % 3))
+        start += size
+    return sets
+
+
+def module(data=None, run_seed=5, **options):
+    made = FederatedDataModule(data, batch_size="full", **options)
+    made.configure_rounds(seed=run_seed, clients_per_round=None, phases=[Phase(epochs=1)], image=None)
+    return made
+
+
+def values(images):
+    return sorted(((images[:, 0, 0, 0] + 1) * 127.5).round().long().tolist())
+
+
+def trained(made):
+    """For each client the values of the images it trains on in one epoch of full batches."""
+    (batch,) = [made.prepare(batch) for batch in made.train_dataloader()]
+    rows = zip(batch.clients, batch.x, batch.counts, strict=True)
+    return [own for _, own in sorted((client, values(x[:n])) for client, x, n in rows)]
+
+
+def scored(made, clients):
+    """For each client the values of the images it is evaluated on."""
+    batches = [made.prepare(batch) for batch in made.val_dataloader()]
+    x, owner = torch.cat([b.x for b in batches]), torch.cat([b.owner for b in batches])
+    return [values(x[owner == client]) for client in range(clients)]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.95])
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, Pictures], ids=["tensors", "pictures"])
+def test_clients_train_on_one_part_and_are_scored_on_the_other(wrap, share):
+    data = FederatedData([wrap(own) for own in numbered()], [Unread() for _ in SIZES])
+    made = module(data, client_validation=share, evaluate_on="validation")
+    train, held = trained(made), scored(made, len(SIZES))
+    start = 0
+    for size, kept, out in zip(SIZES, train, held, strict=True):
+        assert sorted(kept + out) == list(range(start, start + size))
+        assert len(out) == min(size - 1, max(1, round(share * size)))
+        start += size
+    assert made.train_sizes == tuple(map(len, train))
+    record = made.partition_dict()
+    assert record["client_validation_sizes"] == [len(out) for out in held]
+    assert (record["train_sizes"], record["test_sizes"]) == ([len(kept) for kept in train], [3] * 4)
+    again = module(data, run_seed=6, client_validation=share, evaluate_on="validation")
+    assert scored(again, len(SIZES)) == held
+
+
+def test_which_images_are_held_out_depends_on_the_data_seed_and_the_client():
+    data = FederatedData(numbered((30, 30, 30)))
+
+    def held(**options):
+        return scored(module(data, client_validation=0.2, evaluate_on="validation", **options), 3)
+
+    assert held(seed=1) == held(seed=1, run_seed=9)
+    assert held(seed=1) != held(seed=2)
+    first, second, third = ([value - 30 * client for value in own] for client, own in enumerate(held(seed=1)))
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+
+
+def test_held_out_images_are_not_trained_on_where_the_test_images_are_scored():
+    data = FederatedData(numbered(), numbered((4, 0, 2, 1), start=100))
+    tuned = module(data, client_validation=0.3, evaluate_on="validation")
+    final = module(data, client_validation=0.3)
+    assert trained(final) == trained(tuned) != trained(module(data))
+    assert scored(final, 4) == scored(module(data), 4) == [[100, 101, 102, 103], [], [104, 105], [106]]
+    assert "client_validation_sizes" not in module(data).partition_dict()
+    for batches in (tuned.test_dataloader, tuned.predict_dataloader):
+        seen = torch.cat([batch.x for batch in batches()])
+        assert sorted(seen[:, 0, 0, 0].tolist()) == sorted(value for own in scored(tuned, 4) for value in own)
+
+
+def divided(**options):
+    options = {"partition": Dirichlet(6, 0.5), "train_limit": 300, "public_fraction": 0.1} | options
+    return FederatedDataModule(dataset=Digits(), client_validation=0.25, evaluate_on="validation", **options)
+
+
+def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
+    made = divided()
+    record = json.loads(json.dumps(made.partition_dict()))
+    whole = FederatedDataModule(dataset=Digits(), partition=Dirichlet(6, 0.5), train_limit=300, public_fraction=0.1)
+    for kept, held, own in zip(
+        record["train"], record["client_validation"], whole.partition_dict()["train"], strict=True
+    ):
+        assert sorted(kept + held) == own
+        assert len(held) == round(0.25 * len(own))
+    assert record["test"] == whole.partition_dict()["test"]
+    assert made.train_sizes == tuple(map(len, record["train"]))
+    batches = list(made.val_dataloader())
+    positions = [position for own in record["client_validation"] for position in own]
+    assert torch.equal(torch.cat([batch.x for batch in batches]), Digits().images[positions])
+    assert torch.equal(torch.cat([batch.y for batch in batches]), Digits().labels[positions])
+    path = tmp_path / "partition.json"
+    path.write_text(json.dumps(record))
+    again = divided(partition=FromFile(str(path))).partition_dict()
+    assert {part: again[part] for part in ("train", "client_validation", "test")} == {
+        part: record[part] for part in ("train", "client_validation", "test")
+    }
+
+
+def test_a_client_with_two_images_has_one_of_each():
+    made = module(FederatedData(numbered((2, 2))), client_validation=0.9, evaluate_on="validation")
+    assert [len(own) for own in trained(made) + scored(made, 2)] == [1, 1, 1, 1]
+
+
+def test_clients_that_cannot_share_are_named():
+    data = FederatedData([Subset(numbered()[3], range(n)) for n in (4, 1, 3, 1)])
+    with pytest.raises(ValueError, match=r"clients 1, 3 have fewer than 2: .* set client_validation to 0"):
+        module(data, client_validation=0.1)
+    with pytest.raises(ValueError, match=r"client 0 has fewer than 2"):
+        module(FederatedData(numbered((1, 5))), client_validation=0.1)
+    many = FederatedData([Subset(numbered()[3], [0])] * 13)
+    with pytest.raises(ValueError, match=r"clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 3 more have"):
+        module(many, client_validation=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"client_validation": 1.0}, "client_validation is 1.0: it is a share"),
+        ({"client_validation": -0.1}, "client_validation is -0.1"),
+        ({"client_validation": float("nan")}, "client_validation is nan"),
+        ({"evaluate_on": "validation"}, "evaluate_on is 'validation' and client_validation is 0"),
+        ({"evaluate_on": "train", "client_validation": 0.1}, "evaluate_on is 'train': give 'test' or 'validation'"),
+    ],
+)
+def test_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        FederatedDataModule(FederatedData(numbered()), **options)
