@@ -257,6 +257,15 @@ def _pretrain(args: Sequence[str]) -> None:
     pretrain(args)
 
 
+def _study(args: Sequence[str]) -> None:
+    from perada.studies import main as study
+
+    try:
+        study(args)
+    except ModuleNotFoundError as error:  # the drawing library is an extra
+        raise MisconfigurationException(str(error)) from error
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "ls": (_ls, "list the shipped recipes"),
     "cp": (_cp, "copy a recipe, to edit it"),
@@ -264,6 +273,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "export": (_export, "write a run's adapters as PEFT folders"),
     "report": (_report, "print a run's metrics as tables"),
     "pretrain": (_pretrain, "train a small backbone on Fashion-MNIST"),
+    "study": (_study, "repeat a small experiment of a paper; alone it lists them"),
 }
 
 HELP = """usage: perada COMMAND [options]
