@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The algorithm of docs/algorithms.md that is written outside the package, run from a recipe as shown there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(language):
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path):
+    (code,), section = blocks("python"), blocks("yaml")[-1]
+    assert len(code.splitlines()) < 40
+    (tmp_path / "my_methods.py").write_text(code)
+    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    recipe["federated"] |= yaml.safe_load(section)["federated"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    small = """--trainer.max_epochs=2 --trainer.accelerator=cpu --trainer.enable_progress_bar=false --data.train_limit=200
+        --data.test_limit=40 --data.partition.num_clients=4 --data.public=null --data.image_size=16 --data.batch_size=8
+        --federated.clients_per_round=2 --federated.local_epochs=1 --trainer.check_val_every_n_epoch=1""".split()
+    command = [str(Path(sys.executable).parent / "perada"), "fit", "--config", "mine.yaml", *small]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    saved = torch.load(tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt")["perada"]["federation"]
+    trained = saved["clients"]
+    assert len(trained) >= 2
+    heads = {tuple(kept["personal"]) for kept in trained.values()}
+    (names,) = heads
+    assert len(names) == 2
+    assert all(name.startswith("fc.") for name in names)
+    one, other, *_ = trained.values()
+    assert all(not torch.equal(one["personal"][name], other["personal"][name]) for name in names)
+    used = (tmp_path / "lightning_logs" / "version_0" / "config.yaml").read_text()
+    assert "class_path: my_methods.FedPerProx" in used
+    assert "mu: 0.05" in used

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that a client trains and sends, ResNet-18 on CIFAR-10, beside Table 1 of the PerAda paper.
+
+Counted by hand from the layout of ResNet-18; in the last two columns what the paper prints, in millions. It cuts digits
+where others round, so a count agrees if it lies within 0.01 M. Two of its figures cannot be had from the definitions:
+the "input layer" sends 6.45 M there (its Table 7 keeps 4.73 M, which is the last block and the head), and FedAlt's and
+FedSim's adapters train 12.59 M, which counts norms and head twice (11.18 + 1.41).
+"""
+
+import pytest
+
+from perada.algorithms import ALGORITHMS, make_algorithm
+from perada.backbones import build_backbone, insert_adapter
+from perada.cohort import LocalTraining
+from perada.engine import Engine
+from perada.federation import Federation, Settings
+from perada.module import make_slot
+from perada.rounds import Phase, RoundPlan
+from perada.server import Distillation
+from perada.states import get_state
+
+FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
+WIDTHS = (64, 128, 256, 512)
+NORMS = 2 * (WIDTHS[0] + 4 * sum(WIDTHS) + sum(WIDTHS[1:]))  # the stem, four in each stage, three shortcuts
+ADAPTERS = 4 * sum(width * width + 2 * width for width in WIDTHS)
+PERADA = 1_413_258
+TABLE = {  # trained, sent; what the paper prints
+    "standalone": (FULL, 0, 11.18, 0),
+    "fedavg": (FULL, FULL, None, None),
+    "fedprox": (FULL, FULL, None, None),
+    "feddyn": (FULL, FULL, None, None),
+    "feddf": (FULL, FULL, None, None),
+    "fedbe": (FULL, FULL, None, None),
+    "fedbe_no_kd": (FULL, FULL, None, None),
+    "fed_ensemble": (FULL, FULL, None, None),
+    "fedavg_ft": (FULL, FULL, 11.18, 11.18),
+    "mtl": (FULL, FULL, 11.18, 11.18),
+    "pfedme": (2 * FULL, FULL, 22.36, 11.18),
+    "apfl": (2 * FULL, FULL, 22.36, 11.18),
+    "ditto": (2 * FULL, FULL, 22.36, 11.18),
+    "fedbn": (FULL, FULL - NORMS, 11.18, 11.17),
+    "lg_fedavg": (FULL, HEAD, 11.18, 0.005),
+    "fedrep": (FULL, FULL - HEAD, 11.18, 11.17),
+    "fedalt_output": (FULL, FULL - HEAD, 11.18, 11.17),
+    "fedsim_output": (FULL, FULL - HEAD, 11.18, 11.17),
+    "fedalt_input": (FULL, FULL - CONV1, 11.18, None),
+    "fedsim_input": (FULL, FULL - CONV1, 11.18, None),
+    "fedalt_adapter": (FULL + ADAPTERS, FULL, 12.59, 11.18),
+    "fedsim_adapter": (FULL + ADAPTERS, FULL, 12.59, 11.18),
+    "perada": (2 * PERADA, PERADA, 2.82, 1.41),
+    "perada_no_kd": (2 * PERADA, PERADA, 2.82, 1.41),
+}
+
+
+class Sizes:
+    """What a round without public images needs of the data."""
+
+    train_sizes = (8,) * 5
+
+
+def model(name):
+    backbone = build_backbone("resnet18", 10, pretrained=False)
+    adapter = "residual" if name.startswith("perada") or name.endswith("adapter") else "full"
+    return insert_adapter(backbone, adapter, train_backbone=name.endswith("adapter"))
+
+
+def test_every_algorithm_is_counted():
+    assert set(TABLE) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_parameters_trained_and_sent(name):
+    few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
+    algorithm = make_algorithm(name, **few.get(name, {}))
+    adapted = model(name)
+    slot = make_slot(adapted.model, adapted.backbone.head)
+    algorithm.check(slot, 5)
+    phases = algorithm.phases(1, None)
+    settings = Settings(
+        algorithm, LocalTraining("sgd", {"personal": 0.1, "local": 0.1}), Distillation(0), "uniform", phases, seed=0
+    )
+    engine = Engine(adapted.model, "loop")
+    federation = Federation(engine, slot, lambda index: get_state(adapted.model), settings, 5)
+    cohort = federation.open(RoundPlan(0, (0,), ((1,),) * len(phases)))
+    counted = federation.close(cohort, Sizes()).metrics
+    trained, sent, *paper = TABLE[name]
+    assert (counted["params/trained"], counted["params/sent"]) == (trained, sent)
+    for count, printed in zip((trained, sent), paper, strict=True):
+        if printed is not None:
+            assert abs(count / 1e6 - printed) < 0.01
+
+
+def test_phases_are_those_of_the_paper():
+    assert [phase.name for phase in make_algorithm("fedrep").phases(1, None)] == ["personal", "local"]
+    assert make_algorithm("fedrep", head_epochs=2).phases(None, 7) == (Phase("personal", 2), Phase("local", steps=7))
