@@ -29,7 +29,7 @@ class FedEnsemble(Algorithm):
     Args:
         base: What clients do with the mode they receive, and how the server refines it; FedAvg by default.
         modes: K.
-        strata: Q; at most the number of clients.
+        strata: Q; by default as many as modes, or as clients where there are fewer.
         assignment: ``permutation`` as above, or ``loss``: a client takes the mode with the least loss on its own
             training images. For that all modes are sent to it.
         average: What is averaged to predict: ``logits`` or ``probabilities``.
@@ -45,7 +45,7 @@ class FedEnsemble(Algorithm):
         self,
         base: Algorithm | None = None,
         modes: int = 5,
-        strata: int = 5,
+        strata: int | None = None,
         assignment: Literal["permutation", "loss"] = "permutation",
         average: Literal["logits", "probabilities"] = "logits",
         keeps: Literal["ensemble", "best"] = "ensemble",
@@ -59,7 +59,7 @@ class FedEnsemble(Algorithm):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; choose {allowed[0]!r} or {allowed[1]!r}")
         for name, number in (("modes", modes), ("strata", strata)):
-            if number < 1:
+            if number is not None and number < 1:
                 raise ValueError(f"{name}={number!r} cannot be used; give 1 or more")
         kind = type(self.base).__name__
         if not (self.base.sends and self.base.global_model) or self.base.finetuning() or self.base.compares:
@@ -82,7 +82,7 @@ class FedEnsemble(Algorithm):
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse more strata than clients, and what the base cannot work with."""
-        if self.strata > num_clients:
+        if (self.strata or 0) > num_clients:
             raise ValueError(f"strata={self.strata} cannot be filled by {num_clients} clients; give at most that many")
         self.base.check(slot, num_clients)
 
@@ -109,7 +109,8 @@ class FedEnsemble(Algorithm):
         if self.assignment == "loss":
             modes = best
         else:
-            schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, self.strata)
+            strata = self.strata or min(self.modes, sending.num_clients)
+            schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, strata)
             modes = schedule[list(sending.clients)]
         sent = [self.base.broadcast(replace(sending, global_state=mode)) for mode in unstack(sending.global_state)]
         received = {
