@@ -24,9 +24,12 @@ def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path):
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     recipe["federated"] |= yaml.safe_load(section)["federated"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    small = """--trainer.max_epochs=2 --trainer.accelerator=cpu --trainer.enable_progress_bar=false
-        --data.train_limit=200 --data.test_limit=40 --data.partition.num_clients=4 --data.public=null --data.image_size=16 --data.batch_size=8
-        --federated.clients_per_round=2 --federated.local_epochs=1 --trainer.check_val_every_n_epoch=1""".split()
+    small = """
+        --trainer.max_epochs=2 --trainer.accelerator=cpu --trainer.enable_progress_bar=false
+        --trainer.check_val_every_n_epoch=1 --federated.clients_per_round=2 --federated.local_epochs=1
+        --data.train_limit=200 --data.test_limit=40 --data.partition.num_clients=4 --data.public=null
+        --data.image_size=16 --data.batch_size=8
+    """.split()
     command = [str(Path(sys.executable).parent / "perada"), "fit", "--config", "mine.yaml", *small]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several global models: their first states, their scores, which a client takes and keeps, what is saved."""
+
+from collections import OrderedDict
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.algorithms import FedBE, FedEnsemble, PerAda
+from perada.data import FederatedDataModule, Phase
+
+SIZES, CLASSES, MODES = (9, 4, 14, 6), 3, 3
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+COMMON = {"batch_size": 4, "lr_personal": 0.1, "lr_local": 0.1, "clients_per_round": 3, "distill_steps": 2}
+
+
+@cache
+def task():
+    random = torch.Generator().manual_seed(3)
+
+    def part(n, shift):
+        labels = torch.arange(n) * (shift + 1) % CLASSES
+        return TensorDataset(torch.randn(n, 1, 6, 6, generator=random, dtype=torch.float64), labels)
+
+    train, test = ([part(n, m) for m, n in enumerate(sizes)] for sizes in (SIZES, (5, 5, 5, 5)))
+    return perada.FederatedData(train, test, TensorDataset(part(6, 0).tensors[0]), num_classes=CLASSES)
+
+
+def network():
+    torch.manual_seed(0)
+    layers = {
+        "conv": nn.Conv2d(1, 4, 3),
+        "norm": nn.BatchNorm2d(4),
+        "act": nn.Tanh(),
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flat": nn.Flatten(),
+        "fc": nn.Linear(4, CLASSES),
+    }
+    return nn.Sequential(OrderedDict(layers)).double()
+
+
+def frozen(state):
+    model = network().eval().requires_grad_(False)
+    model.load_state_dict(state)
+    return model
+
+
+def finetune(algorithm, rounds=2, adapter="full", **options):
+    return perada.finetune(
+        network(), task(), adapter=adapter, algorithm=algorithm, rounds=rounds, **COMMON | options, **QUIET
+    )
+
+
+def images():
+    return torch.cat([part.tensors[0] for part in task().test]), torch.cat([part.tensors[1] for part in task().test])
+
+
+def test_modes_start_from_random_heads_of_the_same_network():
+    modes = finetune(FedEnsemble(modes=MODES), rounds=0).states("global")
+    assert torch.equal(modes[0]["fc.weight"], network().fc.weight)
+    for one, other in ((0, 1), (1, 2)):
+        assert not torch.equal(modes[one]["fc.weight"], modes[other]["fc.weight"])
+        assert torch.equal(modes[one]["conv.weight"], modes[other]["conv.weight"])
+    again = finetune(FedEnsemble(modes=MODES), rounds=0).states("global")
+    assert all(torch.equal(mode[key], other[key]) for mode, other in zip(modes, again, strict=True) for key in mode)
+    seeded = finetune(FedEnsemble(modes=MODES), rounds=0, seed=1).states("global")
+    assert not torch.equal(modes[1]["fc.weight"], seeded[1]["fc.weight"])
+
+
+def test_modes_of_a_network_without_weights_differ_everywhere():
+    modes = finetune(FedEnsemble(modes=2), rounds=0, pretrained=False).states("global")
+    assert not torch.equal(modes[0]["conv.weight"], modes[1]["conv.weight"])
+
+
+def test_modes_differ_in_their_adapters():
+    adapter = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=True)
+    modes = finetune(FedEnsemble(modes=2), rounds=0, adapter=adapter).states("global")
+    assert not torch.equal(modes[0]["conv.lora_A.default.weight"], modes[1]["conv.lora_A.default.weight"])
+    assert all(not mode["conv.lora_B.default.weight"].any() for mode in modes)  # LoRA starts as the identity
+
+
+@pytest.mark.parametrize("average", ["logits", "probabilities"])
+def test_scores_are_those_of_the_modes_and_of_their_average(average):
+    run = finetune(FedEnsemble(modes=MODES, average=average))
+    x, y = images()
+    logits = []
+    for state in run.states("global"):
+        logits.append(frozen(state)(x))
+    outputs = torch.stack(logits if average == "logits" else [one.softmax(1) for one in logits]).mean(0)
+    p = outputs.softmax(1) if average == "logits" else outputs
+    scores = [float((one.argmax(1) == y).double().mean()) for one in logits]
+    last = run.metrics["rounds"][-1]
+    assert last["global/global_test"] == pytest.approx(float((p.argmax(1) == y).double().mean()))
+    assert (last["global/best_mode"], last["global/worst_mode"]) == pytest.approx((max(scores), min(scores)))
+    assert last["global/entropy"] == pytest.approx(float(-(p * p.log()).sum(1).mean()))
+    assert last["personal/global_test"] == pytest.approx(last["global/global_test"])
+    torch.testing.assert_close(run.global_model()(x).softmax(1).detach(), p)
+    torch.testing.assert_close(run.personal(2)(x).softmax(1).detach(), p)
+
+
+def test_one_model_has_no_best_and_worst():
+    assert not {"global/best_mode", "global/entropy"} & set(finetune("fedavg").metrics["rounds"][-1])
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+def test_a_client_takes_and_keeps_the_mode_with_the_least_loss_on_its_images(engine):
+    algorithm = FedEnsemble(modes=MODES, assignment="loss", keeps="best")
+    start = finetune(algorithm, rounds=0).states("global")
+    run = finetune(algorithm, rounds=1, lr_local=0.01, engine=engine)
+    served = FederatedDataModule(task(), batch_size=4)
+    served.configure_rounds(seed=0, clients_per_round=3, phases=[Phase()])
+    plan = served.plan(0)
+    best = {}
+    for client in plan.clients:
+        # One epoch of batches: a client's images once, but for those that fill the last batch.
+        rows = [
+            (batch.x[i], batch.y[i])
+            for batch in served.cohort_loader(plan)
+            for i, m in enumerate(batch.clients)
+            if m == client
+        ]
+        x, y = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        losses = []
+        for state in start:
+            losses.append(float(F.cross_entropy(frozen(state)(x), y)))
+        best[client] = losses.index(min(losses))
+    assert len(set(best.values())) > 1
+    modes = run.states("global")
+    for mode in range(MODES):
+        moved = any(not torch.equal(modes[mode][key], start[mode][key]) for key in modes[mode])
+        assert moved == (mode in best.values())
+    for client in range(len(SIZES)):
+        personal = run.state("personal", client)
+        assert all(torch.equal(personal[key], modes[best.get(client, 0)][key]) for key in personal)
+    sent = finetune(FedEnsemble(modes=MODES), rounds=1).metrics["rounds"][0]["comm/down_mb"]
+    assert run.metrics["rounds"][0]["comm/down_mb"] == pytest.approx(MODES * sent, rel=0.05)
+
+
+def test_a_run_with_several_global_models_is_saved_and_loaded(tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["conv"], modules_to_save=["norm"])
+    run = finetune(FedEnsemble(PerAda(), modes=2), adapter=adapter)
+    run.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
+        "global_0",
+        "global_1",
+        *(f"client_{m}" for m in range(len(SIZES))),
+    }
+    back = perada.Run.load(tmp_path, backbone=network())
+    x, _ = images()
+    assert torch.equal(back.global_model()(x), run.global_model()(x))
+    assert torch.equal(back.personal(1)(x), run.personal(1)(x))
+    alone = PeftModel.from_pretrained(network(), str(tmp_path / "global_1")).eval()
+    member = run.global_model().members[1]
+    torch.testing.assert_close(alone(x), member(x))
+    with pytest.raises(ValueError, match=r"averages 2 states; ask for states\('global'\)"):
+        back.state("global")
+
+
+def test_clients_that_share_an_ensemble_have_no_folders(tmp_path):
+    run = finetune(FedBE(samples=1, distill=False))
+    assert len(run.states("global")) == 1 + 3 + 1
+    run.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"global_{k}" for k in range(5)]
+    back = perada.Run.load(tmp_path, backbone=network())
+    x, _ = images()
+    assert torch.equal(back.personal(3)(x), run.personal(3)(x))
+    with pytest.raises(ValueError, match="averages 5 states"):
+        back.state("personal", 0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (FedEnsemble(modes=3), "its algorithm is 'FedEnsemble of 2 modes of FedAvg.*here it is .*3 modes"),
+        (FedEnsemble(PerAda(), modes=2), "here it is .*of PerAda"),
+    ],
+)
+def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorithm, message):
+    monkeypatch.chdir(tmp_path)
+    options = COMMON | {"enable_progress_bar": False, "accelerator": "cpu"}
+    perada.finetune(network(), task(), adapter="full", algorithm=FedEnsemble(modes=2), rounds=1, **options)
+    with pytest.raises(ValueError, match=message):
+        perada.finetune(network(), task(), adapter="full", algorithm=algorithm, rounds=2, ckpt_path="last", **options)

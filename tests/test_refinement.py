@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several models predict together, and distilling one model into itself."""
+
+import pytest
+import torch
+from scipy.stats import entropy
+
+from perada.evaluation import predictive_entropy
+from perada.refinement import ensemble, refine
+from perada.server import Distillation
+
+LOGITS = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_logits_are_averaged():
+    expected = sum(LOGITS[k] for k in range(4)) / 4
+    torch.testing.assert_close(ensemble(LOGITS, "logits", False), expected)
+    torch.testing.assert_close(ensemble(LOGITS, "logits", True), expected)
+
+
+def test_probabilities_are_averaged():
+    softmax = torch.stack([row.exp() / row.exp().sum(-1, keepdim=True) for row in LOGITS]).mean(0)
+    torch.testing.assert_close(ensemble(LOGITS, "probabilities", False).softmax(-1), softmax)
+    sigmoid = (1 / (1 + (-LOGITS).exp())).mean(0)
+    torch.testing.assert_close(ensemble(LOGITS, "probabilities", True).sigmoid(), sigmoid)
+
+
+@pytest.mark.parametrize("average", ["logits", "probabilities"])
+def test_one_model_is_its_own_ensemble(average):
+    assert torch.equal(ensemble(LOGITS[:1], average, False), LOGITS[0])
+
+
+def test_probabilities_near_zero_are_averaged_without_overflow():
+    far = torch.tensor([[0.0, -2000.0], [0.0, -1000.0]])
+    assert ensemble(far, "probabilities", False).softmax(-1).tolist() == [1.0, 0.0]
+    assert ensemble(far, "probabilities", True).isfinite().all()
+
+
+def test_entropy_equals_scipys():
+    p = LOGITS[0].softmax(-1)
+    torch.testing.assert_close(predictive_entropy(LOGITS[0], False), torch.as_tensor(entropy(p.numpy(), axis=-1)))
+    q = LOGITS[0].sigmoid().numpy()
+    labels = [entropy([value, 1 - value]) for value in q.flatten()]
+    expected = torch.tensor(labels, dtype=torch.float64).view(5, 3).mean(-1)
+    torch.testing.assert_close(predictive_entropy(LOGITS[0], True), expected)
+
+
+def test_entropy_of_a_certain_prediction_is_zero():
+    assert predictive_entropy(torch.tensor([[1e4, -1e4]]), False).tolist() == [0.0]
+
+
+def test_a_model_is_not_distilled_into_itself():
+    """Its gradient is zero but for rounding, which Adam would turn into steps of full length."""
+    state = {"w": torch.ones(2)}
+    same = {"w": state["w"].unsqueeze(0)}
+    options = Distillation(steps=3)
+    assert (
+        refine(None, options, None, 0, state, same, ("w",), multilabel=False) is state
+    )  # neither is asked for anything
