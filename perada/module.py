@@ -87,7 +87,7 @@ class FederatedClassifier(pl.LightningModule):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
         for name, number in (("lr_personal", lr_personal), ("lr_local", lr_local)):
-            if not (number >= 0 and math.isfinite(number)):
+            if not (isinstance(number, int | float) and 0 <= number < math.inf):
                 raise ValueError(f"{name}={number!r} is not a learning rate; give a finite number, 0 or above")
         for name, fits, remedy in (
             ("momentum", 0 <= momentum < 1, "give 0 to below 1"),

@@ -84,13 +84,14 @@ class Distillation:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         for name, bad, remedy in (
-            ("steps", self.steps < 0, "give 0 to switch distillation off, or a positive number"),
-            ("batch_size", self.batch_size != "full" and int(self.batch_size) < 1, "give a positive number or 'full'"),
-            ("lr", not self.lr > 0, "give a positive learning rate"),
-            ("temperature", not self.temperature > 0, "give a positive temperature"),
+            ("steps", not _whole(self.steps, 0), "give 0 to switch distillation off, or a positive number"),
+            ("batch_size", not _whole(self.batch_size, 1) and self.batch_size != "full", "give 1 or more, or 'full'"),
+            ("lr", not _positive(self.lr), "give a positive learning rate"),
+            ("temperature", not _positive(self.temperature), "give a positive temperature"),
+            ("until_round", not _whole(self.until_round, 0) and self.until_round is not None, "give 0 or more"),
             ("optimizer", self.optimizer not in ("adam", "sgd"), "choose 'adam' or 'sgd'"),
             ("schedule", self.schedule not in ("cosine", "constant"), "choose 'cosine' or 'constant'"),
-            ("validate_every", self.validate_every < 0, "give 0 for never, or a number of steps"),
+            ("validate_every", not _whole(self.validate_every, 0), "give 0 for never, or a number of steps"),
         ):
             if bad:
                 raise ValueError(f"distillation: {name}={getattr(self, name)!r} cannot be used; {remedy}")
@@ -158,6 +159,14 @@ class Distillation:
                 reached = _first(state) | averages
                 best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
         return best[1] if best else _first(state) | averages
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and value >= least
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _first(stacked: State) -> State:

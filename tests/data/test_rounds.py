@@ -143,7 +143,13 @@ def test_public_stream_is_permutations():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"epochs": 1, "steps": 2}, "one or the other"), ({"epochs": 0}, "more than 0")]
+    ("options", "words"),
+    [
+        ({"epochs": 1, "steps": 2}, "one or the other"),
+        ({"epochs": 0}, "more than 0"),
+        ({"epochs": float("nan")}, "length nan"),
+        ({"steps": 1.5}, "steps=1.5; give a whole number"),
+    ],
 )
 def test_phases_have_one_length(options, words):
     with pytest.raises(ValueError, match=words):

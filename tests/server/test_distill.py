@@ -122,6 +122,19 @@ def test_run_equals_a_plain_loop(kind, optimizer, schedule, multilabel, temperat
     assert all(torch.equal(value, student.state_dict()[key]) for key, value in initial.items())
 
 
+@pytest.mark.parametrize(("average_from", "counted"), [(0.0, [1, 2, 3, 4]), (0.5, [3, 4]), (0.6, [4]), (1.0, [])])
+def test_the_students_states_are_averaged_along_the_way(average_from, counted):
+    """The states after 1, 2, ... steps are those of runs that stop there, at a constant rate."""
+    student, batches = models(1)[0], [(torch.randn(6, 1, 5, 5).double(), logits(step, 6, 3)) for step in range(4)]
+    initial, names, engine = get_state(student), parameter_keys(student), Engine(network(), "loop")
+    options = Distillation(4, lr=0.05, schedule="constant")
+    out = options.run(engine, initial, names, iter(batches), average_from=average_from)
+    after = {steps: options.run(engine, initial, names, iter(batches[:steps])) for steps in counted or [4]}
+    for key in names:
+        torch.testing.assert_close(out[key], sum(state[key] for state in after.values()) / len(after))
+    assert torch.equal(out["1.running_var"], initial["1.running_var"])
+
+
 def run_with_scores(scores, validate_every, steps=4):
     """Distil with a validation that gives these scores in turn; also the states it was asked about."""
     student = get_state(nn.Linear(2, 3))
@@ -172,6 +185,12 @@ def test_rates_fall_along_a_cosine_and_rounds_end():
         ("optimizer", "lion"),
         ("schedule", "linear"),
         ("validate_every", -1),
+        ("validate_every", 2.5),
+        ("steps", 1.5),
+        ("batch_size", "all"),
+        ("lr", "fast"),
+        ("lr", float("inf")),
+        ("until_round", -1),
     ],
 )
 def test_options_that_cannot_work_are_refused(name, value):
