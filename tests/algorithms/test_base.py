@@ -4,7 +4,30 @@
 import pytest
 import torch
 
-from perada.algorithms import ALGORITHMS, Algorithm, Ditto, FedAvgFT, PerAda, Slot, make_algorithm
+from perada.algorithms import (
+    ALGORITHMS,
+    APFL,
+    MTL,
+    Algorithm,
+    Ditto,
+    FedAlt,
+    FedAvgFT,
+    FedBE,
+    FedDyn,
+    FedEnsemble,
+    FedProx,
+    FedRep,
+    FedSim,
+    PerAda,
+    PFedMe,
+    Slot,
+    Standalone,
+    make_algorithm,
+)
+
+from .problems import LORA, finetune
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -25,7 +48,7 @@ def test_an_algorithm_is_returned_as_it_is():
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
         ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' cannot be made with .*prox_strength"),
         ("ditto", {"prox_strength": -1.0}, "prox_strength=-1.0 is not a strength"),
-        ("ditto", {"prox_strength": float("nan")}, "prox_strength=nan is not a strength"),
+        ("ditto", {"prox_strength": NAN}, "prox_strength=nan is not a strength"),
         ("fedavg_ft", {"finetune_epochs": 0}, "finetune_epochs=0 is not positive"),
     ],
 )
@@ -34,19 +57,113 @@ def test_wrong_names_and_options_are_refused(name, options, message):
         make_algorithm(name, **options)
 
 
-def test_only_perada_distils_and_only_personalised_algorithms_keep_states():
-    slot = Slot(("w",), ("w",))
-    kept = {name: set(make_algorithm(name).kept({"w": torch.zeros(1)}, slot)) for name in ALGORITHMS}
-    personal = {"personal"}
+@pytest.mark.parametrize(
+    ("kind", "option", "values"),
+    [
+        (FedProx, "prox_strength", (-0.1, NAN, float("inf"))),
+        (FedDyn, "alpha", (-0.1, 0.0, NAN, float("inf"))),  # the server divides by it
+        (FedBE, "sampler", ("gauss",)),
+        (FedBE, "samples", (-1,)),
+        (FedBE, "average_from", (-0.1, 1.1, NAN)),
+        (MTL, "prox_strength", (-0.1, NAN)),
+        (PFedMe, "prox_strength", (-0.1, NAN)),
+        (PFedMe, "inner_steps", (0, -1)),
+        (PFedMe, "beta", (0.0, -0.5, NAN)),
+        (APFL, "alpha", (-0.1, 1.1, NAN)),
+        (APFL, "lr_alpha", (-0.1, NAN)),
+        (FedRep, "head_epochs", (-1, NAN)),
+        (FedAlt, "personal_epochs", (-1, NAN)),
+        (FedAlt, "split", ("middle",)),
+        (FedSim, "split", ("middle",)),
+        (FedEnsemble, "modes", (0,)),
+        (FedEnsemble, "strata", (0,)),
+        (FedEnsemble, "assignment", ("random",)),
+        (FedEnsemble, "average", ("votes",)),
+        (FedEnsemble, "keeps", ("worst",)),
+    ],
+)
+def test_wrong_values_are_named(kind, option, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{option}={value!r} ") as error:
+            kind(**{option: value})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("base", [Standalone(), FedAvgFT(), FedRep(), FedEnsemble(modes=2, keeps="best")])
+def test_modes_of_what_has_no_global_model_are_refused(base):
+    with pytest.raises(ValueError, match=f"base={type(base).__name__} cannot be repeated in modes"):
+        FedEnsemble(base=base)
+
+
+def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
+    with pytest.raises(ValueError, match="keeps='best' cannot be used with base=Ditto"):
+        FedEnsemble(base=Ditto(), keeps="best")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem", "options", "message"),
+    [
+        ("fedbn", "linear-full", {}, "FedBN has nothing to keep: .*normalisation"),
+        ("fedbn", "net-full", {"adapter": LORA}, "FedBN has nothing to keep: .*normalisation"),
+        ("lg_fedavg", "linear-head", {}, "LGFedAvg has nothing to keep"),
+        ("fedrep", "linear-head", {}, "FedRep has nothing to send: .*head"),
+        ("fedalt_output", "linear-full", {}, "FedAlt has nothing to send"),
+        ("fedalt_input", "net-full", {"adapter": "head"}, "FedAlt has nothing to keep: .*input layer"),
+        ("fedsim_input", "net-full", {"adapter": "head"}, "FedSim has nothing to keep: .*input layer"),
+        ("fedsim_adapter", "net-full", {}, "FedSim has nothing to keep: .*adapter"),
+        (FedEnsemble(strata=5), "net-full", {}, "strata=5 cannot be filled by 4 clients"),
+    ],
+)
+def test_splits_that_leave_nothing_are_refused_at_set_up(algorithm, problem, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        finetune(algorithm, problem, rounds=0, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_only_personalised_algorithms_keep_states():
+    slot = Slot(
+        keys=("in", "bn", "lora", "fc"),
+        parameters=("in", "bn", "lora", "fc"),
+        head=frozenset({"fc"}),
+        norms=frozenset({"bn"}),
+        input=frozenset({"in"}),
+        adapter=frozenset({"lora"}),
+    )
+    state = {key: torch.zeros(1) for key in slot.keys}
+    everything, kept = set(state), {}
+    for name in ALGORITHMS:
+        algorithm = make_algorithm(name)
+        if name != "fed_ensemble":  # keeps what its base does
+            kept[name] = {key for own in algorithm.kept(state, slot).values() for key in own if key in state}
     assert kept == {
-        "perada": personal,
-        "perada_no_kd": personal,
-        "ditto": personal,
-        "standalone": personal,
+        "perada": everything,
+        "perada_no_kd": everything,
+        "ditto": everything,
+        "standalone": everything,
+        "mtl": everything,
+        "pfedme": everything,
+        "apfl": everything,
         "fedavg": set(),
         "fedavg_ft": set(),
+        "fedprox": set(),
+        "feddyn": everything,
+        "feddf": set(),
+        "fedbe": set(),
+        "fedbe_no_kd": set(),
+        "fedbn": {"bn"},
+        "lg_fedavg": {"in", "bn", "lora"},
+        "fedrep": {"fc"},
+        "fedalt_input": {"in"},
+        "fedalt_output": {"fc"},
+        "fedalt_adapter": {"lora"},
+        "fedsim_input": {"in"},
+        "fedsim_output": {"fc"},
+        "fedsim_adapter": {"lora"},
     }
-    assert [name for name in ALGORITHMS if make_algorithm(name).distills] == ["perada"]
+
+
+def test_who_distils_and_who_sends():
+    assert {name for name in ALGORITHMS if make_algorithm(name).distills} == {"perada", "feddf", "fedbe"}
     assert [name for name in ALGORITHMS if not make_algorithm(name).sends] == ["standalone"]
     assert PerAda().finetuning() is None
     assert FedAvgFT(3).finetuning()[1].epochs == 3

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain loops over rounds, clients and batches for the algorithms whose clients keep something of their own.
+
+See ``references.py`` for what the functions take and return.
+"""
+
+from perada.data import Phase
+
+from .problems import (
+    CLIENTS,
+    EPOCHS,
+    LR_LOCAL,
+    LR_PERSONAL,
+    PROX,
+    PUBLIC,
+    ROUNDS,
+    SIZES,
+    chosen,
+    is_adapter,
+    is_head,
+    is_input_layer,
+    is_norm,
+    moved,
+    only,
+)
+from .references import fedadam, median
+
+
+def standalone(ref):
+    personal = ref.copies()
+    for batches in ref.rounds:
+        for m, own in batches.items():
+            personal[m] = ref.train(personal[m], own, LR_PERSONAL)
+    return ref.initial, personal
+
+
+def ditto(ref, until_round=0, rule=None, **distillation):
+    w, personal = ref.initial, ref.copies()
+    for round, batches in enumerate(ref.rounds):
+        updates = []
+        for m, own in batches.items():
+            personal[m] = ref.train(personal[m], own, LR_PERSONAL, PROX, anchor=w)
+            updates.append(ref.train(w, own, LR_LOCAL))
+        w = rule(updates, w) if rule else ref.mean(updates)
+        if round < until_round:
+            w = ref.distil(w, updates, round, **distillation)[-1]
+    return w, personal
+
+
+def perada_two_rounds(ref):
+    return ditto(ref, until_round=2, batch_size=3)
+
+
+def perada_all_rounds(ref):
+    return ditto(ref, until_round=ROUNDS, batch_size=PUBLIC, temperature=2.0)
+
+
+def mtl(ref):
+    personal = ref.copies()
+    centre = ref.initial
+    for batches in ref.rounds:
+        for m, own in batches.items():
+            personal[m] = ref.train(personal[m], own, LR_PERSONAL, PROX, anchor=centre)
+        centre = ref.mean(personal)
+    return centre, personal
+
+
+def pfedme(ref, strength=2.0, inner_steps=3, beta=1.0):
+    w, personal = ref.initial, ref.copies()
+    for batches in ref.rounds:
+        updates = []
+        for m, own in batches.items():
+            outer = w
+            for x, y in own:
+                theta = outer
+                for _ in range(inner_steps):
+                    theta = ref.train(theta, [(x, y)], LR_PERSONAL, strength, anchor=outer)
+                statistics = {key: value for key, value in theta.items() if key not in ref.trained}
+                outer = moved(outer, ref.difference(outer, theta), LR_LOCAL * strength) | statistics
+            personal[m] = theta
+            updates.append(outer)
+        mean = ref.mean(updates)
+        w = {key: (1 - beta) * w[key] + beta * new if new.is_floating_point() else new for key, new in mean.items()}
+    return w, personal
+
+
+def pfedme_half_way(ref):
+    return pfedme(ref, inner_steps=1, beta=0.5)
+
+
+def apfl(ref, alpha=0.3, lr_alpha=0.0):
+    w, own_states, personal, alphas = ref.initial, ref.copies(), ref.copies(), [alpha] * len(SIZES)
+
+    def mixture(m, local):
+        return own_states[m] | {k: alphas[m] * own_states[m][k] + (1 - alphas[m]) * local[k] for k in ref.trained}
+
+    for batches in ref.rounds:
+        updates = []
+        for m, own in batches.items():
+            local = w
+            for x, y in own:
+                slope, mixed = ref.gradient(mixture(m, local), x, y)
+                gradient, after = ref.gradient(local, x, y)
+                apart = ref.difference(own_states[m], local)
+                descent = sum(float((slope[key] * apart[key]).sum()) for key in slope)
+                v = {
+                    key: value - LR_PERSONAL * alphas[m] * slope[key]
+                    for key, value in own_states[m].items()
+                    if key in slope
+                }
+                own_states[m] = mixed | v  # the statistics are those of the mixture's passes
+                local = moved(after, gradient, LR_LOCAL)
+                alphas[m] = min(1.0, max(0.0, alphas[m] - lr_alpha * descent))
+            personal[m] = mixture(m, local)
+            updates.append(local)
+        w = ref.mean(updates)
+    return w, personal
+
+
+def apfl_adapted(ref):
+    return apfl(ref, lr_alpha=0.5)
+
+
+def partly_shared(ref, is_own, phases, local_training):
+    """Clients keep ``is_own`` and share the rest: what a client trains from is the global state with its own part."""
+    w, own_parts = ref.initial, [chosen(ref.initial, is_own) for _ in CLIENTS]
+    for batches in ref.rounds_in_phases(phases):
+        updates = []
+        for m, own in batches.items():
+            state = local_training(w | own_parts[m], *own)
+            own_parts[m] = chosen(state, is_own)
+            updates.append(state)
+        w = w | chosen(ref.mean(updates), lambda key: not is_own(key))
+    return w, [w | part for part in own_parts]
+
+
+ONE_PHASE = [Phase(epochs=EPOCHS)]
+
+
+def fedbn(ref):
+    return partly_shared(ref, is_norm, ONE_PHASE, lambda state, own: ref.train(state, own, LR_LOCAL))
+
+
+def lg_fedavg(ref):
+    return partly_shared(ref, lambda key: not is_head(key), ONE_PHASE, lambda s, own: ref.train(s, own, LR_LOCAL))
+
+
+def in_turn(ref, is_own, own_epochs=EPOCHS):
+    """First what is the client's own, with the rest frozen, then the rest."""
+
+    def local_training(state, first, second):
+        state = ref.train(state, first, LR_PERSONAL, which=is_own)
+        return ref.train(state, second, LR_LOCAL, which=lambda key: not is_own(key))
+
+    return partly_shared(ref, is_own, [Phase(epochs=own_epochs), Phase(epochs=EPOCHS)], local_training)
+
+
+def fedrep(ref):
+    return in_turn(ref, is_head)
+
+
+def fedrep_without_head(ref):
+    def body(state, own):
+        return ref.train(state, own, LR_LOCAL, which=lambda key: not is_head(key))
+
+    return partly_shared(ref, is_head, ONE_PHASE, body)
+
+
+def fedrep_long_head(ref):
+    return in_turn(ref, is_head, own_epochs=3)
+
+
+def fedalt_output(ref):
+    return in_turn(ref, is_head, own_epochs=0.5)
+
+
+def fedalt_input(ref):
+    return in_turn(ref, is_input_layer)
+
+
+def fedalt_adapter(ref):
+    return in_turn(ref, is_adapter)
+
+
+def at_once(ref, is_own):
+    def local_training(state, own):
+        for x, y in own:
+            gradient, state = ref.gradient(state, x, y)
+            state = moved(state, only(gradient, is_own), LR_PERSONAL)
+            state = moved(state, only(gradient, lambda key: not is_own(key)), LR_LOCAL)
+        return state
+
+    return partly_shared(ref, is_own, ONE_PHASE, local_training)
+
+
+def fedsim_output(ref):
+    return at_once(ref, is_head)
+
+
+def fedsim_input(ref):
+    return at_once(ref, is_input_layer)
+
+
+def fedsim_adapter(ref):
+    return at_once(ref, is_adapter)
+
+
+def perada_no_kd_median(ref):
+    return ditto(ref, rule=median(ref))
+
+
+def perada_no_kd_fedadam(ref):
+    return ditto(ref, rule=fedadam(ref))

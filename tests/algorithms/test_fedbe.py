@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that FedBE draws, by their moments, and the ensemble that it predicts with."""
+
+import pytest
+import torch
+
+from perada.algorithms import FedBE
+from perada.algorithms.fedbe import sample_models
+
+from .problems import CLIENTS, LR_LOCAL, distance, finetune, reference
+
+DRAWS = 20_000
+
+
+def updates(clients=4):
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(clients, 3, 2, generator=random, dtype=torch.float64)
+    weight[:, 0, 0] = 5.0  # what all clients agree on has no spread
+    return {"weight": weight, "count": torch.arange(clients)}
+
+
+def draw(sampler, weights, samples=DRAWS, seed=1):
+    return sample_models(updates(), weights, sampler, samples, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "weights", [torch.full((4,), 0.25, dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)]
+)
+def test_gaussian_samples_have_the_weighted_mean_and_variance_of_each_parameter(weights):
+    stack = updates()["weight"]
+    drawn = draw("gaussian", weights)["weight"]
+    mean = sum(w * value for w, value in zip(weights, stack, strict=True))
+    variance = sum(w * (value - mean) ** 2 for w, value in zip(weights, stack, strict=True))
+    assert drawn.shape == (DRAWS, 3, 2)
+    torch.testing.assert_close(drawn[:, 0, 0], torch.full((DRAWS,), 5.0, dtype=torch.float64))
+    # Five standard errors of a mean, and of a variance of a Gaussian.
+    assert ((drawn.mean(0) - mean).abs() <= 5 * (variance / DRAWS).sqrt() + 1e-9).all()
+    assert ((drawn.var(0) - variance).abs() <= 5 * variance * (2 / DRAWS) ** 0.5 + 1e-9).all()
+    # The Gaussian is diagonal: parameters are drawn apart.
+    spread = drawn.flatten(1)[:, 1:]
+    correlation = torch.corrcoef(spread.T) - torch.eye(5, dtype=torch.float64)
+    assert correlation.abs().max() < 5 / DRAWS**0.5
+    # And it is one: kurtosis 3, whose standard error is sqrt(24 / n).
+    standard = (spread - spread.mean(0)) / spread.std(0)
+    assert ((standard**4).mean(0) - 3).abs().max() < 5 * (24 / DRAWS) ** 0.5
+
+
+def test_dirichlet_samples_are_convex_combinations_whose_shares_are_uniform_on_the_simplex():
+    uniform = torch.full((4,), 0.25, dtype=torch.float64)
+    drawn = draw("dirichlet", uniform)["weight"].flatten(1)[:, 1:]
+    stack = updates()["weight"].flatten(1)[:, 1:]
+    # Five entries of four clients: the shares can be solved for, with their sum as one more equation.
+    ones = torch.ones(DRAWS, 1, dtype=torch.float64)
+    system = torch.cat([stack, torch.ones(4, 1, dtype=torch.float64)], 1)
+    shares = torch.linalg.lstsq(system.T, torch.cat([drawn, ones], 1).T).solution.T
+    torch.testing.assert_close(shares @ stack, drawn)
+    torch.testing.assert_close(shares.sum(1, keepdim=True), ones)
+    assert shares.min() >= -1e-9
+    # Dir(1, 1, 1, 1): each share is Beta(1, 3), with P(share > t) = (1 − t)³.
+    for t in (0.1, 0.25, 0.5, 0.75):
+        probability = (1 - t) ** 3
+        error = (probability * (1 - probability) / DRAWS) ** 0.5
+        assert ((shares > t).double().mean(0) - probability).abs().max() < 5 * error
+
+
+@pytest.mark.parametrize("sampler", ["gaussian", "dirichlet"])
+def test_samples_are_a_function_of_the_generator(sampler):
+    uniform = torch.full((4,), 0.25, dtype=torch.float64)
+    first, again, other = (draw(sampler, uniform, 3, seed)["weight"] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+    assert draw(sampler, uniform, 3)["count"].tolist() == [3, 3, 3]  # the largest counter, as in a mean
+
+
+def test_without_distillation_the_prediction_is_the_mean_of_the_ensembles_probabilities():
+    run = finetune(FedBE(distill=False, samples=0), rounds=1)
+    ref = reference("net-full")
+    sent = [ref.train(ref.initial, own, LR_LOCAL) for own in ref.rounds[0].values()]
+    members = [*sent, ref.mean(sent)]
+    x = ref.served.public_images(torch.arange(5))
+    wanted = sum(torch.func.functional_call(ref.model.eval(), state, (x,)).softmax(1) for state in members) / 4
+    torch.testing.assert_close(run.global_model()(x).softmax(1), wanted)
+    torch.testing.assert_close(run.personal(CLIENTS[0])(x).softmax(1), wanted)
+
+
+@pytest.mark.parametrize("sampler", ["gaussian", "dirichlet"])
+def test_sampled_teachers_change_the_student(sampler):
+    with_samples = finetune(FedBE(sampler=sampler, samples=5), rounds=1).state("global")
+    without = finetune(FedBE(sampler=sampler, samples=0), rounds=1).state("global")
+    assert distance(with_samples, without) > 1e-4

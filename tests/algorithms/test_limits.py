@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits in which one algorithm is another. They hold to the bit, with dropout: the same streams are drawn from."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from perada.algorithms import APFL, MTL, Ditto, FedAvg, FedEnsemble, FedProx, FedRep, make_algorithm
+from perada.server.rules import FedAvgM, ModifiedLocalGD
+
+from .problems import CLIENTS, PROX, assert_equal, distance, finetune, is_head
+
+ENGINES = pytest.mark.parametrize("engine", ["folded", "loop"])
+NO_KD = make_algorithm("perada_no_kd", prox_strength=PROX)
+
+
+def train(algorithm, engine, problem="net-full", **options):
+    return finetune(algorithm, problem, engine, dropout=0.4, **options)
+
+
+@cache
+def fedavg(engine, problem="net-full"):
+    return train("fedavg", engine, problem)
+
+
+def assert_equal_global(run, other):
+    assert_equal(run.state("global"), other.state("global"), "global")
+
+
+def assert_equal_personal(run, other):
+    for m in CLIENTS:
+        assert_equal(run.state("personal", m), other.state("personal", m), f"personal {m}")
+
+
+@ENGINES
+@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+def test_perada_without_distillation_is_ditto(engine, problem):
+    ditto = train(Ditto(PROX), engine, problem)
+    for run in (
+        train(NO_KD, engine, problem),
+        train("perada", engine, problem, prox_strength=PROX, distill_steps=0),
+    ):
+        assert_equal_global(run, ditto)
+        assert_equal_personal(run, ditto)
+    assert_equal_global(ditto, fedavg(engine, problem))
+
+
+@ENGINES
+def test_without_a_pull_clients_stand_alone(engine):
+    alone = train("standalone", engine)
+    assert_equal_personal(train(Ditto(0.0), engine), alone)
+    assert_equal_personal(train(MTL(0.0), engine), alone)
+    assert distance(train(Ditto(PROX), engine).state("personal", 2), alone.state("personal", 2)) > 0.01
+
+
+@ENGINES
+@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (FedProx(0.0), {}),
+        (FedEnsemble(modes=1, strata=2), {}),
+        ("feddf", {"distill_steps": 0}),
+        ("fedavg", {"server_rule": "mean"}),
+        ("fedavg", {"server_rule": ModifiedLocalGD(alpha=1.0)}),
+        ("fedavg", {"server_rule": FedAvgM(lr=1.0, momentum=0.0)}),
+        (APFL(alpha=0.0), {}),
+        (APFL(alpha=0.3), {}),
+        (APFL(alpha=0.6, lr_alpha=0.1), {}),
+        (APFL(alpha=1.0), {}),
+    ],
+)
+def test_global_models_that_are_those_of_fedavg(engine, problem, algorithm, options):
+    assert_equal_global(train(algorithm, engine, problem, **options), fedavg(engine, problem))
+
+
+def test_the_options_of_these_limits_do_something():
+    average = fedavg("folded").state("global")
+    for algorithm, options in [
+        (FedProx(PROX), {}),
+        ("feddf", {}),
+        ("fedavg", {"server_rule": ModifiedLocalGD(alpha=0.5)}),
+        ("fedavg", {"server_rule": FedAvgM(lr=1.0, momentum=0.5)}),
+    ]:
+        assert distance(train(algorithm, "folded", **options).state("global"), average) > 1e-3
+
+
+@ENGINES
+def test_apfl_of_alpha_one_is_standalone(engine):
+    assert_equal_personal(train(APFL(alpha=1.0), engine), train("standalone", engine))
+
+
+@ENGINES
+@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+def test_one_mode_of_perada_is_perada(engine, problem):
+    run, alone = train(FedEnsemble(base=NO_KD, modes=1, strata=2), engine, problem), train(NO_KD, engine, problem)
+    assert_equal_global(run, alone)
+    assert_equal_personal(run, alone)
+
+
+class FedAvgOfBody(FedAvg):
+    """FedAvg with a frozen head, which the server does not average either: a third thrice is not quite the whole."""
+
+    def trained(self, role, phase, slot):
+        return tuple(name for name in slot.parameters if not is_head(name))
+
+    def server_step(self, server):
+        return {key: value for key, value in super().server_step(server).items() if not is_head(key)}
+
+
+@ENGINES
+@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+def test_fedrep_without_head_epochs_is_fedavg_of_the_body(engine, problem):
+    """Heads do not move and all start the same: everybody's model is that of FedAvg whose head is frozen."""
+    run, body = train(FedRep(head_epochs=0), engine, problem), train(FedAvgOfBody(), engine, problem)
+    assert_equal_personal(run, body)
+    assert distance(body.state("global"), fedavg(engine, problem).state("global")) > 0.01
+    initial = finetune("fedavg", problem, rounds=0).state("global")
+    for key, value in body.state("global").items():
+        assert torch.equal(value, initial[key]) == is_head(key)
