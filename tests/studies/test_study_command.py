@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``perada study``: its list, its errors, its figures."""
 
-import subprocess
 import sys
 
 import pytest
@@ -38,13 +37,15 @@ def test_a_wrong_name_gets_a_hint(name, hint):
     assert str(error.value) == f"there is no study {name!r}; {hint}"
 
 
-def test_the_list_imports_no_study():
-    program = (
-        "import sys; from perada.studies import main; main([]); "
-        "print([name for name in sys.modules if name.startswith('perada.studies.')])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):
+    studies = [f"perada.studies.{name.replace('-', '_')}" for name in STUDIES]
+    for name in studies:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    main(["study"])
+    assert [name for name in studies if name in sys.modules] == []
+    with pytest.raises(SystemExit):
+        main(["study", next(iter(STUDIES)), "--help"])
+    assert [name for name in studies if name in sys.modules] == studies[:1]
 
 
 def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_path):
