@@ -95,8 +95,9 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     if isinstance(name, Algorithm):
         return name
     if name not in ALGORITHMS:
-        close = get_close_matches(name, ALGORITHMS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(ALGORITHMS)}"
+        longer = [known for known in ALGORITHMS if name and known.startswith(f"{name}_")]
+        close = longer or get_close_matches(name, ALGORITHMS, 1)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(ALGORITHMS)}"
         raise ValueError(f"algorithm={name!r} is unknown; {hint}")
     try:
         return ALGORITHMS[name](**options)

@@ -62,10 +62,11 @@ class FedEnsemble(Algorithm):
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number!r} cannot be used; give 1 or more")
         kind = type(self.base).__name__
-        if not (self.base.sends and self.base.global_model) or self.base.finetuning() or self.base.compares:
+        one_model = self.base.sends and self.base.global_model and type(self.base).members is Algorithm.members
+        if not one_model or self.base.finetuning():
             raise ValueError(
-                f"base={kind} cannot be repeated in modes: its server holds no whole model, or clients go on from it "
-                "after the last round; choose FedAvg, FedProx, FedDyn, FedDF, Ditto or PerAda"
+                f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or clients "
+                "go on from it after the last round; choose FedAvg, FedProx, FedDyn, FedDF, Ditto or PerAda"
             )
         if keeps == "best" and self.base.inference == "personal":
             raise ValueError(f"keeps='best' cannot be used with base={kind}, whose clients have models of their own")

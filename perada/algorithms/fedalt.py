@@ -22,9 +22,7 @@ class FedAlt(FedSim):
 
     def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:
         super().__init__(split)
-        if personal_epochs is not None and not 0 <= personal_epochs < float("inf"):
-            raise ValueError(f"epochs on the private part are {personal_epochs!r}; give 0 or more, or leave it out")
-        self.personal_epochs = personal_epochs
+        self.personal_epochs = check_epochs("personal_epochs", personal_epochs)
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """First v, then u."""
@@ -41,3 +39,14 @@ class FedAlt(FedSim):
     def client_step(self, step: ClientStep) -> None:
         """A step on the part whose turn it is."""
         step.descend(step.phase, whole_loss(step))
+
+
+def check_epochs(name: str, epochs: float | None) -> float | None:
+    """Return the epochs on the private part.
+
+    Raises:
+        ValueError: If they are negative, infinite or NaN.
+    """
+    if epochs is not None and not 0 <= epochs < float("inf"):
+        raise ValueError(f"{name}={epochs!r} cannot be used; give 0 or more, or leave it out")
+    return epochs

@@ -86,7 +86,7 @@ def sample_models(updates: State, weights: Tensor, sampler: Sampler, samples: in
         if not value.is_floating_point() or (sampler == "gaussian" and key.endswith("running_var")):
             drawn[key] = center[key].unsqueeze(0).expand(samples, *center[key].shape)
         elif sampler == "dirichlet":
-            drawn[key] = (shares.to(value).view(samples, -1, *[1] * (value.dim() - 1)) * value).sum(1)
+            drawn[key] = (shares.to(value).view(samples, len(weights), *[1] * (value.dim() - 1)) * value).sum(1)
         else:
             spread = mean({key: (value - center[key]).square()}, weights)[key].sqrt()
             noise = torch.randn(samples, *spread.shape, dtype=value.dtype, generator=random)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedRep (Collins et al., ICML 2021)."""
 
-from perada.algorithms.fedalt import FedAlt
+from perada.algorithms.fedalt import FedAlt, check_epochs
 
 
 class FedRep(FedAlt):
@@ -19,5 +19,4 @@ class FedRep(FedAlt):
     """
 
     def __init__(self, head_epochs: float | None = None) -> None:
-        super().__init__("output", head_epochs)
-        self.head_epochs = head_epochs
+        super().__init__("output", check_epochs("head_epochs", head_epochs))

@@ -3,6 +3,8 @@
 
 from typing import Literal
 
+import torch
+
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
 from perada.states import State
 
@@ -48,8 +50,10 @@ class MTL(Algorithm):
         return {"personal": after}, moved
 
     def server_step(self, server: ServerStep) -> State:
-        """The clients' share of the federation of their mean change."""
-        average, share = server.mean(server.updates, server.weights), len(server.clients) / server.num_clients
+        """The clients' share of the federation of their mean change; v̄ is a plain mean whatever the weighting."""
+        clients = len(server.clients)
+        uniform, share = torch.full_like(server.weights, 1 / clients), clients / server.num_clients
+        average = server.mean(server.updates, uniform)
         return {
             key: server.previous[key] + share * (value - server.previous[key]) if value.is_floating_point() else value
             for key, value in average.items()

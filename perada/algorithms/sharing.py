@@ -26,7 +26,7 @@ class PartialSharing(Algorithm):
         for what, part in (("keep", private), ("send", set(slot.parameters) - private)):
             if not part:
                 raise ValueError(
-                    f"{name} has nothing to {what}: {self._what()} are kept and all else is shared, but what is "
+                    f"{name} has nothing to {what}: clients keep {self._what()} and share all else, but what is "
                     f"trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
                     f"{slot.parameters[-1]!r}; train more (adapter='full'), or choose another algorithm"
                 )

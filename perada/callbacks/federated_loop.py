@@ -160,8 +160,13 @@ class FederatedLoop(pl.Callback):
         factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
 
         def images(plan: RoundPlan) -> Iterable[CohortBatch]:
-            epoch = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)])
-            return self._progress(trainer, _prepared(data, module, epoch), f"Compare {plan.round}")
+            epoch, sizes = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), data.train_sizes
+            for batch in self._progress(trainer, _prepared(data, module, epoch), f"Compare {plan.round}"):
+                left = [
+                    min(rows, sizes[client] - batch.step * rows)
+                    for client, rows in zip(batch.clients, batch.counts, strict=True)
+                ]
+                yield batch._replace(counts=tuple(left))  # what fills the last batch was compared already
 
         with trainer.precision_plugin.forward_context():
             module.cohort = _federation(module).open(plan, factor, images)

@@ -144,7 +144,7 @@ class Distillation:
         optimizer = kinds[self.optimizer](leaves, lr=self.lr)  # type: ignore[call-arg]  # the base class takes no lr
         best = (validate(student), student) if validate and self.validate_every else None
         averages: State = {}
-        first = self.steps if average_from is None else math.ceil(average_from * self.steps)
+        first = self.steps if average_from is None else math.ceil(round(average_from * self.steps, 9))
         for step, (x, teacher) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate(step)
