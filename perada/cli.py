@@ -246,9 +246,10 @@ def _report(args: Sequence[str]) -> None:
 
 
 def _compare(args: Sequence[str]) -> None:
-    from perada.compare import main as compare
+    from perada.compare.command import main as compare
 
-    compare(args, lambda words: make_cli(words, run=False))
+    start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli import main; main(['compare', '--worker'])"
+    compare(args, lambda words: make_cli(words, run=False), [sys.executable, "-c", start, *sys.path])
 
 
 def _pretrain(args: Sequence[str]) -> None:

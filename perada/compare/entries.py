@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that `perada compare` can make: every named algorithm, as options of ``perada fit``."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from perada.algorithms import ALGORITHMS as NAMED
+from perada.algorithms import Algorithm
+
+FULL = ("--model.adapter=full", "--model.adapter_options=null")
+"""Train the whole model."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An algorithm with its options.
+
+    Attributes:
+        base: Its name for :func:`perada.algorithms.make_algorithm`, which says its class and its arguments.
+        options: Further options of ``perada fit`` that belong to it.
+        paper: Options with which it trains what its paper trains.
+    """
+
+    base: str
+    options: tuple[str, ...] = ()
+    paper: tuple[str, ...] = FULL
+
+    @property
+    def kind(self) -> type[Algorithm]:
+        """The algorithm's class."""
+        return _made(self.base)[0]
+
+    def words(self, given: type[Algorithm], paper: bool = False) -> list[str]:
+        """Options of ``perada fit`` for this algorithm.
+
+        Args:
+            given: Class of the recipe's own algorithm. The same class keeps the arguments that the recipe gives it;
+                any other has its own defaults, and not another algorithm's arguments of the same name.
+            paper: Whether to train what the paper trains.
+        """
+        kind, arguments = _made(self.base)
+        key = "--federated.algorithm"
+        return [
+            *([] if kind is given else [f"{key}=null"]),
+            f"{key}={kind.__module__}.{kind.__qualname__}",
+            *(f"{key}.{name}={_word(value)}" for name, value in arguments.items()),
+            *self.options,
+            *(self.paper if paper else ()),
+        ]
+
+
+def _made(name: str) -> tuple[type[Algorithm], dict[str, Any]]:
+    """Class of a named algorithm, and the arguments that tell it from other names of that class."""
+    kind, own = _bound(NAMED[name])
+    defaults = inspect.signature(kind).parameters
+    told = [argument for make in NAMED.values() if _bound(make)[0] is kind for argument in _bound(make)[1]]
+    return kind, {argument: own.get(argument, defaults[argument].default) for argument in told}
+
+
+def _bound(make: Callable[..., Algorithm]) -> tuple[type[Algorithm], dict[str, Any]]:
+    """Class and arguments of an entry of :data:`perada.algorithms.ALGORITHMS`."""
+    kind = make.func if isinstance(make, partial) else make
+    assert isinstance(kind, type)
+    arguments = inspect.signature(kind).bind_partial(*make.args, **make.keywords) if isinstance(make, partial) else None
+    return kind, arguments.arguments if arguments else {}
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+_BACKBONE = ("--model.train_backbone=true",)
+_SPECIAL = {
+    # PerAda is about adapters: the recipe's.
+    "perada": Entry("perada", paper=()),
+    "perada_no_kd": Entry("perada_no_kd", paper=()),
+    # Where the adapter is what stays private, the backbone is trained and shared beside it.
+    "fedalt_adapter": Entry("fedalt_adapter", _BACKBONE, paper=()),
+    "fedsim_adapter": Entry("fedsim_adapter", _BACKBONE, paper=()),
+    # Algorithms that are another one with an option of its own.
+    "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
+    "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),
+}
+ENTRIES = {name: Entry(name) for name in NAMED} | _SPECIAL
+
+
+def names(asked: Iterable[str]) -> list[str]:
+    """The entries asked for, each once; ``all`` stands for every one.
+
+    >>> names(["ditto", "fedavg", "ditto"])
+    ['ditto', 'fedavg']
+    """
+    asked = list(asked)
+    return list(dict.fromkeys(ENTRIES if "all" in asked else asked))
