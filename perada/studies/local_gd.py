@@ -121,13 +121,14 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
         path: PNG to write.
         found: The curves of the three parts, as :func:`study` returns them.
     """
-    figure = new_figure(12, 9.5)
+    figure = new_figure(10.5, 8.3)
     panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
     panels += _head_panels(found["head"])
     for letter, axis, (title, xlabel, log, lines) in zip("abcdefghi", figure.subplots(3, 3).flat, panels, strict=True):
         for label, x, y, style in lines:
             axis.plot(x, y, style, label=label, markersize=3, linewidth=1.2)
-        axis.set(title=f"({letter}) {title}", xlabel=xlabel)
+        axis.set_title(f"({letter}) {title}", fontsize="medium")
+        axis.set_xlabel(xlabel)
         if log:
             axis.set_yscale("log")
         axis.legend(fontsize="small")
@@ -155,7 +156,7 @@ def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
         (
             "regression: ‖w₁ − w₂‖/d",
             "dimension d",
-            False,
+            True,
             [
                 ("G – C", ds, table["central"], "o-"),
                 ("G – closed form, L steps", ds, table["closed"], "s--"),
