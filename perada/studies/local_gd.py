@@ -121,7 +121,7 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
         path: PNG to write.
         found: The curves of the three parts, as :func:`study` returns them.
     """
-    figure = new_figure(10.5, 8.3)
+    figure = new_figure(9.8, 7.8)
     panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
     panels += _head_panels(found["head"])
     for letter, axis, (title, xlabel, log, lines) in zip("abcdefghi", figure.subplots(3, 3).flat, panels, strict=True):
