@@ -143,4 +143,7 @@ def worker_main(make_cli: MakeCLI) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
     outlet = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(make_cli, sys.stdin, outlet)
+    try:
+        serve(make_cli, sys.stdin, outlet)
+    except BrokenPipeError:  # whoever asked is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), outlet.fileno())
