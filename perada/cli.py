@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: LightningCLI's subcommands, and commands of our own beside them."""
 
+import logging
 import os
 import re
 import shutil
@@ -19,14 +20,19 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from perada.algorithms import Algorithm  # short class names of algorithms work in YAML once they are imported
+from perada.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+)  # short class names of algorithms work in YAML once they are imported
 from perada.api import outcome
 from perada.callbacks import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
 from perada.callbacks.checks import check_precision, check_trainer
+from perada.compare.entries import algorithm_words
 from perada.data import FederatedDataModule, ImageSet, Partition
 from perada.module import FederatedClassifier
 from perada.report import client_table, run_report
+from perada.server import SERVER_RULES, ServerRule
 
 RECIPES = Path(__file__).parent / "recipes"
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -155,14 +161,21 @@ def find_recipe(name: str) -> Path:
     return known[key]
 
 
-def _with_recipes(args: Sequence[str]) -> list[str]:
-    """Replace the names of recipes after ``--config`` by their files."""
-    out = list(args)
-    for index, word in enumerate(out):
-        if word in ("--config", "-c") and index + 1 < len(out):
-            out[index + 1] = str(find_recipe(out[index + 1]))
-        elif word.startswith("--config="):
-            out[index] = f"--config={find_recipe(word.removeprefix('--config='))}"
+def _spelt_out(args: Sequence[str]) -> list[str]:
+    """Replace the names of recipes by their files, those of algorithms and server rules by their classes."""
+    out: list[str] = []
+    for before, word in zip(["", *args], args, strict=False):
+        option, _, value = word.partition("=")
+        if before in ("--config", "-c"):
+            out.append(str(find_recipe(word)))
+        elif option == "--config" and value:
+            out.append(f"--config={find_recipe(value)}")
+        elif option == "--federated.algorithm" and value in ALGORITHMS:
+            out += algorithm_words(value)
+        elif option == "--federated.server_rule" and value in SERVER_RULES:
+            out.append(f"{option}={SERVER_RULES[value].__name__}")
+        else:
+            out.append(word)
     return out
 
 
@@ -177,7 +190,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in LIGHTNING},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        args=_with_recipes(args),
+        args=_spelt_out(args),
         run=run,
     )
 
@@ -314,7 +327,7 @@ def one_line(error: Exception) -> str:
     wrong = re.search(r"Expected a dot import path string: (\w+)", text)
     if wrong:
         key = re.search(r'Parser key "([^"]+)"', text)
-        bases: list[type] = [Algorithm, Partition, ImageSet]
+        bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
         names = sorted({kind.__name__ for base in bases for kind in _subclasses(base)})
         close = get_close_matches(wrong[1], names, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
@@ -330,9 +343,19 @@ def _subclasses(base: type) -> Iterator[type]:
         yield from _subclasses(kind)
 
 
+def quiet_lightning() -> None:
+    """Leave out what Lightning says that is no news to whoever runs a recipe."""
+    # Lightning 2.6 itself uses what torch 2.15 deprecates.
+    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(
+        lambda record: "litlogger" not in record.getMessage()
+    )
+
+
 def entry_point() -> None:
     """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
     sys.path.append(os.getcwd())  # a recipe may name classes of a module that lies there
+    quiet_lightning()
     try:
         main()
     except (ValueError, TypeError, OSError, ArgumentError, MisconfigurationException) as error:

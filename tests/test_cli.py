@@ -7,12 +7,14 @@ import logging
 import sys
 from pathlib import Path
 
+import jsonargparse
 import pytest
 import torch
 import yaml
 
 import perada
-from perada.cli import entry_point, main, make_cli, recipes
+from perada.algorithms import ALGORITHMS, Algorithm, make_algorithm
+from perada.cli import _spelt_out, entry_point, main, make_cli, recipes
 
 TINY = {
     "seed_everything": 3,
@@ -167,6 +169,27 @@ def test_short_class_names_and_their_options(folder):
     assert cli.loop.algorithm.prox_strength == 0.25
     assert cli.loop.seed == 3
     assert cli.datamodule.partition_dict()["num_clients"] == 3
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_have_the_names_of_the_python_call(name):
+    cli_made, made = words_of(name), make_algorithm(name)
+    assert cli_made == (type(made).__name__, {k: v for k, v in vars(made).items() if not isinstance(v, Algorithm)})
+
+
+def words_of(name):
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Algorithm, "federated.algorithm")
+    built = parser.instantiate_classes(parser.parse_args(_spelt_out([f"--federated.algorithm={name}"])))
+    algorithm = built["federated.algorithm"]
+    return type(algorithm).__name__, {k: v for k, v in vars(algorithm).items() if not isinstance(v, Algorithm)}
+
+
+def test_server_rules_have_the_names_of_the_python_call(folder):
+    words = ["--config", "tiny.yaml", "--federated.algorithm=fedavg", "--federated.server_rule=trimmed_mean"]
+    cli = make_cli([*words, "--federated.server_rule.trim=0.4"], run=False)
+    assert (type(cli.loop.algorithm).__name__, type(cli.loop.server_rule).__name__) == ("FedAvg", "TrimmedMean")
+    assert cli.loop.server_rule.trim == 0.4
 
 
 def test_an_algorithm_of_the_users_own_module(folder, monkeypatch):

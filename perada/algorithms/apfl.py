@@ -20,7 +20,7 @@ class APFL(Algorithm):
     Args:
         alpha: α, of every client at first. With 1 the personal models are Standalone's.
         lr_alpha: Learning rate of α, which each client then adapts after every minibatch by its own gradient, within 0
-            and 1 (their Section 3.2); 0 keeps it fixed.
+            and 1 (the paper's adaptive variant); 0 keeps it fixed.
 
     Raises:
         ValueError: If an option cannot be used.

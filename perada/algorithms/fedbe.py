@@ -22,8 +22,8 @@ class FedBE(Algorithm):
     average of its own states along the way (stochastic weight averaging).
 
     Args:
-        sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models (their Equations 6
-            and 7), ``dirichlet`` draws convex combinations of them (Equation 8).
+        sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
+            convex combinations of them (both in their Section 3).
         samples: Number of models drawn each round.
         distill: Without it nothing is distilled, and the ensemble itself predicts, by the mean of its probabilities.
         average_from: The student's states after this share of the distillation steps are averaged; 1 takes the last

@@ -14,7 +14,7 @@ class MTL(Algorithm):
 
     v̄ is the mean of the v_m of all M clients, which the server keeps up to date with the changes that the clients of a
     round send; it is the global model. This is the mean-regularised form of Evgeniou and Pontil (KDD 2004) that stands
-    for MOCHA where models are not convex (Li et al., ICML 2021, Section 4).
+    for MOCHA where models are not convex (Li et al., ICML 2021, among what Ditto is compared with).
 
     Args:
         prox_strength: λ. With 0 the personal models are Standalone's.

@@ -42,15 +42,26 @@ class Entry:
                 any other has its own defaults, and not another algorithm's arguments of the same name.
             paper: Whether to train what the paper trains.
         """
-        kind, arguments = _made(self.base)
-        key = "--federated.algorithm"
         return [
-            *([] if kind is given else [f"{key}=null"]),
-            f"{key}={kind.__module__}.{kind.__qualname__}",
-            *(f"{key}.{name}={_word(value)}" for name, value in arguments.items()),
+            *([] if self.kind is given else ["--federated.algorithm=null"]),
+            *algorithm_words(self.base),
             *self.options,
             *(self.paper if paper else ()),
         ]
+
+
+def algorithm_words(name: str) -> list[str]:
+    """Options of ``perada fit`` for an algorithm by name.
+
+    >>> algorithm_words("perada_no_kd")
+    ['--federated.algorithm=perada.algorithms.perada.PerAda', '--federated.algorithm.distill=false']
+    """
+    kind, arguments = _made(name)
+    key = "--federated.algorithm"
+    return [
+        f"{key}={kind.__module__}.{kind.__qualname__}",
+        *(f"{key}.{argument}={_word(value)}" for argument, value in arguments.items()),
+    ]
 
 
 def _made(name: str) -> tuple[type[Algorithm], dict[str, Any]]:
