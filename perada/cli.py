@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: LightningCLI's subcommands, and commands of our own beside them."""
 
-import logging
 import os
-import re
 import shutil
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,21 +18,16 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from perada.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-)  # short class names of algorithms work in YAML once they are imported
 from perada.api import outcome
 from perada.callbacks import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
 from perada.callbacks.checks import check_precision, check_trainer
-from perada.compare.entries import algorithm_words
-from perada.data import FederatedDataModule, ImageSet, Partition
+from perada.cli_messages import one_line, quiet_lightning
+from perada.cli_words import find_recipe, recipes, spelt_out
+from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
 from perada.report import client_table, run_report
-from perada.server import SERVER_RULES, ServerRule
 
-RECIPES = Path(__file__).parent / "recipes"
 LIGHTNING = ("fit", "validate", "test", "predict")
 
 
@@ -139,46 +132,6 @@ class PeradaCLI(LightningCLI):
             print(f"Predictions: {self.predictions.path}")
 
 
-def recipes() -> dict[str, Path]:
-    """The shipped recipes: name (path below ``recipes/`` without ending) and file."""
-    return {str(path.relative_to(RECIPES).with_suffix("")): path for path in sorted(RECIPES.rglob("*.yaml"))}
-
-
-def find_recipe(name: str) -> Path:
-    """A configuration file, or the shipped recipe of that name.
-
-    Raises:
-        FileNotFoundError: If there is neither.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    known = recipes()
-    key = name.removesuffix(".yaml")
-    if key not in known:
-        close = get_close_matches(key, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else "`perada ls` lists the recipes"
-        raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {hint}")
-    return known[key]
-
-
-def _spelt_out(args: Sequence[str]) -> list[str]:
-    """Replace the names of recipes by their files, those of algorithms and server rules by their classes."""
-    out: list[str] = []
-    for before, word in zip(["", *args], args, strict=False):
-        option, _, value = word.partition("=")
-        if before in ("--config", "-c"):
-            out.append(str(find_recipe(word)))
-        elif option == "--config" and value:
-            out.append(f"--config={find_recipe(value)}")
-        elif option == "--federated.algorithm" and value in ALGORITHMS:
-            out += algorithm_words(value)
-        elif option == "--federated.server_rule" and value in SERVER_RULES:
-            out.append(f"{option}={SERVER_RULES[value].__name__}")
-        else:
-            out.append(word)
-    return out
-
-
 def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
     """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out."""
     return PeradaCLI(
@@ -190,7 +143,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in LIGHTNING},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        args=_spelt_out(args),
+        args=spelt_out(args),
         run=run,
     )
 
@@ -317,39 +270,6 @@ def main(args: Sequence[str] | None = None) -> None:
         close = get_close_matches(words[0], [*COMMANDS, *LIGHTNING], 1)
         hint = f"did you mean {close[0]!r}?" if close else "`perada --help` lists the commands"
         raise ValueError(f"there is no command {words[0]!r}; {hint}")
-
-
-def one_line(error: Exception) -> str:
-    """An error's message on one line, without what jsonargparse tells of its own working."""
-    noise = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
-    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(noise))
-    wrong = re.search(r"Expected a dot import path string: (\w+)", text)
-    if wrong:
-        key = re.search(r'Parser key "([^"]+)"', text)
-        bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
-        names = sorted({kind.__name__ for base in bases for kind in _subclasses(base)})
-        close = get_close_matches(wrong[1], names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
-        return f"{key[1] if key else 'the configuration'}: there is no class {wrong[1]!r}; {hint}"
-    return text
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    known: list[type] = type.__subclasses__(base)
-    for kind in known:
-        if not kind.__name__.startswith("_") and not getattr(kind, "__abstractmethods__", None):
-            yield kind
-        yield from _subclasses(kind)
-
-
-def quiet_lightning() -> None:
-    """Leave out what Lightning says that is no news to whoever runs a recipe."""
-    # Lightning 2.6 itself uses what torch 2.15 deprecates.
-    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(
-        lambda record: "litlogger" not in record.getMessage()
-    )
 
 
 def entry_point() -> None:

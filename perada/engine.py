@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.stacked_layers import fold
+from perada.fold import fold
 from perada.states import State, train_mode
 
 EngineName = Literal["auto", "folded", "loop"]

@@ -3,54 +3,20 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
-from perada.cohort import Cohort, LocalTraining, client_losses
+from perada.cohort import Cohort
 from perada.engine import Engine
-from perada.refinement import ServerData, ensemble, refine
-from perada.rounds import CohortBatch, Phase, RoundPlan
-from perada.server import Distillation, Mean, ServerRule, client_weights
-from perada.server.aggregate import Weighting
+from perada.refinement import compare, ensemble, refine
+from perada.rounds import Phase, RoundPlan
+from perada.server import client_weights
+from perada.settings import FederationData, Loader, Settings
 from perada.states import State, clone, expand, megabytes, numel, unstack
 from perada.store import ClientStore
-
-Loader = Callable[[RoundPlan], Iterable[CohortBatch]]
-"""Gives the prepared local steps of a plan."""
-
-
-class FederationData(ServerData, Protocol):
-    """What a round needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
-
-    train_sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the rounds go.
-
-    Attributes:
-        algorithm: The algorithm.
-        training: The clients' optimiser and loss.
-        distillation: How the server distils, where the algorithm does.
-        weighting: Aggregation weights.
-        phases: The phases of local training.
-        seed: The run's seed.
-        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
-        rule: How the server aggregates.
-    """
-
-    algorithm: Algorithm
-    training: LocalTraining
-    distillation: Distillation
-    weighting: Weighting
-    phases: tuple[Phase, ...]
-    seed: int
-    clients_per_chunk: int | None = None
-    rule: ServerRule = field(default_factory=Mean)
 
 
 @dataclass
@@ -112,8 +78,10 @@ class Federation:
             loader: Gives the clients' training images, where they compare the global models on them.
         """
         self.tuned = None  # what was fine-tuned from an earlier global state is outdated
-        losses = self._compare(loader(plan), len(plan.clients)) if loader and self.settings.algorithm.compares else None
-        settings, kept = self.settings, self.store.gather(plan.clients)
+        settings, kept, losses = self.settings, self.store.gather(plan.clients), None
+        if loader and settings.algorithm.compares:
+            multilabel = settings.training.multilabel
+            losses = compare(self.engine, self._members(), loader(plan), len(plan.clients), multilabel)
         return self._cohort(settings.algorithm, settings.phases, plan, kept, factor, losses)
 
     def _cohort(
@@ -140,21 +108,6 @@ class Federation:
             seed=seed,
             clients_per_chunk=self.settings.clients_per_chunk,
         )
-
-    def _compare(self, batches: Iterable[CohortBatch], clients: int) -> Tensor:
-        """Mean loss (C, K) of each global model on each client's images, in evaluation mode."""
-        members = unstack(self._members())
-        device = next(iter(members[0].values())).device
-        losses, rows = torch.zeros(clients, len(members), device=device), torch.zeros(clients, device=device)
-        multilabel = self.settings.training.multilabel
-        with torch.no_grad():
-            for batch in batches:
-                active, counts = len(batch.clients), torch.tensor(batch.counts, device=device)
-                for index, member in enumerate(members):
-                    logits = self.engine.logits(expand(member, active), batch.x, counts=batch.counts)
-                    losses[:active, index] += counts * client_losses(logits, batch.y, batch.counts, multilabel)
-                rows[:active] += counts
-        return losses / rows.unsqueeze(1)
 
     def _members(self) -> State:
         return self.settings.algorithm.members(self.global_state, self.server_state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several global models predict together, and the distillation of an ensemble within a round."""
+"""Several global models in a round: what they predict together, how they compare, how they are distilled into one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, Protocol
@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perada.cohort import client_losses
 from perada.engine import Engine
+from perada.rounds import CohortBatch
 from perada.server import Distillation, ensemble_logits
-from perada.states import State, expand
+from perada.states import State, expand, unstack
 
 
 class ServerData(Protocol):
@@ -108,3 +110,29 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
     if not multilabel:
         return logits.log_softmax(-1).logsumexp(0)
     return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
+
+
+def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, multilabel: bool) -> Tensor:
+    """Mean loss of each of K models on each client's images, in evaluation mode.
+
+    Args:
+        engine: Runs the states.
+        members: Stack (K, ...).
+        batches: Of C clients, whose active ones are a prefix; rows beyond a client's count are not looked at.
+        clients: C.
+        multilabel: Whether labels are 0/1 per class.
+
+    Returns:
+        Losses (C, K).
+    """
+    states = unstack(members)
+    device = next(iter(members.values())).device
+    losses, rows = torch.zeros(clients, len(states), device=device), torch.zeros(clients, device=device)
+    with torch.no_grad():
+        for batch in batches:
+            active, counts = len(batch.clients), torch.tensor(batch.counts, device=device)
+            for index, state in enumerate(states):
+                logits = engine.logits(expand(state, active), batch.x, counts=batch.counts)
+                losses[:active, index] += counts * client_losses(logits, batch.y, batch.counts, multilabel)
+            rows[:active] += counts
+    return losses / rows.unsqueeze(1)

@@ -50,9 +50,7 @@ class Phase:
         if self.steps is not None and not isinstance(self.steps, int):
             raise ValueError(f"phase {self.name!r} has steps={self.steps!r}; give a whole number")
         if length is not None and not (isinstance(length, int | float) and 0 < length < math.inf):
-            raise ValueError(
-                f"phase {self.name!r} has length {length!r}, which cannot be trained: give more than 0"
-            )
+            raise ValueError(f"phase {self.name!r} has length {length!r}, which cannot be trained: give more than 0")
         if length is None:
             object.__setattr__(self, "epochs", 1.0)
 

@@ -6,16 +6,8 @@ from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
-from perada.stacked_layers import (
-    RANDOM_TWINS,
-    ROW_PARAMETERS,
-    TWINS,
-    StackedBatchNorm,
-    StackedDropout,
-    StackedGroupNorm,
-    StackedLayerNorm,
-    Twin,
-)
+from perada.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
+from perada.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
 
 
 class StackedBatchNormAct(StackedBatchNorm):

@@ -14,7 +14,8 @@ import yaml
 
 import perada
 from perada.algorithms import ALGORITHMS, Algorithm, make_algorithm
-from perada.cli import _spelt_out, entry_point, main, make_cli, recipes
+from perada.cli import entry_point, main, make_cli
+from perada.cli_words import recipes, spelt_out
 
 TINY = {
     "seed_everything": 3,
@@ -180,7 +181,7 @@ def test_algorithms_have_the_names_of_the_python_call(name):
 def words_of(name):
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Algorithm, "federated.algorithm")
-    built = parser.instantiate_classes(parser.parse_args(_spelt_out([f"--federated.algorithm={name}"])))
+    built = parser.instantiate_classes(parser.parse_args(spelt_out([f"--federated.algorithm={name}"])))
     algorithm = built["federated.algorithm"]
     return type(algorithm).__name__, {k: v for k, v in vars(algorithm).items() if not isinstance(v, Algorithm)}
 

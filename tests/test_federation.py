@@ -18,9 +18,10 @@ from perada.callbacks import FederatedLoop
 from perada.cohort import LocalTraining
 from perada.data import Phase
 from perada.engine import Engine
-from perada.federation import Federation, Settings
+from perada.federation import Federation
 from perada.module import make_slot
 from perada.server import Distillation
+from perada.settings import Settings
 from perada.states import get_state
 
 SIZES, CLASSES = (8, 5, 12, 3), 3

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from perada.cli import main, recipes
+from perada.cli import main
+from perada.cli_words import recipes
 
 ROOT = Path(__file__).parents[1] / "recipes"
 FILES = sorted(ROOT.rglob("*.yaml"))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import perada.twins  # noqa: F401  # registers the twins of timm's layers
-from perada.stacked_layers import fold
+from perada.fold import fold
 from perada.states import get_state, parameter_keys, stack, train_mode
 
 CLIENTS, ROWS = 3, 4

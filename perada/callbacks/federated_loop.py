@@ -2,7 +2,7 @@
 """The communication round as an epoch of Lightning's training loop."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +18,13 @@ from tqdm.auto import tqdm
 from perada.algorithms import Algorithm, PerAda
 from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, to_round_boundary
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
+from perada.callbacks.parts import federation_of, parts, prepared, warn_broken
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
-from perada.federation import Federation, Settings
+from perada.federation import Federation
 from perada.module import FederatedClassifier
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
+from perada.settings import Settings
 
 T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
@@ -86,7 +88,7 @@ class FederatedLoop(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
-        data, module = _parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         check_trainer(trainer)
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
@@ -109,7 +111,7 @@ class FederatedLoop(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
-        _, module = _parts(trainer, pl_module)
+        _, module = parts(trainer, pl_module)
         if module.federation is None:
             settings = Settings(
                 self.algorithm,
@@ -139,7 +141,7 @@ class FederatedLoop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
-        data, module = _parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
         if trainer.loggers and trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
             folder = Path(trainer.log_dir)
@@ -155,13 +157,13 @@ class FederatedLoop(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
-        data, module = _parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         plan = data.plan(trainer.current_epoch)
         factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
 
         def images(plan: RoundPlan) -> Iterable[CohortBatch]:
             epoch, sizes = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), data.train_sizes
-            for batch in self._progress(trainer, _prepared(data, module, epoch), f"Compare {plan.round}"):
+            for batch in self._progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}"):
                 left = [
                     min(rows, sizes[client] - batch.step * rows)
                     for client, rows in zip(batch.clients, batch.counts, strict=True)
@@ -169,7 +171,7 @@ class FederatedLoop(pl.Callback):
                 yield batch._replace(counts=tuple(left))  # what fills the last batch was compared already
 
         with trainer.precision_plugin.forward_context():
-            module.cohort = _federation(module).open(plan, factor, images)
+            module.cohort = federation_of(module).open(plan, factor, images)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -177,18 +179,16 @@ class FederatedLoop(pl.Callback):
         """Close the round after its last local step."""
         if not trainer.is_last_batch:
             return
-        data, module = _parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         assert module.cohort is not None
         cohort, module.cohort = module.cohort, None
         round = cohort.plan.round
         with trainer.precision_plugin.forward_context():
-            report = _federation(module).close(
+            report = federation_of(module).close(
                 cohort, data, lambda steps: self._progress(trainer, steps, f"Distil {round}")
             )
         if report.broken:
-            _warn_broken(
-                f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it"
-            )
+            warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
         if report.diverged:
             rank_zero_warn(
                 f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
@@ -202,13 +202,13 @@ class FederatedLoop(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
-        _, module = _parts(trainer, pl_module)
+        _, module = parts(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
             self.history[-1] |= module.scores
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
-        data, module = _parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         module.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         tuned = self._finetune(trainer, data, module)
         scored = self._score(trainer, data, module) if tuned or not self._is_scored() else False
@@ -243,7 +243,7 @@ class FederatedLoop(pl.Callback):
 
     def _finetune(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
         """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
-        federation, tuning = _federation(module), self.algorithm.finetuning()
+        federation, tuning = federation_of(module), self.algorithm.finetuning()
         if tuning is None or federation.finetuned or not federation.rounds_done:
             return False
         size = self.clients_per_round or data.num_clients
@@ -252,10 +252,10 @@ class FederatedLoop(pl.Callback):
         plans = [data.plan_for(group, trainer.max_epochs or 0, [tuning[1]]) for group in groups]
         with trainer.precision_plugin.forward_context():
             broken = federation.finetune(
-                self._progress(trainer, plans, "Fine-tune"), lambda plan: _prepared(data, module, plan)
+                self._progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan)
             )
         if broken:
-            _warn_broken("fine-tuning", broken, "it keeps the global adapter")
+            warn_broken("fine-tuning", broken, "it keeps the global adapter")
         return True
 
     @staticmethod
@@ -267,9 +267,9 @@ class FederatedLoop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Save the states of server and clients, and what they belong to."""
-        data, module = _parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         checkpoint[CHECKPOINT_KEY] = {
-            "federation": _federation(module).state_dict(),
+            "federation": federation_of(module).state_dict(),
             "history": self.history,
             "step": self._step,
             "scores": module.scores,
@@ -286,7 +286,7 @@ class FederatedLoop(pl.Callback):
             raise ValueError(
                 "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
             )
-        check_belongs(saved["belongs"], self._belonging(*_parts(trainer, pl_module)))
+        check_belongs(saved["belongs"], self._belonging(*parts(trainer, pl_module)))
         self._loaded = saved
         if trainer.state.fn == "fit":
             if "loops" not in checkpoint:
@@ -307,36 +307,3 @@ class FederatedLoop(pl.Callback):
         if not self._weights:
             self._weights = frozen_digest(module.model)
         return belonging(self.algorithm, self.seed, data, module) | {"frozen weights": self._weights}
-
-
-def _warn_broken(when: str, clients: list[int], consequence: str) -> None:
-    names = ", ".join(map(str, clients))
-    rank_zero_warn(
-        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate or check "
-        "its images."
-    )
-
-
-def _prepared(data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan) -> Iterator[CohortBatch]:
-    """The local steps of a plan, on the model's device."""
-    for batch in data.cohort_loader(plan):
-        yield data.prepare(move_data_to_device(batch, module.device))
-
-
-def _federation(module: FederatedClassifier) -> Federation:
-    assert module.federation is not None
-    return module.federation
-
-
-def _parts(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[FederatedDataModule, FederatedClassifier]:
-    """The datamodule and the module, checked.
-
-    Raises:
-        TypeError: If either is not perada's.
-    """
-    data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
-    if not isinstance(data, FederatedDataModule):
-        raise TypeError(f"FederatedLoop needs a FederatedDataModule, not {type(data).__name__}; pass it as datamodule=")
-    if not isinstance(module, FederatedClassifier):
-        raise TypeError(f"FederatedLoop needs a FederatedClassifier, not {type(module).__name__}")
-    return data, module

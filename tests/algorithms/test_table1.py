@@ -13,10 +13,11 @@ from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.backbones import build_backbone, insert_adapter
 from perada.cohort import LocalTraining
 from perada.engine import Engine
-from perada.federation import Federation, Settings
+from perada.federation import Federation
 from perada.module import make_slot
 from perada.rounds import Phase, RoundPlan
 from perada.server import Distillation
+from perada.settings import Settings
 from perada.states import get_state
 
 FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10

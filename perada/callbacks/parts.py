@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a run as the federated loop sees them."""
+
+from collections.abc import Iterator
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities import move_data_to_device
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.data import CohortBatch, FederatedDataModule, RoundPlan
+from perada.federation import Federation
+from perada.module import FederatedClassifier
+
+
+def warn_broken(when: str, clients: list[int], consequence: str) -> None:
+    """Name the clients whose training went wrong, and say what becomes of it."""
+    names = ", ".join(map(str, clients))
+    rank_zero_warn(
+        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate or check "
+        "its images."
+    )
+
+
+def prepared(data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan) -> Iterator[CohortBatch]:
+    """The local steps of a plan, on the model's device."""
+    for batch in data.cohort_loader(plan):
+        yield data.prepare(move_data_to_device(batch, module.device))
+
+
+def federation_of(module: FederatedClassifier) -> Federation:
+    """The states of server and clients, once the first round has begun."""
+    assert module.federation is not None
+    return module.federation
+
+
+def parts(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[FederatedDataModule, FederatedClassifier]:
+    """The datamodule and the module, checked.
+
+    Raises:
+        TypeError: If either is not perada's.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
+    if not isinstance(data, FederatedDataModule):
+        raise TypeError(f"FederatedLoop needs a FederatedDataModule, not {type(data).__name__}; pass it as datamodule=")
+    if not isinstance(module, FederatedClassifier):
+        raise TypeError(f"FederatedLoop needs a FederatedClassifier, not {type(module).__name__}")
+    return data, module
