@@ -149,7 +149,7 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
 
 def _timm_image_config(model: nn.Module, image_size: int | None, in_chans: int) -> ImageConfig:
     """Return the model's own data configuration, with the size and channels asked for."""
-    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
+    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]  # timm has no types
     height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
     return ImageConfig((in_chans, height, width), _channels(data["mean"], in_chans), _channels(data["std"], in_chans))
 
@@ -173,7 +173,7 @@ def _from_transformers(
         config = AutoConfig.from_pretrained(source, **where)
         size = _set_up(config, name, num_classes, pretrained is not False, image_size, in_chans)
         if pretrained is False:
-            model = AutoModelForImageClassification.from_config(  # type: ignore[no-untyped-call]
+            model = AutoModelForImageClassification.from_config(  # type: ignore[no-untyped-call]  # nor has this
                 config, dtype=torch.float32
             )
         else:

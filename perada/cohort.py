@@ -253,7 +253,7 @@ class _Step:
             optimizer.zero_grad()
         if loss is not None:
             self._observe(roles, loss.detach())
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
         for name in roles:
             leaves = {key: value for key, value in self.states[name].items() if value.requires_grad}
             for key, value in leaves.items():

@@ -42,7 +42,7 @@ class BottleneckConfig(PeftConfig):
         Raises:
             ValueError: If a value is out of range.
         """
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
         self.peft_type = "PERADA_BOTTLENECK"
         if self.reduction < 1:
             raise ValueError(f"reduction={self.reduction!r} is too small: give 1 or more")

@@ -42,7 +42,7 @@ class ResidualConfig(PeftConfig):
         Raises:
             ValueError: If a value is out of range.
         """
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
         self.peft_type = "PERADA_RESIDUAL"
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is no probability: give a number from 0 up to, not with, 1")

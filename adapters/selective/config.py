@@ -27,7 +27,7 @@ class SelectiveConfig(PeftConfig):
         Raises:
             ValueError: If ``select`` holds an unknown word, or nothing is selected.
         """
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
         self.peft_type = "PERADA_SELECTIVE"
         unknown = sorted(set(self.select) - {"all", "bias", "norm"})
         if unknown:

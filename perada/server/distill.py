@@ -150,7 +150,7 @@ class Distillation:
                 group["lr"] = self.learning_rate(step)
             loss = distillation_loss(engine.logits(state, x.unsqueeze(0))[0], teacher, self.temperature, multilabel)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
             optimizer.step()
             if step >= first:
                 for key, value in _first({key: state[key] for key in parameters if key in state}).items():
