@@ -284,6 +284,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "train_backbone": module.train_backbone,
             "algorithm": loop.algorithm.kind,
             "average": loop.algorithm.average,
+            "global_model": loop.algorithm.global_model,
             "multilabel": module.multilabel,
             "seed": loop.seed,
         },

@@ -26,7 +26,7 @@ from perada.cli_messages import one_line, quiet_lightning
 from perada.cli_words import find_recipe, recipes, spelt_out
 from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
-from perada.report import client_table, run_report
+from perada.report import client_table, mode_line, run_report
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 
@@ -118,6 +118,8 @@ class PeradaCLI(LightningCLI):
         """Print the table of clients."""
         if self.model.per_client:
             print(client_table(self.model.per_client, self.datamodule.train_sizes))
+        if mode_line(self.model.scores):
+            print(mode_line(self.model.scores))
 
     after_test = after_validate
 
@@ -201,7 +203,8 @@ def _export(args: Sequence[str]) -> None:
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
         cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
     folder = outcome(cli.model, cli.loop).save(given.output)
-    print(f"Wrote {cli.loop.num_clients} personal adapters and the global one to {folder}")
+    written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
+    print(f"Wrote {len(written)} adapters to {folder}: {written[0]} … {written[-1]}")
 
 
 def _report(args: Sequence[str]) -> None:

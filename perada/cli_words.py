@@ -9,6 +9,7 @@ from perada.algorithms import ALGORITHMS
 from perada.compare.entries import algorithm_words
 from perada.server import SERVER_RULES
 
+NAMED = ("--federated.algorithm", "--federated.algorithm.base", "--federated.server_rule")
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -38,14 +39,17 @@ def spelt_out(args: Sequence[str]) -> list[str]:
     """Replace the names of recipes by their files, those of algorithms and server rules by their classes."""
     out: list[str] = []
     for before, word in zip(["", *args], args, strict=False):
+        if before in NAMED:  # given as two words
+            out.pop()
+            word = f"{before}={word}"
         option, _, value = word.partition("=")
         if before in ("--config", "-c"):
             out.append(str(find_recipe(word)))
         elif option == "--config" and value:
             out.append(f"--config={find_recipe(value)}")
-        elif option == "--federated.algorithm" and value in ALGORITHMS:
-            out += algorithm_words(value)
-        elif option == "--federated.server_rule" and value in SERVER_RULES:
+        elif option in NAMED[:2] and value in ALGORITHMS:
+            out += algorithm_words(value, option)
+        elif option == NAMED[2] and value in SERVER_RULES:
             out.append(f"{option}={SERVER_RULES[value].__name__}")
         else:
             out.append(word)

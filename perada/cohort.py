@@ -239,6 +239,14 @@ class _Step:
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
         return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
 
+    def restart(self, role: str, start: State) -> None:
+        with torch.no_grad():
+            for key, value in self.states[role].items():
+                if value.requires_grad:
+                    value.copy_(start[key])
+        if role in self._chunk.optimizers:
+            self._chunk.optimizers[role].state.clear()
+
     def descend(
         self,
         role: str | tuple[str, ...],

@@ -26,11 +26,13 @@ class RoundReport:
     Attributes:
         broken: Clients whose training became NaN or infinite and who were left out.
         diverged: The distillation became NaN or infinite, and its starting point was kept.
+        broken_server: The server's step became NaN or infinite, and the global state stayed as it was.
         metrics: Training losses, numbers of parameters, megabytes sent.
     """
 
     broken: list[int] = field(default_factory=list)
     diverged: bool = False
+    broken_server: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -127,7 +129,7 @@ class Federation:
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
         self.rounds_done = plan.round + 1
-        diverged = False
+        diverged = broken_server = False
         if clients:
             self.store.scatter(clients, _rows(kept, good))
             weights = client_weights(self.settings.weighting, [data.train_sizes[client] for client in clients])
@@ -161,14 +163,17 @@ class Federation:
                 self.global_state,
                 {key: value[good] for key, value in updates.items()},
                 weights,
-                self.server_state,
+                dict(self.server_state),
                 self.settings.rule,
                 distill,
             )
-            self.global_state = self.global_state | clone(self.settings.algorithm.server_step(server))
-            self.server_state = server.state
+            state = clone(self.settings.algorithm.server_step(server))
+            if all(bool(value.isfinite().all()) for value in state.values()):
+                self.global_state, self.server_state = self.global_state | state, server.state
+            else:
+                broken_server = True
         broken = [client for client in plan.clients if client not in clients]
-        return RoundReport(broken, diverged, self._metrics(cohort, updates, good))
+        return RoundReport(broken, diverged, broken_server, self._metrics(cohort, updates, good))
 
     def finetune(
         self,

@@ -169,18 +169,18 @@ class FederatedClassifier(pl.LightningModule):
     def initial_state(self, index: int) -> State:
         """The ``index``-th random initialisation of what is trained; that of 0 is the model's own.
 
-        Only what is random differs: the adapter and the head, or all of a backbone with ``pretrained=False``. Of a
-        network of the caller's own the head is drawn anew, and with ``pretrained=False`` every layer that is trained.
+        Only what is random differs: the adapter and the head, which is drawn anew also where the weights came with one
+        that fits, or all that is trained with ``pretrained=False``.
         """
         if index == 0:
             return get_state(self.model)
         seed = derive_seed(self.seed, "model", index)
         model = self._adapt(seed).model
         assert self.adapted is not None
-        if isinstance(self.backbone, nn.Module):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                reset_parameters(model, "" if self.pretrained is False else f"{self.adapted.backbone.head}.")
+        everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            reset_parameters(model, "" if everything else f"{self.adapted.backbone.head}.")
         device = next(self.model.parameters()).device
         return {key: value.to(device) for key, value in get_state(model).items()}
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
+ENTROPY = "global/entropy"
+MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -74,17 +76,26 @@ def run_report(folder: Path) -> str:
             raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
         for row in lines:
             rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
-    shown = [name for name in SCORES if any(name in values for values in rounds.values())]
+    shown = [name for name in (*SCORES, *MODES) if any(name in values for values in rounds.values())]
     losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
     body = [
         [
             str(round),
             *(f"{float(values[name]):.4f}" if name in values else "" for name in losses),
-            *(percent(float(values[name])) if name in values else "" for name in shown),
+            *(_cell(name, float(values[name])) if name in values else "" for name in shown),
         ]
         for round, values in sorted(rounds.items())
     ]
     return table(["round", *losses, *shown], body)
+
+
+def mode_line(scores: Mapping[str, float]) -> str:
+    """What the models of an ensemble do alone, on one line; empty where there is no ensemble."""
+    return ", ".join(f"{name} {_cell(name, scores[name])}" for name in MODES if name in scores)
+
+
+def _cell(name: str, value: float) -> str:
+    return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 
 
 def percent(value: float) -> str:

@@ -123,7 +123,16 @@ class Run:
         return self._model(self.state("personal", client))
 
     def global_model(self) -> nn.Module:
-        """The server's model: a network of its own, in evaluation mode, that maps images to logits."""
+        """The server's model: a network of its own, in evaluation mode, that maps images to logits.
+
+        Raises:
+            ValueError: If the algorithm has none: clients keep a part of the model, or all of it.
+        """
+        if not self.info.get("global_model", True):
+            raise ValueError(
+                f"{self.info['algorithm']} has no global model: what the server holds is the initial one, but for what "
+                "clients share; ask for personal(client)"
+            )
         members = [self._model(state) for state in self.states("global")]
         if len(members) == 1:
             return members[0]

@@ -186,6 +186,15 @@ def words_of(name):
     return type(algorithm).__name__, {k: v for k, v in vars(algorithm).items() if not isinstance(v, Algorithm)}
 
 
+def test_names_may_follow_as_words_of_their_own_and_name_the_base_of_an_ensemble(folder):
+    words = "--config tiny.yaml --federated.algorithm fed_ensemble --federated.algorithm.base perada_no_kd"
+    cli = make_cli([*words.split(), "--federated.server_rule", "median"], run=False)
+    algorithm = cli.loop.algorithm
+    assert (type(algorithm).__name__, type(algorithm.base).__name__) == ("FedEnsemble", "PerAda")
+    assert not algorithm.base.distill
+    assert type(cli.loop.server_rule).__name__ == "Median"
+
+
 def test_server_rules_have_the_names_of_the_python_call(folder):
     words = ["--config", "tiny.yaml", "--federated.algorithm=fedavg", "--federated.server_rule=trimmed_mean"]
     cli = make_cli([*words, "--federated.server_rule.trim=0.4"], run=False)

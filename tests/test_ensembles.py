@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import FedBE, FedEnsemble, PerAda
+from perada.algorithms import FedBE, FedEnsemble, PerAda, make_algorithm
 from perada.data import FederatedDataModule, Phase
+from perada.server import ServerRule, TrimmedMean
 
 SIZES, CLASSES, MODES = (9, 4, 14, 6), 3, 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -83,6 +84,43 @@ def test_modes_differ_in_their_adapters():
     modes = finetune(FedEnsemble(modes=2), rounds=0, adapter=adapter).states("global")
     assert not torch.equal(modes[0]["conv.lora_A.default.weight"], modes[1]["conv.lora_A.default.weight"])
     assert all(not mode["conv.lora_B.default.weight"].any() for mode in modes)  # LoRA starts as the identity
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_modes_have_heads_of_their_own_also_where_the_weights_bring_one_that_fits(adapter):
+    data = perada.FederatedData([TensorDataset(torch.zeros(4, 3, 8, 8), torch.arange(4))] * 2, num_classes=10)
+    options = {"pretrained": "perada:fashion_test_resnet", "adapter": adapter, "algorithm": FedEnsemble(modes=3)}
+    modes = perada.finetune("test_resnet", data, rounds=0, **options, **QUIET).states("global")
+    (head,) = {name for name in modes[0] if name.endswith("weight") and name.startswith("fc.")}
+    assert len({float(mode[head].sum()) for mode in modes}) == 3
+    body = {name for name in modes[0] if "fc." not in name and "lora_" not in name}
+    assert all(torch.equal(modes[0][name], mode[name]) for mode in modes for name in body)
+
+
+@pytest.mark.parametrize("name", ["mtl", "apfl", "feddyn", "fedbe_no_kd", "fedrep", "fedbn", "standalone", "fedavg_ft"])
+def test_what_belongs_to_one_model_cannot_be_repeated(name):
+    base = make_algorithm(name)
+    with pytest.raises(ValueError, match=f"base={type(base).__name__} cannot be repeated in modes"):
+        FedEnsemble(base)
+
+
+@pytest.mark.parametrize("base", ["perada", PerAda])
+def test_a_base_is_an_algorithm(base):
+    with pytest.raises(ValueError, match=r"base=.* is not an algorithm; give one, such as PerAda\(\)"):
+        FedEnsemble(base)
+
+
+def test_a_robust_rule_that_does_nothing_says_so():
+    with pytest.raises(ValueError, match=r"trim=0\.4 drops none of 1 clients"):
+        finetune(FedEnsemble(modes=3), server_rule=TrimmedMean(0.4))  # of 3 clients a round
+    images, labels = task().train[0].tensors
+    lost = TensorDataset(images * float("nan"), labels)
+    data = perada.FederatedData([*task().train[1:], lost], num_classes=CLASSES)
+    options = COMMON | {"clients_per_round": None, "server_rule": TrimmedMean(0.3), "adapter": "full"}
+    with pytest.warns(UserWarning) as caught:
+        perada.finetune(network(), data, algorithm="fedavg", rounds=1, **options, **QUIET)
+    said = "round 0: the server rule cannot do what it is for: trim=0.3 drops none of 3 clients"
+    assert any(str(warning.message).startswith(said) for warning in caught)
 
 
 @pytest.mark.parametrize("average", ["logits", "probabilities"])
@@ -179,6 +217,7 @@ def test_clients_that_share_an_ensemble_have_no_folders(tmp_path):
     [
         (FedEnsemble(modes=3), "its algorithm is 'FedEnsemble of 2 modes of FedAvg.*here it is .*3 modes"),
         (FedEnsemble(PerAda(), modes=2), "here it is .*of PerAda"),
+        (FedEnsemble(modes=2, assignment="loss"), "assigned by permutation.*assigned by loss"),
     ],
 )
 def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorithm, message):
@@ -187,3 +226,51 @@ def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorit
     perada.finetune(network(), task(), adapter="full", algorithm=FedEnsemble(modes=2), rounds=1, **options)
     with pytest.raises(ValueError, match=message):
         perada.finetune(network(), task(), adapter="full", algorithm=algorithm, rounds=2, ckpt_path="last", **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            {"server_rule": "fedavgm"},
+            {"server_rule": "fedadam"},
+            "server rule is 'FedAvgM on Mean', here it is 'FedAdam",
+        ),
+        ({"algorithm": "fedbe_no_kd"}, {"algorithm": "fedbe"}, "'FedBE without distillation', here it is 'FedBE with"),
+    ],
+)
+def test_a_checkpoint_of_another_server_is_refused(tmp_path, monkeypatch, before, after, message):
+    monkeypatch.chdir(tmp_path)
+    options = COMMON | {"algorithm": "fedavg", "adapter": "full", "enable_progress_bar": False, "accelerator": "cpu"}
+    perada.finetune(network(), task(), rounds=1, **options | before)
+    with pytest.raises(ValueError, match=message):
+        perada.finetune(network(), task(), rounds=2, ckpt_path="last", **options | after)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "lg_fedavg", "standalone"])
+def test_methods_without_a_global_model_do_not_give_one(name, tmp_path):
+    run = finetune(name, rounds=1)
+    assert "global/global_test" not in run.metrics["rounds"][-1]
+    run.save(tmp_path)
+    for one in (run, perada.Run.load(tmp_path, backbone=network())):
+        with pytest.raises(ValueError, match=r"has no global model: .*; ask for personal\(client\)"):
+            one.global_model()
+
+
+class Explodes(ServerRule):
+    def __call__(self, given):
+        scale = float("inf") if given.round == 1 else 1.0
+        return {
+            key: value.mean(0) * scale if value.is_floating_point() else value[0]
+            for key, value in given.updates.items()
+        }
+
+
+def test_a_server_step_that_is_not_finite_is_not_taken():
+    with pytest.warns(
+        UserWarning, match="round 1: what the server made of .* became NaN or infinite; .*Check Explodes"
+    ):
+        two = finetune("fedavg", rounds=2, server_rule=Explodes())
+    one = finetune("fedavg", rounds=1, server_rule=Explodes())
+    assert all(torch.equal(value, one.state("global")[key]) for key, value in two.state("global").items())
+    assert all(value.isfinite().all() for value in two.state("global").values())

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from perada.report import client_table, percent, run_report, table
+from perada.report import client_table, mode_line, percent, run_report, table
 
 
 def cells(text):
@@ -15,6 +15,16 @@ def cells(text):
     assert len({len(line) for line in lines}) == 1
     assert set(lines[1]) <= set("|-:")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
+
+
+def test_an_ensembles_models_have_a_line_and_columns(tmp_path):
+    scores = {"global/best_mode": 0.5, "global/worst_mode": 0.25, "global/entropy": 1.0}
+    assert mode_line(scores) == "global/best_mode 50.00, global/worst_mode 25.00, global/entropy 1.0000 nats"
+    assert mode_line({"global/global_test": 0.5}) == ""
+    header = ["epoch", "global/global_test", *scores]
+    (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,0.4,0.5,0.25,1.0\n")
+    cells = run_report(tmp_path).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in cells[2:-1]] == ["40.00", "50.00", "25.00", "1.0000 nats"]
 
 
 def test_table_is_markdown():

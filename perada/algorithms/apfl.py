@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks, check_share
 from perada.states import State
 
 
@@ -27,13 +27,13 @@ class APFL(Algorithm):
     """
 
     inference: Literal["personal", "global"] = "personal"
+    repeatable = False
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha={alpha!r} is no share; give 0 (the global model) to 1 (the client's own)")
-        if not 0 <= lr_alpha < float("inf"):
+        self.alpha = check_share("alpha", alpha, "0 is the global model, 1 the client's own")
+        if not (isinstance(lr_alpha, int | float) and 0 <= lr_alpha < float("inf")):
             raise ValueError(f"lr_alpha={lr_alpha!r} is not a learning rate; give 0 for a fixed alpha, or more")
-        self.alpha, self.lr_alpha = alpha, lr_alpha
+        self.lr_alpha = lr_alpha
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """v_m, the mixture, and α."""

@@ -7,6 +7,8 @@ sees the states of all clients at hand as one stack with a leading client axis C
 apart.
 """
 
+import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -66,6 +68,9 @@ class ClientStep(Protocol):
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
         """Each client's task loss (C,): the mean over its images. Arguments as of :meth:`logits`."""
+
+    def restart(self, role: str, start: State) -> None:
+        """Set a role's trained parameters to those of ``start`` (C, ...), and its optimiser to its beginning."""
 
     def descend(
         self,
@@ -148,6 +153,10 @@ class ServerStep:
 
     def mean(self, updates: State, weights: Tensor) -> State:
         """Aggregate by the server rule, which is the weighted mean unless another was asked for."""
+        try:
+            self.rule.check(len(self.clients))
+        except ValueError as error:  # fewer than planned, since some broke or were given other models
+            warnings.warn(f"round {self.round}: the server rule cannot do what it is for: {error}", stacklevel=2)
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
         parameters = frozenset(self.slot.parameters)
         result = self.rule(Aggregation(updates, weights, self.previous, parameters, self.round, own))
@@ -165,6 +174,9 @@ class Algorithm:
         distills: Whether the server distils, so that a public set is needed when there are distillation steps.
         compares: Whether clients compare the global models on their own images before each round.
         average: What is averaged where there is more than one global model: ``logits`` or ``probabilities``.
+        modes: Global models that a round's clients are divided among.
+        repeatable: Whether it can train one of several global models in each round, as Fed-ensemble does; not where
+            clients keep what belongs to one of them.
     """
 
     inference: Literal["personal", "global"] = "global"
@@ -173,6 +185,8 @@ class Algorithm:
     distills: bool = False
     compares: bool = False
     average: Literal["logits", "probabilities"] = "logits"
+    modes: int = 1
+    repeatable: bool = True
 
     @property
     def kind(self) -> str:
@@ -232,7 +246,8 @@ class Algorithm:
 
     def __repr__(self) -> str:
         """The class and its options."""
-        options = ", ".join(f"{name}={option!r}" for name, option in vars(self).items())
+        given = inspect.signature(type(self)).parameters
+        options = ", ".join(f"{name}={option!r}" for name, option in vars(self).items() if name in given)
         return f"{type(self).__name__}({options})"
 
     def finetuning(self) -> "tuple[Algorithm, Phase] | None":
@@ -246,6 +261,28 @@ def check_strength(name: str, value: float) -> float:
     Raises:
         ValueError: If it is negative, infinite or NaN.
     """
-    if not 0 <= value < float("inf"):
+    if not (isinstance(value, int | float) and 0 <= value < float("inf")):
         raise ValueError(f"{name}={value!r} is not a strength; give 0 (no pull) or a positive number")
+    return value
+
+
+def check_share(name: str, value: float, meaning: str) -> float:
+    """Return a number from 0 to 1.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not (isinstance(value, int | float) and 0 <= value <= 1):
+        raise ValueError(f"{name}={value!r} is no share; give 0 to 1: {meaning}")
+    return value
+
+
+def check_count(name: str, value: int, least: int) -> int:
+    """Return a whole number.
+
+    Raises:
+        ValueError: If it is none, or below ``least``.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} cannot be used; give a whole number of {least} or more")
     return value

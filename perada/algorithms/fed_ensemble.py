@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_count
 from perada.algorithms.fedavg import FedAvg
 from perada.rounds import Phase
 from perada.seeding import generator
@@ -24,7 +24,8 @@ class FedEnsemble(Algorithm):
     Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age, which is K
     rounds, every stratum trains each mode once, in an order drawn anew for each stratum and age; the server aggregates
     each mode from the clients that had it (their Algorithm 1). So a client holds one mode in a round, as in FedAvg, and
-    the mean of the modes' outputs predicts. With one mode this is the base algorithm.
+    the mean of the modes' outputs predicts. Models that clients keep (Ditto, PerAda) are pulled towards the mode of the
+    round. With one mode this is the base algorithm.
 
     Args:
         base: What clients do with the mode they receive, and how the server refines it; FedAvg by default.
@@ -51,6 +52,8 @@ class FedEnsemble(Algorithm):
         keeps: Literal["ensemble", "best"] = "ensemble",
     ) -> None:
         self.base = base or FedAvg()
+        if not isinstance(self.base, Algorithm):
+            raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
         for name, value, allowed in (
             ("assignment", assignment, ("permutation", "loss")),
             ("average", average, ("logits", "probabilities")),
@@ -58,15 +61,14 @@ class FedEnsemble(Algorithm):
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; choose {allowed[0]!r} or {allowed[1]!r}")
-        for name, number in (("modes", modes), ("strata", strata)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name}={number!r} cannot be used; give 1 or more")
+        for name, number in (("modes", modes), ("strata", 1 if strata is None else strata)):
+            check_count(name, number, 1)
         kind = type(self.base).__name__
         one_model = self.base.sends and self.base.global_model and type(self.base).members is Algorithm.members
-        if not one_model or self.base.finetuning():
+        if not one_model or not self.base.repeatable or self.base.finetuning():
             raise ValueError(
-                f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or clients "
-                "go on from it after the last round; choose FedAvg, FedProx, FedDyn, FedDF, Ditto or PerAda"
+                f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or its "
+                "clients keep what belongs to one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
             )
         if keeps == "best" and self.base.inference == "personal":
             raise ValueError(f"keeps='best' cannot be used with base={kind}, whose clients have models of their own")
@@ -79,7 +81,11 @@ class FedEnsemble(Algorithm):
     @property
     def kind(self) -> str:
         """The class, the base, and the number of modes."""
-        return f"{type(self).__name__} of {self.modes} modes of {self.base.kind}, keeping the {self.keeps}"
+        strata = self.modes if self.strata is None else self.strata
+        return (
+            f"{type(self).__name__} of {self.modes} modes of {self.base.kind}, {strata} strata, assigned by "
+            f"{self.assignment}, keeping the {self.keeps}"
+        )
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse more strata than clients, and what the base cannot work with."""

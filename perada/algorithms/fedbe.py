@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ServerStep
+from perada.algorithms.base import Algorithm, ServerStep, check_count, check_share
 from perada.seeding import generator
 from perada.server import mean
 from perada.states import State, expand
@@ -19,7 +19,8 @@ class FedBE(Algorithm):
 
     The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images
     (their Algorithm 1; as everywhere in perada, the teachers' logits are averaged). The student that comes out is the
-    average of its own states along the way (stochastic weight averaging).
+    average of its own states along the way (stochastic weight averaging). The drawn models are in memory at once, and
+    without distillation the whole ensemble is in every checkpoint.
 
     Args:
         sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
@@ -38,12 +39,11 @@ class FedBE(Algorithm):
     ) -> None:
         if sampler not in ("gaussian", "dirichlet"):
             raise ValueError(f"sampler={sampler!r} is unknown; choose 'gaussian' or 'dirichlet'")
-        if samples < 0:
-            raise ValueError(f"samples={samples!r} cannot be drawn; give 0 or more")
-        if not 0 <= average_from <= 1:
-            raise ValueError(f"average_from={average_from!r} is no share of the steps; give 0 to 1")
+        if not isinstance(distill, bool):
+            raise ValueError(f"distill={distill!r} is neither true nor false")
         self.sampler: Sampler = sampler
-        self.samples, self.distills, self.average_from = samples, distill, average_from
+        self.samples, self.distills, self.distill = check_count("samples", samples, 0), distill, distill
+        self.average_from = check_share("average_from", average_from, "the share of the steps that are left out")
         self.average: Literal["logits", "probabilities"] = "logits" if distill else "probabilities"
 
     def server_step(self, server: ServerStep) -> State:
@@ -60,7 +60,13 @@ class FedBE(Algorithm):
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """The ensemble of the last round, where it was not distilled."""
-        return server_state.get("members") or super().members(global_state, server_state)
+        alone = super().members(global_state, server_state)
+        return alone if self.distill else server_state.get("members", alone)
+
+    @property
+    def kind(self) -> str:
+        """The class, and whether the ensemble is distilled."""
+        return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation"
 
 
 def sample_models(updates: State, weights: Tensor, sampler: Sampler, samples: int, random: torch.Generator) -> State:

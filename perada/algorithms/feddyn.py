@@ -21,8 +21,10 @@ class FedDyn(Algorithm):
         ValueError: If ``alpha`` is not positive.
     """
 
+    repeatable = False
+
     def __init__(self, alpha: float = 0.1) -> None:
-        if not 0 < alpha < float("inf"):
+        if not (isinstance(alpha, int | float) and 0 < alpha < float("inf")):
             raise ValueError(f"alpha={alpha!r} cannot be used: h is divided by it; give a positive number")
         self.alpha = alpha
 

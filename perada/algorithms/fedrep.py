@@ -20,3 +20,4 @@ class FedRep(FedAlt):
 
     def __init__(self, head_epochs: float | None = None) -> None:
         super().__init__("output", check_epochs("head_epochs", head_epochs))
+        self.head_epochs = head_epochs

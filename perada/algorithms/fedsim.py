@@ -30,6 +30,8 @@ class FedSim(PartialSharing):
         if split not in ("input", "output", "adapter"):
             raise ValueError(f"split={split!r} is unknown; choose 'input', 'output' or 'adapter'")
         self.split = split
+        if split == "adapter":
+            self.remedy = "choose an adapter that adds layers (residual, bottleneck, lora) and train_backbone=True"
 
     @property
     def kind(self) -> str:

@@ -24,6 +24,7 @@ class MTL(Algorithm):
     """
 
     inference: Literal["personal", "global"] = "personal"
+    repeatable = False
 
     def __init__(self, prox_strength: float = 1.0) -> None:
         self.prox_strength = check_strength("prox_strength", prox_strength)

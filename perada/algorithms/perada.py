@@ -30,7 +30,9 @@ class PerAda(Algorithm):
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
         self.prox_strength = check_strength("prox_strength", prox_strength)
-        self.distills = distill
+        if not isinstance(distill, bool):
+            raise ValueError(f"distill={distill!r} is neither true nor false")
+        self.distill = self.distills = distill
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The personal state starts as the initial one."""

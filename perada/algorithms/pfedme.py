@@ -3,9 +3,16 @@
 
 from typing import Literal
 
-import torch
-
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
+from perada.algorithms.base import (
+    Algorithm,
+    ClientStep,
+    ServerStep,
+    Slot,
+    Stacks,
+    check_count,
+    check_share,
+    check_strength,
+)
 from perada.states import State
 
 
@@ -15,7 +22,8 @@ class PFedMe(Algorithm):
     For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate of
     the personal role that start from w_m; then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. The server
     takes w ← (1 − β) w + β mean(w_m). The last θ is the personal model. There is one copy of the running statistics of
-    norms: those of the passes of θ, which also travel with w_m.
+    norms: those of the passes of θ, which also travel with w_m. The clients' optimiser takes both kinds of steps; that
+    of the inner problem starts afresh on each minibatch. Steps with η λ of 2 or more overshoot.
 
     Args:
         prox_strength: λ.
@@ -29,12 +37,11 @@ class PFedMe(Algorithm):
     inference: Literal["personal", "global"] = "personal"
 
     def __init__(self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0) -> None:
-        if inner_steps < 1:
-            raise ValueError(f"inner_steps={inner_steps!r} finds no personal model; give 1 or more")
-        if not 0 < beta <= 1:
-            raise ValueError(f"beta={beta!r} cannot be used; give a number above 0 up to 1")
+        if beta == 0:
+            raise ValueError(f"beta={beta!r} would never move the global model; give a number above 0 up to 1")
+        self.beta = check_share("beta", beta, "the share of the clients' mean")
         self.prox_strength = check_strength("prox_strength", prox_strength)
-        self.inner_steps, self.beta = inner_steps, beta
+        self.inner_steps = check_count("inner_steps", inner_steps, 1)
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """θ, to predict with."""
@@ -47,10 +54,7 @@ class PFedMe(Algorithm):
     def client_step(self, step: ClientStep) -> None:
         """Solve the inner problem, then move towards its solution."""
         theta, local = step.states["personal"], step.states["local"]
-        with torch.no_grad():
-            for key, value in theta.items():
-                if value.requires_grad:
-                    value.copy_(local[key])
+        step.restart("personal", local)
         for _ in range(self.inner_steps):
             step.descend("personal", step.loss("personal"), pull=(self.prox_strength, local))
         step.descend("local", pull=(self.prox_strength, theta))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods whose clients share a part of the parameters and keep the rest."""
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 from perada.algorithms.base import Algorithm, Broadcast, Slot, Stacks
 from perada.states import State, expand, partition
 
 
-class PartialSharing(Algorithm):
+class PartialSharing(Algorithm, ABC):
     """Base of the methods whose clients keep some tensors and share the others, trained together as in FedAvg.
 
     A subclass says which tensors are private.
@@ -16,9 +17,12 @@ class PartialSharing(Algorithm):
     inference: Literal["personal", "global"] = "personal"
     global_model = False
 
+    remedy: str = "train more (adapter='full'), or choose another algorithm"
+    """What to do where there is nothing to keep or to share."""
+
+    @abstractmethod
     def private(self, slot: Slot) -> frozenset[str]:
         """Names of what stays on the client."""
-        raise NotImplementedError
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse a split that leaves nothing to keep or nothing to share."""
@@ -28,12 +32,12 @@ class PartialSharing(Algorithm):
                 raise ValueError(
                     f"{name} has nothing to {what}: clients keep {self._what()} and share all else, but what is "
                     f"trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
-                    f"{slot.parameters[-1]!r}; train more (adapter='full'), or choose another algorithm"
+                    f"{slot.parameters[-1]!r}; {self.remedy}"
                 )
 
     def _what(self) -> str:
         """What stays on the client, in words."""
-        raise NotImplementedError
+        return "their private part"
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The private part of the initial state."""

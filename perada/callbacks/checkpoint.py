@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from perada.algorithms import Algorithm
 from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
+from perada.server import ServerRule
 from perada.states import trained_keys
 
 
@@ -70,7 +71,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
 
 
 def belonging(
-    algorithm: Algorithm, seed: int, data: FederatedDataModule, module: FederatedClassifier
+    algorithm: Algorithm, rule: ServerRule, seed: int, data: FederatedDataModule, module: FederatedClassifier
 ) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that loads it, in plain types."""
     assert module.adapted is not None
@@ -80,6 +81,7 @@ def belonging(
         "backbone": module.adapted.backbone.name,
         "adapter": type(module.adapted.config).__name__,
         "algorithm": algorithm.kind,
+        "server rule": rule.kind,
         "seed": seed,
         "number of classes": data.num_classes,
         "number of clients": data.num_clients,

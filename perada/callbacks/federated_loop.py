@@ -76,6 +76,8 @@ class FederatedLoop(pl.Callback):
                 "choose weighting='uniform'"
             )
         self.algorithm = algorithm or PerAda()
+        if not isinstance(self.algorithm, Algorithm):
+            raise ValueError(f"algorithm={algorithm!r} is not an algorithm; give one, such as PerAda()")
         self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
         self.distillation = distillation or Distillation()
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
@@ -100,7 +102,7 @@ class FederatedLoop(pl.Callback):
             image=module.adapted.backbone.image,
         )
         self.algorithm.check(module.slot, data.num_clients)
-        self.server_rule.check(self.clients_per_round or data.num_clients)
+        self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
         check_images(data, module)
         check_distillation(self.algorithm, self.distillation, data)
         if stage == "fit" and not data.val_dataloader():
@@ -193,6 +195,11 @@ class FederatedLoop(pl.Callback):
             rank_zero_warn(
                 f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
                 "Lower its learning rate (lr_server)."
+            )
+        if report.broken_server:
+            rank_zero_warn(
+                f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
+                f"stays as it was. Check {self.server_rule.kind} and the options of {self.algorithm.kind}."
             )
         module.log_dict(report.metrics, on_step=False, on_epoch=True, batch_size=1)
         self._step = trainer.global_step
@@ -306,4 +313,4 @@ class FederatedLoop(pl.Callback):
         """What a checkpoint must have in common with the run that loads it."""
         if not self._weights:
             self._weights = frozen_digest(module.model)
-        return belonging(self.algorithm, self.seed, data, module) | {"frozen weights": self._weights}
+        return belonging(self.algorithm, self.server_rule, self.seed, data, module) | {"frozen weights": self._weights}

@@ -16,8 +16,8 @@ def warn_broken(when: str, clients: list[int], consequence: str) -> None:
     """Name the clients whose training went wrong, and say what becomes of it."""
     names = ", ".join(map(str, clients))
     rank_zero_warn(
-        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate or check "
-        "its images."
+        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate "
+        "(of the clients, or of the server's rule where all break) or check the images."
     )
 
 

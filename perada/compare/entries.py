@@ -50,14 +50,13 @@ class Entry:
         ]
 
 
-def algorithm_words(name: str) -> list[str]:
+def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
     """Options of ``perada fit`` for an algorithm by name.
 
     >>> algorithm_words("perada_no_kd")
     ['--federated.algorithm=perada.algorithms.perada.PerAda', '--federated.algorithm.distill=false']
     """
     kind, arguments = _made(name)
-    key = "--federated.algorithm"
     return [
         f"{key}={kind.__module__}.{kind.__qualname__}",
         *(f"{key}.{argument}={_word(value)}" for argument, value in arguments.items()),

@@ -2,6 +2,7 @@
 """What every server rule builds on: what it is given, its interface, the mean, and rules on the result of others."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -34,7 +35,7 @@ class Aggregation:
     state: dict[str, State] = field(default_factory=dict)
 
 
-class ServerRule:
+class ServerRule(ABC):
     """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
 
     A rule object holds options only. What it remembers goes to :attr:`Aggregation.state`.
@@ -45,7 +46,12 @@ class ServerRule:
 
     weighted: bool = True
 
-    def check(self, clients: int) -> None:
+    @property
+    def kind(self) -> str:
+        """What the rule's tensors belong to: those of another kind of rule cannot be gone on with."""
+        return type(self).__name__
+
+    def check(self, clients: int) -> None:  # noqa: B027  # most rules can work with any number
         """Refuse what cannot work.
 
         Args:
@@ -55,6 +61,7 @@ class ServerRule:
             ValueError: If this rule cannot aggregate so few.
         """
 
+    @abstractmethod
     def __call__(self, given: Aggregation) -> State:
         """Aggregate.
 
@@ -62,7 +69,6 @@ class ServerRule:
             A state with the names of ``given.updates``, without the client axis. Integer tensors (counters of
             BatchNorm) are never averaged: their maximum is taken.
         """
-        raise NotImplementedError
 
 
 class Mean(ServerRule):
@@ -81,6 +87,11 @@ class ComposedRule(ServerRule):
             raise ValueError(f"aggregate={aggregate!r} is not a server rule; give a ServerRule, such as Median()")
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
+
+    @property
+    def kind(self) -> str:
+        """The class, and the kind of the inner rule."""
+        return f"{type(self).__name__} on {self.aggregate.kind}"
 
     def check(self, clients: int) -> None:
         """Refuse what the inner rule refuses."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from perada.algorithms import ALGORITHMS, APFL, FedBE, FedDyn, FedEnsemble, PFedMe, make_algorithm
+from perada.algorithms import ALGORITHMS, APFL, FedBE, FedEnsemble, FedProx, PFedMe, make_algorithm
 from perada.server.rules import FedAdam, ModifiedLocalGD
 
 from .problems import CLIENTS, assert_equal, finetune, task
@@ -18,7 +18,7 @@ NAMED = [
 ]
 MADE = [
     (FedEnsemble(modes=2, strata=2), {}),
-    (FedEnsemble(base=FedDyn(), modes=2, strata=2), {}),
+    (FedEnsemble(base=FedProx(), modes=2, strata=2), {}),
     (APFL(lr_alpha=0.5), {}),
     (PFedMe(beta=0.5), {}),
     (FedBE(sampler="dirichlet", samples=3), {}),
