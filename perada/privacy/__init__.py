@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of differentially private training, each on its own: sampling, clipping, noise and the account of what it cost.
+
+Nothing in perada calls them yet: training with privacy is not part of this version. Opacus is imported when an epsilon
+is first asked for, because that takes seconds.
+"""
+
+from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, history_epsilon
+from perada.privacy.calibration import calibrate
+from perada.privacy.clipping import clip_factors, clipped_sum, noisy_mean, sample_norms, sensitivity
+from perada.privacy.sampling import expected_batch_size, poisson_batches
+
+__all__ = [
+    "ACCOUNTANTS",
+    "Ledger",
+    "Ledgers",
+    "calibrate",
+    "clip_factors",
+    "clipped_sum",
+    "expected_batch_size",
+    "history_epsilon",
+    "noisy_mean",
+    "poisson_batches",
+    "sample_norms",
+    "sensitivity",
+]

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What private training costs: each client's history of noisy steps, and its epsilon by Opacus's accountants.
+
+The noise multiplier σ is the noise's standard deviation over the sensitivity of the sum; the sample rate q is the
+probability of an image to be in a step's batch. Two data sets are neighbours if one has one image more.
+
+A rate below 1 claims amplification by subsampling, which is proved for Poisson sampling only. Where a client goes
+through its images in shuffled order, each image is used once per pass, so a pass is counted as one step at rate 1.0
+(its neighbour is then the set with one image's gradient left out, the others staying in their batches).
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean, pstdev
+from typing import Any
+
+ACCOUNTANTS = ("rdp", "prv", "gdp")
+History = Mapping[tuple[float, float], int]
+
+
+def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> float:
+    """Epsilon of a history of noisy steps at ``delta``, by one of Opacus's accountants.
+
+    - ``rdp``: Rényi differential privacy (Mironov et al. 2019), converted by theorem 21 of Balle et al. 2020; the upper
+      bound that is usually reported. Its orders end at 63, so that it never says less than
+      (log(1 / delta) − log 63) / 62 + log(62 / 63), which is 0.10 at delta = 1e-5.
+    - ``prv``: numerical composition (Gopi et al. 2021); its upper bound, which lies closest to the true value.
+    - ``gdp``: Gaussian differential privacy in the limit of many steps (Bu et al. 2020). It can report too little,
+      as Opacus warns, and knows one σ and q only.
+
+    Args:
+        history: ``{(noise multiplier, sample rate): steps}``; the order of steps does not matter.
+        delta: Probability of failure, in (0, 1); usually below 1 / number of images.
+        accountant: One of ``rdp``, ``prv`` and ``gdp``.
+
+    Returns:
+        Epsilon; 0.0 for no step, infinity for a step without noise.
+
+    Raises:
+        ValueError: If a number is out of its range, or ``gdp`` is asked about more than one σ and q.
+    """
+    check_delta(delta)
+    check_accountant(accountant)
+    # Sorted, so that the floating-point sum does not depend on which step came first.
+    segments = [(sigma, rate, steps) for (sigma, rate), steps in sorted(history.items()) if steps]
+    for sigma, rate, steps in segments:
+        check_step(sigma, rate, steps)
+    if not segments:
+        return 0.0
+    if segments[0][0] == 0:
+        return math.inf
+    if accountant == "gdp":
+        return _gdp_epsilon(segments, delta)
+    from opacus.accountants import create_accountant
+
+    opacus = create_accountant(mechanism=accountant)
+    opacus.history = segments
+    with quiet_opacus():
+        return float(opacus.get_epsilon(delta=delta))
+
+
+class Ledger:
+    """How often each client took a noisy step, by noise multiplier and sample rate.
+
+    Counts are kept per setting rather than per step, so runs that alternate stay cheap to account for.
+
+    >>> ledger = Ledger()
+    >>> ledger.add(3, noise_multiplier=1.0, sample_rate=0.1, steps=10)
+    >>> ledger.add(3, noise_multiplier=1.0, sample_rate=0.1, steps=5)
+    >>> ledger.history(3)
+    {(1.0, 0.1): 15}
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[int, Counter[tuple[float, float]]] = {}
+
+    def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int) -> None:
+        """Count steps of a client.
+
+        Args:
+            client: The client.
+            noise_multiplier: σ; 0 for steps without noise, after which the client's epsilon is infinite.
+            sample_rate: q of Poisson sampling, in (0, 1]. For shuffled passes over the data give 1.0, and as steps the
+                number of passes.
+            steps: Number of steps, empty batches included; 0 changes nothing.
+
+        Raises:
+            ValueError: If a number is out of its range.
+        """
+        check_step(noise_multiplier, sample_rate, steps)
+        if steps:
+            self._clients.setdefault(client, Counter())[float(noise_multiplier), float(sample_rate)] += steps
+
+    def history(self, client: int) -> dict[tuple[float, float], int]:
+        """A copy of ``{(noise multiplier, sample rate): steps}`` of one client; empty if it took no step."""
+        return dict(self._clients.get(client, {}))
+
+    def epsilon(self, client: int, delta: float, accountant: str = "rdp") -> float:
+        """Epsilon of one client so far, by :func:`history_epsilon`."""
+        return history_epsilon(self.history(client), delta, accountant)
+
+    def epsilons(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[int, float]:
+        """Epsilon of each client, in the clients' order.
+
+        Args:
+            delta: Probability of failure, the same for each.
+            accountant: One of ``rdp``, ``prv`` and ``gdp``.
+            clients: The clients to list, where one without a step has 0.0; by default those who took a step.
+        """
+        known: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
+        result = {}
+        for client in sorted(self._clients) if clients is None else clients:
+            key = frozenset(self.history(client).items())
+            if key not in known:  # clients of one size mostly have one history
+                known[key] = self.epsilon(client, delta, accountant)
+            result[client] = known[key]
+        return result
+
+    def summary(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[str, float]:
+        """``mean``, ``std`` (of the clients as a population) and ``max`` of :meth:`epsilons`; 0.0 without clients.
+
+        Where one epsilon is infinite, so are the mean and the maximum, and the std is not a number.
+        """
+        values = list(self.epsilons(delta, accountant, clients).values()) or [0.0]
+        std = pstdev(values) if all(map(math.isfinite, values)) else math.nan
+        return {"mean": fmean(values), "std": std, "max": max(values)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy in lists and numbers only, for a checkpoint: ``{"rows": [[client, σ, q, steps], ...]}``."""
+        rows = [
+            [client, sigma, rate, steps]
+            for client, history in sorted(self._clients.items())
+            for (sigma, rate), steps in sorted(history.items())
+        ]
+        return {"rows": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace everything by what :meth:`state_dict` gave; ``state`` is copied.
+
+        Raises:
+            ValueError: If ``state`` is not from :meth:`state_dict`; the ledger is then as it was.
+        """
+        if "rows" not in state:
+            raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
+        fresh = Ledger()
+        for client, sigma, rate, steps in state["rows"]:
+            fresh.add(client, sigma, rate, steps)
+        self._clients = fresh._clients
+
+
+class Ledgers:
+    """The two accounts of a run, because both adapters of a client read the same images.
+
+    - ``server``: what the server sees. Only training counts on which something sent depends: the local adapter's.
+    - ``release``: what is seen once the client is released whole. All its training counts, composed, the personal
+      adapter's too.
+
+    Distillation on public images follows from what was sent, and costs nothing.
+
+    >>> ledgers = Ledgers()
+    >>> ledgers.add(0, noise_multiplier=1.0, sample_rate=0.1, steps=10, sent=True)
+    >>> ledgers.add(0, noise_multiplier=1.0, sample_rate=0.1, steps=30, sent=False)
+    >>> ledgers.server.history(0), ledgers.release.history(0)
+    ({(1.0, 0.1): 10}, {(1.0, 0.1): 40})
+    """
+
+    def __init__(self) -> None:
+        self.server, self.release = Ledger(), Ledger()
+
+    def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int, *, sent: bool) -> None:
+        """Count steps as in :meth:`Ledger.add`; ``sent`` if anything that the client sends depends on them."""
+        self.release.add(client, noise_multiplier, sample_rate, steps)
+        if sent:
+            self.server.add(client, noise_multiplier, sample_rate, steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of both in lists and numbers only."""
+        return {"server": self.server.state_dict(), "release": self.release.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace both by what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: If ``state`` is not from :meth:`state_dict`; both are then as they were.
+        """
+        if set(state) != {"server", "release"}:
+            raise ValueError(
+                f"the ledgers are {sorted(state)}; load what Ledgers.state_dict() gave: server and release"
+            )
+        server, release = Ledger(), Ledger()
+        server.load_state_dict(state["server"])
+        release.load_state_dict(state["release"])
+        self.server, self.release = server, release
+
+
+def _gdp_epsilon(segments: list[tuple[float, float, int]], delta: float) -> float:
+    """Opacus's GDP accountant, and what it cannot say itself: 0 below its range, infinity above."""
+    if len(segments) > 1:
+        raise ValueError(
+            f"the gdp accountant knows one noise multiplier and sample rate, and this history has {len(segments)}; "
+            "use 'rdp' or 'prv'"
+        )
+    from opacus.accountants import create_accountant
+    from opacus.accountants.analysis import gdp
+
+    opacus = create_accountant(mechanism="gdp")
+    opacus.history = segments
+    ((sigma, rate, steps),) = segments
+    if 1 / sigma**2 > 700:  # exp would overflow
+        return math.inf
+    mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate)
+    if gdp.delta_eps_mu(eps=0.0, mu=mu) <= delta:
+        return 0.0
+    if not gdp.delta_eps_mu(eps=500.0, mu=mu) <= delta:  # 500 is as far as Opacus searches
+        return math.inf
+    return float(opacus.get_epsilon(delta=delta))
+
+
+@contextmanager
+def quiet_opacus() -> Iterator[None]:
+    """Silence two of Opacus's warnings, about which a user can do nothing.
+
+    One is of log(1 − q) at q = 1, where −inf is meant; the other says that another order would give a tighter bound.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
+        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
+        yield
+
+
+def check_delta(delta: float) -> None:
+    """Refuse a delta outside (0, 1)."""
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} is not between 0 and 1; take less than 1 / number of images, such as 1e-5")
+
+
+def check_accountant(accountant: str) -> None:
+    """Refuse an unknown accountant."""
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant={accountant!r} is unknown; choose 'rdp', 'prv' or 'gdp'")
+
+
+def check_step(sigma: float, rate: float, steps: int) -> None:
+    """Refuse a noise multiplier, rate or number of steps that is out of its range."""
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"noise_multiplier={sigma} is negative or not finite; usual values lie from 0.5 to 5")
+    if not 0 < rate <= 1:
+        raise ValueError(f"sample_rate={rate} is not a probability above 0; give batch size / number of images")
+    if steps != int(steps) or steps < 0:
+        raise ValueError(f"steps={steps} is not a whole number from 0 on; count every step, empty batches included")

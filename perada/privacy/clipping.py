@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping and noise of DP-SGD as functions of tensors, for the per-sample gradients of many clients at once.
+
+Shapes: C clients, B rows of a padded batch. A gradient has shape (C, B, ...) and belongs to one parameter of the single
+model; the mask (C, B) is true where a row is a real image. Two data sets are neighbours if one has one image more.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from perada.states import State
+
+METHODS = ("flat", "per_layer", "automatic")
+MaxNorm = float | Mapping[str, float]
+
+
+def sample_norms(gradients: State, mask: Tensor) -> Tensor:
+    """L2 norm of each row's gradient, over all parameters together.
+
+    Args:
+        gradients: ``{parameter: (C, B, ...)}``.
+        mask: Real rows, bool, (C, B).
+
+    Returns:
+        Norms (C, B), in float32 or better; 0 where the row is padding, whatever stands there.
+
+    Raises:
+        ValueError: If there is no gradient, or one does not begin with the mask's shape.
+    """
+    _check(gradients, mask)
+    return torch.stack([_norm(gradient, mask).square() for gradient in gradients.values()]).sum(dim=0).sqrt()
+
+
+def clip_factors(
+    gradients: State, mask: Tensor, max_norm: MaxNorm, method: str = "flat", *, gamma: float = 0.01
+) -> dict[str, Tensor]:
+    """What to multiply each row's gradient with, so that no image has more than its share in the sum.
+
+    - ``flat``: min(1, C / ‖g‖), with the norm over all parameters (Abadi et al. 2016, algorithm 1).
+    - ``per_layer``: the same for each parameter with its own norm and bound; C / √L each for L parameters, unless
+      the bounds are given (McMahan et al. 2018, section 2.2).
+    - ``automatic``: C / (‖g‖ + γ), with the norm over all parameters, whether it is large or small (AUTO-S of Bu et al.
+      2023, https://arxiv.org/abs/2206.07136).
+
+    A gradient that is not finite stays so: the sum shows it.
+
+    Args:
+        gradients: ``{parameter: (C, B, ...)}``.
+        mask: Real rows, bool, (C, B).
+        max_norm: Largest norm C of a row; for ``per_layer`` also ``{parameter: bound}``.
+        method: One of ``flat``, ``per_layer`` and ``automatic``.
+        gamma: The γ of ``automatic``.
+
+    Returns:
+        ``{parameter: factors (C, B)}``, 0 where the row is padding.
+
+    Raises:
+        ValueError: If a method, a bound or a shape is not as above.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; choose 'flat', 'per_layer' or 'automatic'")
+    _check(gradients, mask)
+    if method == "per_layer":
+        bounds = _bounds(max_norm, gradients)
+        return {name: _shrink(_norm(g, mask), bounds[name]) * mask for name, g in gradients.items()}
+    if isinstance(max_norm, Mapping):
+        raise ValueError(f"max_norm has a bound per parameter, which {method!r} cannot use; give one number")
+    sensitivity(max_norm)
+    norms = sample_norms(gradients, mask)
+    if method == "flat":
+        factors = _shrink(norms, max_norm)
+    elif gamma > 0:
+        factors = max_norm / (norms + gamma)
+    else:
+        raise ValueError(f"gamma={gamma} must be positive, so that a zero gradient stays zero; 0.01 is usual")
+    return dict.fromkeys(gradients, factors * mask)
+
+
+def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -> State:
+    """Sum of each client's rows, each multiplied by its factor.
+
+    With the factors of :func:`clip_factors`, one image more or less changes the sum by :func:`sensitivity` at most.
+
+    Args:
+        gradients: ``{parameter: (C, B, ...)}``.
+        mask: Real rows, bool, (C, B): padding is left out, whatever stands there.
+        factors: ``{parameter: (C, B)}``.
+
+    Returns:
+        ``{parameter: (C, ...)}``.
+
+    Raises:
+        ValueError: If a shape is not as above.
+    """
+    _check(gradients, mask)
+    return {
+        name: torch.einsum("cb,cb...->c...", factors[name].to(g.dtype), g.masked_fill(~_like(mask, g), 0))
+        for name, g in gradients.items()
+    }
+
+
+def sensitivity(max_norm: MaxNorm) -> float:
+    """Largest change of the clipped sum by one image: the bound itself, or √(Σ bound²) of bounds per parameter.
+
+    Raises:
+        ValueError: If a bound is not positive and finite.
+
+    >>> sensitivity({"weight": 3.0, "bias": 4.0})
+    5.0
+    """
+    bounds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
+    for bound in bounds:
+        if not 0 < bound < math.inf:
+            raise ValueError(f"max_norm={bound} is not a positive number; usual values lie between 0.1 and 10")
+    return math.hypot(*bounds)
+
+
+def noisy_mean(
+    summed: State, std: float | Sequence[float], expected_batch: Sequence[float], generators: Sequence[torch.Generator]
+) -> State:
+    """Add each client's Gaussian noise to its sum, and divide by the batch size that was expected.
+
+    The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
+    when std = noise multiplier · sensitivity. Parameters take their noise in the order of their names, so the result
+    does not depend on the order of the dictionary.
+
+    Args:
+        summed: ``{parameter: (C, ...)}``, from :func:`clipped_sum`.
+        std: Standard deviation of the noise in the sum, for all clients or one for each.
+        expected_batch: Images expected in a batch, one number for each client.
+        generators: One for each client; noise is drawn on the generator's device.
+
+    Returns:
+        ``{parameter: (C, ...)}``, in the order and the dtype of ``summed``.
+
+    Raises:
+        ValueError: If there are not C of them, two clients share a generator, or a number is out of its range.
+    """
+    clients = len(generators)
+    stds = list(std) if isinstance(std, Sequence) else [std] * clients
+    lengths = {"std": len(stds), "expected_batch": len(expected_batch)}
+    lengths |= {name: len(value) for name, value in summed.items()}
+    for name, length in lengths.items():
+        if length != clients:
+            raise ValueError(f"{name} has {length} clients, but there are {clients} generators; give one for each")
+    if len({id(source) for source in generators}) < clients:
+        raise ValueError(
+            "two clients share a generator: their noise would depend on who else is there; give each its own"
+        )
+    if not all(0 <= value < math.inf for value in stds) or not all(0 < size < math.inf for size in expected_batch):
+        raise ValueError(
+            f"std={stds} must not be negative and expected_batch={list(expected_batch)} must be positive, all finite; "
+            "leave a client without images out of the round"
+        )
+    result = {name: torch.empty_like(value) for name, value in summed.items()}
+    for name in sorted(summed):
+        for client, (source, scale, size) in enumerate(zip(generators, stds, expected_batch, strict=True)):
+            row = summed[name][client]
+            noise = torch.randn(row.shape, generator=source, device=source.device, dtype=row.dtype)
+            result[name][client] = (row + scale * noise.to(row.device)) / size
+    return result
+
+
+def _norm(gradient: Tensor, mask: Tensor) -> Tensor:
+    """Norm (C, B) of one parameter's gradients (C, B, ...), 0 for padding."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    rows = gradient.reshape(*mask.shape, -1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=dtype)
+    return norms.masked_fill(~mask, 0)
+
+
+def _shrink(norms: Tensor, bound: float) -> Tensor:
+    """min(1, bound / norm); the 1e-6 is Opacus's, and keeps a zero gradient from dividing by zero."""
+    return (bound / (norms + 1e-6)).clamp(max=1.0)
+
+
+def _bounds(max_norm: MaxNorm, gradients: State) -> dict[str, float]:
+    """A bound for each parameter."""
+    sensitivity(max_norm)
+    if not isinstance(max_norm, Mapping):
+        return dict.fromkeys(gradients, max_norm / math.sqrt(len(gradients)))
+    if set(max_norm) != set(gradients):
+        wrong = sorted(set(max_norm) ^ set(gradients))
+        raise ValueError(f"max_norm and the gradients differ in {wrong}; give one bound for each parameter")
+    return dict(max_norm)
+
+
+def _like(mask: Tensor, gradient: Tensor) -> Tensor:
+    """The mask with as many axes as the gradient."""
+    return mask.reshape(*mask.shape, *[1] * (gradient.ndim - 2))
+
+
+def _check(gradients: State, mask: Tensor) -> None:
+    if mask.dtype != torch.bool or mask.ndim != 2:
+        raise ValueError(f"the mask is {mask.dtype} of shape {tuple(mask.shape)}; give bool of shape (clients, rows)")
+    if not gradients:
+        raise ValueError("there is no gradient to clip: no parameter was trained; check the adapter")
+    for name, gradient in gradients.items():
+        if gradient.shape[:2] != mask.shape:
+            shape, rows = tuple(gradient.shape), tuple(mask.shape)
+            raise ValueError(
+                f"the gradient of {name!r} has shape {shape}, which must begin with (clients, rows) {rows}"
+            )

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledgers against Opacus fed by hand, published numbers and closed forms."""
+
+import io
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from perada.privacy import Ledger, Ledgers, history_epsilon
+
+DELTA = 1e-5
+GDP_WARNING = "GDP accounting is experimental"
+
+
+def gaussian_delta(epsilon, mu):
+    """Exact delta of one Gaussian query with sensitivity mu and unit noise (Balle and Wang 2018, theorem 8)."""
+    return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+
+
+# Two runs that alternate, as the two adapters of a client do: (σ, q, steps).
+ALTERNATING = [(1.1, 0.02, 40), (1.5, 0.05, 20)] * 5
+
+
+def test_rdp_epsilon_equals_opacus_step_by_step():
+    ledger, opacus = Ledger(), RDPAccountant()
+    for sigma, rate, steps in ALTERNATING:
+        ledger.add(7, sigma, rate, steps)
+        for _ in range(steps):
+            opacus.step(noise_multiplier=sigma, sample_rate=rate)
+    expected, _ = opacus.get_privacy_spent(delta=DELTA)
+    assert ledger.epsilon(7, DELTA) == pytest.approx(expected, rel=1e-12)
+    assert ledger.history(7) == {(1.1, 0.02): 200, (1.5, 0.05): 100}
+
+
+def test_prv_epsilon_equals_opacus():
+    ledger, opacus = Ledger(), PRVAccountant()
+    for sigma, rate, steps in ALTERNATING[:2]:
+        ledger.add(7, sigma, rate, steps)
+        for _ in range(steps):
+            opacus.step(noise_multiplier=sigma, sample_rate=rate)
+    assert ledger.epsilon(7, DELTA, "prv") == pytest.approx(opacus.get_epsilon(DELTA), rel=1e-9)
+
+
+def test_gdp_epsilon_equals_opacus():
+    ledger = Ledger()
+    ledger.add(7, 1.1, 0.02, 100)
+    ledger.add(7, 1.1, 0.02, 100)
+    with pytest.warns(UserWarning, match=GDP_WARNING):
+        opacus = GaussianAccountant()
+    for _ in range(200):
+        opacus.step(noise_multiplier=1.1, sample_rate=0.02)
+    with pytest.warns(UserWarning, match=GDP_WARNING):
+        assert ledger.epsilon(7, DELTA, "gdp") == opacus.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "sigma", "epochs", "delta", "published"),
+    [(60000, 150, 1.3, 15, 1e-5, 0.7242234026109595), (100000, 100, 1.0, 30, 1e-7, 1.4154988495444845)],
+)
+def test_rdp_epsilon_is_the_published_one(images, batch, sigma, epochs, delta, published):
+    """Values of TensorFlow Privacy, another implementation: its compute_dp_sgd_privacy_test.py, Test0 and Test1."""
+    history = {(sigma, batch / images): epochs * images // batch}
+    assert history_epsilon(history, delta) == pytest.approx(published, abs=1e-7)
+
+
+@pytest.mark.parametrize(("sigma", "passes"), [(1.0, 1), (4.0, 10)])
+def test_shuffled_passes_cost_what_the_gaussian_mechanism_costs(sigma, passes):
+    """At rate 1 the T-fold composition is one Gaussian query of sensitivity √T / σ, whose epsilon is known exactly."""
+    history = {(sigma, 1.0): passes}
+    mu = math.sqrt(passes) / sigma
+    exact = brentq(lambda epsilon: gaussian_delta(epsilon, mu) - DELTA, 0, 100)
+    assert exact <= history_epsilon(history, DELTA, "prv") <= exact + 0.021  # two errors of 0.01 each, and the mesh
+    alpha = np.linspace(1.001, 64, 400_000)
+    bound = alpha * passes / (2 * sigma**2) - (math.log(DELTA) + np.log(alpha)) / (alpha - 1) + np.log1p(-1 / alpha)
+    assert bound.min() <= history_epsilon(history, DELTA, "rdp") == pytest.approx(bound.min(), rel=2e-3)
+
+
+def test_one_poisson_step_is_amplified_exactly():
+    """One step with rate q: delta(ε) = q · delta_Gauss(log(1 + (e^ε − 1) / q)), from the mixture's density."""
+    rate, sigma = 0.1, 0.5
+    exact = brentq(
+        lambda epsilon: rate * gaussian_delta(math.log1p(math.expm1(epsilon) / rate), 1 / sigma) - DELTA, 0, 50
+    )
+    without = history_epsilon({(sigma, 1.0): 1}, DELTA, "prv")
+    assert exact <= history_epsilon({(sigma, rate): 1}, DELTA, "prv") <= exact + 0.021
+    assert without > exact + 1
+
+
+def test_order_does_not_matter():
+    forward, backward = Ledger(), Ledger()
+    for row in ALTERNATING:
+        forward.add(0, *row)
+    for row in reversed(ALTERNATING):
+        backward.add(0, *row)
+    assert forward.epsilon(0, DELTA) == backward.epsilon(0, DELTA)
+    assert forward.state_dict() == backward.state_dict()
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp"])
+def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
+    ledger = Ledger()
+    assert ledger.epsilon(0, DELTA, accountant) == 0.0
+    ledger.add(0, 1.0, 0.1, 0)
+    assert ledger.history(0) == {}
+    ledger.add(0, 0.0, 0.1, 1)
+    assert ledger.epsilon(0, DELTA, accountant) == math.inf
+
+
+def test_gdp_refuses_a_second_setting():
+    ledger = Ledger()
+    ledger.add(0, 1.0, 0.1, 5)
+    ledger.add(0, 1.0, 0.2, 5)
+    with pytest.raises(ValueError, match=r"gdp accountant knows one noise multiplier.*has 2; use 'rdp' or 'prv'"):
+        ledger.epsilon(0, DELTA, "gdp")
+
+
+@pytest.mark.parametrize(("sigma", "expected"), [(1e6, 0.0), (0.01, math.inf), (0.3, math.inf)])
+@pytest.mark.filterwarnings(f"ignore:{GDP_WARNING}")
+def test_gdp_beyond_opacus_range(sigma, expected):
+    assert history_epsilon({(sigma, 0.1): 100}, DELTA, "gdp") == expected
+
+
+def test_summary_is_over_the_clients_named():
+    ledger = Ledger()
+    for client, steps in [(4, 100), (2, 300), (9, 100)]:
+        ledger.add(client, 1.2, 0.05, steps)
+    values = [ledger.epsilon(client, DELTA) for client in (2, 4, 9)]
+    assert ledger.epsilons(DELTA) == dict(zip((2, 4, 9), values, strict=True))
+    expected = {"mean": np.mean(values), "std": np.std(values), "max": max(values)}
+    assert ledger.summary(DELTA) == pytest.approx(expected, rel=1e-12)
+    with_absent = [0.0, *values]
+    summary = ledger.summary(DELTA, clients=[1, 2, 4, 9])
+    assert summary["mean"] == pytest.approx(np.mean(with_absent), rel=1e-12)
+    assert summary["std"] == pytest.approx(np.std(with_absent), rel=1e-12)
+    assert Ledger().summary(DELTA) == {"mean": 0.0, "std": 0.0, "max": 0.0}
+    ledger.add(2, 0.0, 0.05, 1)
+    summary = ledger.summary(DELTA)
+    assert (summary["mean"], summary["max"]) == (math.inf, math.inf)
+    assert math.isnan(summary["std"])
+
+
+def test_state_survives_a_safe_checkpoint_and_is_not_shared():
+    ledgers = Ledgers()
+    ledgers.add(3, 1.1, 0.02, 40, sent=True)
+    ledgers.add(3, 1.5, 0.05, 20, sent=False)
+    state = ledgers.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for copy in (torch.load(file, weights_only=True), json.loads(json.dumps(state))):
+        again = Ledgers()
+        again.load_state_dict(copy)
+        assert again.server.history(3) == {(1.1, 0.02): 40}
+        assert again.release.history(3) == {(1.1, 0.02): 40, (1.5, 0.05): 20}
+        again.add(3, 1.1, 0.02, 1, sent=True)
+        assert copy == state
+    ledgers.add(3, 1.1, 0.02, 60, sent=True)
+    assert state["server"] == {"rows": [[3, 1.1, 0.02, 40]]}
+    ledgers.release.history(3).clear()
+    assert ledgers.release.history(3) == {(1.1, 0.02): 100, (1.5, 0.05): 20}
+
+
+def test_a_foreign_state_is_refused_and_changes_nothing():
+    ledgers = Ledgers()
+    ledgers.add(3, 1.1, 0.02, 40, sent=True)
+    with pytest.raises(ValueError, match="a ledger has no 'rows' but"):
+        ledgers.load_state_dict({"server": {"rows": []}, "release": {"history": []}})
+    with pytest.raises(ValueError, match=r"the ledgers are \['server'\]"):
+        ledgers.load_state_dict({"server": {"rows": []}})
+    with pytest.raises(ValueError, match="sample_rate=2"):
+        ledgers.server.load_state_dict({"rows": [[1, 1.0, 2, 3]]})
+    assert ledgers.server.history(3) == {(1.1, 0.02): 40}
+
+
+def test_a_release_composes_both_adapters():
+    """Rényi orders add up: two equal runs cost as much as one of twice the steps, and less than twice the epsilon."""
+    ledgers = Ledgers()
+    ledgers.add(0, 1.3, 0.05, 100, sent=True)
+    ledgers.add(0, 1.3, 0.05, 100, sent=False)
+    one, both = ledgers.server.epsilon(0, DELTA), ledgers.release.epsilon(0, DELTA)
+    opacus = RDPAccountant()
+    opacus.history = [(1.3, 0.05, 200)]
+    assert both == opacus.get_epsilon(DELTA)
+    assert one < both < 2 * one
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((-1.0, 0.1, 1), r"noise_multiplier=-1.0 is negative"),
+        ((math.nan, 0.1, 1), r"noise_multiplier=nan"),
+        ((math.inf, 0.1, 1), r"noise_multiplier=inf"),
+        ((1.0, 0.0, 1), r"sample_rate=0.0 is not a probability"),
+        ((1.0, 1.5, 1), r"sample_rate=1.5 is not a probability"),
+        ((1.0, 0.1, -1), r"steps=-1 is not a whole number"),
+        ((1.0, 0.1, 1.5), r"steps=1.5 is not a whole number"),
+    ],
+)
+def test_impossible_steps_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        Ledger().add(0, *row)
+
+
+def test_impossible_questions_are_refused():
+    with pytest.raises(ValueError, match="delta=1 is not between"):
+        history_epsilon({(1.0, 0.1): 1}, 1)
+    with pytest.raises(ValueError, match="accountant='moments' is unknown; choose 'rdp', 'prv' or 'gdp'"):
+        history_epsilon({(1.0, 0.1): 1}, DELTA, "moments")
+
+
+def test_no_warning_of_a_division_reaches_the_user():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        history_epsilon({(2.0, 1.0): 3}, DELTA, "prv")
+    assert seen == []

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise for a budget: reached, never exceeded, by the accountant's own word."""
+
+import pytest
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.utils import get_noise_multiplier
+
+from perada.privacy import calibrate, history_epsilon
+
+DELTA = 1e-5
+
+
+@pytest.mark.parametrize(("accountant", "reference"), [("rdp", RDPAccountant), ("prv", PRVAccountant)])
+@pytest.mark.parametrize("target", [0.5, 3.0])
+def test_the_budget_is_reached_and_never_exceeded(accountant, reference, target):
+    sigma = calibrate(target, DELTA, 0.02, 300, accountant)
+    opacus = reference()
+    opacus.history = [(sigma, 0.02, 300)]
+    spent = opacus.get_epsilon(DELTA)
+    assert target - min(0.01, target / 100) <= spent <= target
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")  # of Opacus's search, called here by hand
+def test_noise_is_that_of_opacus():
+    expected = get_noise_multiplier(target_epsilon=3.0, target_delta=DELTA, sample_rate=0.02, steps=1000)
+    assert calibrate(3.0, DELTA, 0.02, 1000) == expected
+
+
+def test_two_runs_of_one_rate_are_one_long_run():
+    both = calibrate(3.0, DELTA, 0.02, 100, second=(0.02, 200))
+    assert both == calibrate(3.0, DELTA, 0.02, 300) > calibrate(3.0, DELTA, 0.02, 200)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_two_runs_of_two_rates_share_the_budget(accountant):
+    sigma = calibrate(2.0, DELTA, 0.02, 100, accountant, second=(0.1, 50))
+    opacus = {"rdp": RDPAccountant, "prv": PRVAccountant}[accountant]()
+    opacus.history = [(sigma, 0.1, 50), (sigma, 0.02, 100)]
+    assert 1.99 <= opacus.get_epsilon(DELTA) <= 2.0
+    assert sigma > calibrate(2.0, DELTA, 0.1, 50, accountant)
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
+def test_gdp_too_and_where_opacus_search_fails():
+    """The second plan costs nothing at σ = 20, where Opacus's own search begins and stops with scipy's error."""
+    with pytest.raises(ValueError, match="different signs"):
+        get_noise_multiplier(target_epsilon=0.1, target_delta=DELTA, sample_rate=0.0001, steps=5, accountant="gdp")
+    for target, rate, steps in [(3.0, 0.02, 1000), (0.1, 0.0001, 5)]:
+        sigma = calibrate(target, DELTA, rate, steps, "gdp")
+        assert target - 0.01 <= history_epsilon({(sigma, rate): steps}, DELTA, "gdp") <= target
+
+
+def test_a_budget_below_the_accountants_reach_is_refused():
+    with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
+        calibrate(0.05, DELTA, 0.02, 300)
+    with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
+        calibrate(0.05, DELTA, 0.02, 300, second=(0.1, 50))
+    assert history_epsilon({(calibrate(0.05, DELTA, 0.02, 3, "prv"), 0.02): 3}, DELTA, "prv") <= 0.05
+
+
+@pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf")])
+def test_impossible_budgets_are_refused(target):
+    with pytest.raises(ValueError, match=r"target_epsilon=.* is not a positive number"):
+        calibrate(target, DELTA, 0.02, 300)
+
+
+def test_a_plan_without_steps_is_refused():
+    with pytest.raises(ValueError, match="the plan has no steps"):
+        calibrate(1.0, DELTA, 0.02, 0, second=(0.1, 0))
+    with pytest.raises(ValueError, match="sample_rate=0 "):
+        calibrate(1.0, DELTA, 0.02, 1, second=(0, 1))
