@@ -111,6 +111,8 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
     assert ledger.history(0) == {}
     ledger.add(0, 0.0, 0.1, 1)
     assert ledger.epsilon(0, DELTA, accountant) == math.inf
+    ledger.add(0, 1.0, 0.1, 50)  # noise afterwards does not undo it
+    assert ledger.epsilon(0, DELTA, accountant) == math.inf
 
 
 def test_gdp_refuses_a_second_setting():
@@ -156,6 +158,9 @@ def test_state_survives_a_safe_checkpoint_and_is_not_shared():
     file.seek(0)
     for copy in (torch.load(file, weights_only=True), json.loads(json.dumps(state))):
         again = Ledgers()
+        again.add(8, 1.0, 1.0, 1, sent=True)
+        again.server.load_state_dict({"rows": []})  # replaces, and does not add
+        assert again.server.history(8) == {}
         again.load_state_dict(copy)
         assert again.server.history(3) == {(1.1, 0.02): 40}
         assert again.release.history(3) == {(1.1, 0.02): 40, (1.5, 0.05): 20}

@@ -73,6 +73,7 @@ def test_no_image_has_more_than_its_share(method, max_norm, dtype):
     gradients, mask = make()
     gradients = {name: g.to(dtype) for name, g in gradients.items()}
     factors = clip_factors(gradients, mask, max_norm, method)
+    assert all((factor[~mask] == 0).all() for factor in factors.values())
     limit = sensitivity(max_norm)
     largest = 0.0
     for client in range(3):
