@@ -17,7 +17,7 @@ from perada.algorithms.base import Algorithm, Slot, Stacks
 from perada.engine import Engine
 from perada.rounds import CohortBatch, Phase, RoundPlan
 from perada.seeding import generator
-from perada.states import State
+from perada.states import State, clone
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 
@@ -79,11 +79,7 @@ class _Chunk:
 
     def __init__(self, full: Stacks, kept: Stacks, received: State, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
-        # One memory layout, however the algorithm made the stack: convolutions' last bits depend on it.
-        self.full = {
-            role: {k: v[start:stop].detach().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
-            for role, state in full.items()
-        }
+        self.full = {role: clone(_rows(state, start, stop)) for role, state in full.items()}
         self.kept = {role: _rows(state, start, stop) for role, state in kept.items()}
         self.received = _rows(received, start, stop)
         self.states: Stacks = {}

@@ -75,7 +75,7 @@ def test_run_folder(call, tmp_path):
     assert written["momentum"] == 0.9
     assert written["ckpt_path"] is None
     assert "LoraConfig" in written["adapter"]
-    assert written["algorithm"] == "PerAda(prox_strength=0.5, distills=True)"
+    assert written["algorithm"] == "PerAda(prox_strength=0.5, distill=True)"
     assert written["trainer_kwargs"]["accelerator"] == "cpu"
     assert "Conv2d" in written["backbone"]
     assert written["data"] == "FederatedData of 5 clients"

@@ -12,7 +12,7 @@ from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep,
 from perada.algorithms.fedavg import FedAvg
 from perada.rounds import Phase
 from perada.seeding import generator
-from perada.states import State, clone, gather, stack, unstack
+from perada.states import State, clone, expand, gather, stack, unstack
 
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
@@ -95,7 +95,7 @@ class FedEnsemble(Algorithm):
 
     def initial(self, make: Callable[[int], State]) -> State:
         """The modes (K, ...)."""
-        return stack([make(mode) for mode in range(self.modes)])
+        return _stacked([make(mode) for mode in range(self.modes)])
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """Those of the base."""
@@ -120,9 +120,10 @@ class FedEnsemble(Algorithm):
             schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, strata)
             modes = schedule[list(sending.clients)]
         sent = [self.base.broadcast(replace(sending, global_state=mode)) for mode in unstack(sending.global_state)]
-        received = {
-            key: torch.stack([sent[mode][key][row] for row, mode in enumerate(modes.tolist())]) for key in sent[0]
-        }
+        received = sent[0]
+        if self.modes > 1:
+            rows = list(enumerate(modes.tolist()))
+            received = {key: torch.stack([sent[mode][key][row] for row, mode in rows]) for key in sent[0]}
         return received | {MODE: modes.to(device)} | ({BEST: best.to(device)} if self.keeps == "best" else {})
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
@@ -167,7 +168,7 @@ class FedEnsemble(Algorithm):
             )
             modes[mode] = modes[mode] | self.base.server_step(mine)
             server.state.update({prefix + name: state for name, state in own.items()})
-        return stack(modes)
+        return _stacked(modes)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """All modes."""
@@ -178,6 +179,11 @@ class FedEnsemble(Algorithm):
         if self.keeps == "best":
             return gather(global_state, kept[BEST][BEST].tolist())
         return self.base.personal(kept, global_state)
+
+
+def _stacked(states: list[State]) -> State:
+    """A stack; of one state in the memory layout that it has, on which the last bits of a convolution depend."""
+    return expand(states[0], 1) if len(states) == 1 else stack(states)
 
 
 def mode_schedule(seed: int, round: int, num_clients: int, modes: int, strata: int) -> Tensor:
