@@ -378,17 +378,6 @@ def test_summary_marks_what_is_not_known():
     assert table["x"]["s / round"] == "1.2"
 
 
-def test_rows_stand_in_the_order_of_the_algorithms_however_they_were_run():
-    made = [record(label) for label in ("ditto", "mine", "other fedavg", "perada")]
-    shown = [line.split("|")[1].strip() for line in summary(made).splitlines() if line.startswith("| ")]
-    assert [name for name in shown if name in ("ditto", "mine", "other fedavg", "perada")] == [
-        "mine",
-        "perada",
-        "other fedavg",
-        "ditto",
-    ]
-
-
 def test_rows_of_other_options_and_seeds_that_failed():
     scores = {"personal/local_test": 0.5, "personal/global_test": 0.3, "diverged": False}
     records = [

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from perada.compare.entries import ENTRIES
 from perada.compare.results import choose, score
 from perada.report import SCORES, percent, table
 
@@ -18,7 +17,7 @@ def summary(records: Records) -> str:
 
     Rows of one label that were asked for with different options are told apart by them.
     """
-    shown = sorted((record for record in records if record["stage"] != "tune"), key=_place)
+    shown = [record for record in records if record["stage"] != "tune"]
     groups: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
     for record in shown:
         # The initial model is one row, whichever command scored it.
@@ -49,8 +48,8 @@ def summary(records: Records) -> str:
 
 
 def grid_table(records: Records) -> str:
-    """The scores of the grid, one row for each label."""
-    tried = sorted((record for record in records if record["stage"] == "tune"), key=_place)
+    """The scores of the grid, one row for each label, in the order in which they were run."""
+    tried = [record for record in records if record["stage"] == "tune"]
     names = list(dict.fromkeys(name for record in tried for name in record["point"]))
     points = list(dict.fromkeys(tuple(record["point"].get(name, "") for name in names) for record in tried))
     rows = []
@@ -67,12 +66,6 @@ def grid_table(records: Records) -> str:
     note = f"Scores of {' and '.join(names)} in %: mean of {SCORES[0]} and {SCORES[1]} on held-out validation images."
     failures = _failures(tried)
     return "\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures])
-
-
-def _place(record: dict[str, Any]) -> int:
-    """Where a row stands: algorithms in their own order, however they were run; all else first, as it came."""
-    name = record["label"].split()[-1]
-    return list(ENTRIES).index(name) if name in ENTRIES else -1
 
 
 def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
