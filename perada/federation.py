@@ -15,7 +15,7 @@ from perada.refinement import compare, ensemble, refine
 from perada.rounds import Phase, RoundPlan
 from perada.server import client_weights
 from perada.settings import FederationData, Loader, Settings
-from perada.states import State, clone, expand, megabytes, numel, unstack
+from perada.states import State, clone, expand, megabytes, numel, to_device, unstack
 from perada.store import ClientStore
 
 
@@ -285,8 +285,8 @@ class Federation:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of the federation that wrote ``saved``."""
         device = next(iter(self.global_state.values())).device
-        self.global_state = _to(saved["global"], device)
-        self.server_state = {name: _to(state, device) for name, state in saved["server"].items()}
+        self.global_state = to_device(saved["global"], device)
+        self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
         self.store.load_state_dict(saved["clients"], device)
         self.tuned = None
         if saved["tuned"] is not None:
@@ -299,7 +299,3 @@ class Federation:
 
 def _rows(stacks: Stacks, rows: Tensor) -> Stacks:
     return {role: {key: value[rows] for key, value in state.items()} for role, state in stacks.items()}
-
-
-def _to(state: State, device: torch.device) -> State:
-    return {key: value.to(device) for key, value in state.items()}

@@ -17,7 +17,7 @@ from perada.evaluation import MetricName, Scores, predictive_entropy
 from perada.federation import Federation, Predictions
 from perada.seeding import derive_seed
 from perada.slot import is_adapter_key, reset_parameters
-from perada.states import State, get_state, parameter_keys, trained_keys
+from perada.states import State, get_state, parameter_keys, to_device, trained_keys
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 
@@ -181,8 +181,7 @@ class FederatedClassifier(pl.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             reset_parameters(model, "" if everything else f"{self.adapted.backbone.head}.")
-        device = next(self.model.parameters()).device
-        return {key: value.to(device) for key, value in get_state(model).items()}
+        return to_device(get_state(model), next(self.model.parameters()).device)
 
     def rate_factor(self, round: int, rounds: int) -> float:
         """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""

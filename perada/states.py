@@ -146,6 +146,11 @@ def partition(state: State, keys: Iterable[str]) -> tuple[State, State]:
     return inside, {key: value for key, value in state.items() if key not in wanted}
 
 
+def to_device(state: State, device: torch.device) -> State:
+    """Return a state on ``device``; tensors that are there already are not copied."""
+    return {key: value.to(device) for key, value in state.items()}
+
+
 def numel(state: State) -> int:
     """Number of scalars in a state."""
     return sum(value.numel() for value in state.values())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from perada.algorithms.base import Stacks
-from perada.states import State, clone, stack, unstack
+from perada.states import State, clone, stack, to_device, unstack
 
 
 class ClientStore:
@@ -41,6 +41,5 @@ class ClientStore:
     def load_state_dict(self, written: dict[int, Stacks], device: torch.device) -> None:
         """Take the place of a store saved by :meth:`state_dict`."""
         self.written = {
-            client: {role: {key: v.to(device) for key, v in state.items()} for role, state in kept.items()}
-            for client, kept in written.items()
+            client: {role: to_device(state, device) for role, state in kept.items()} for client, kept in written.items()
         }

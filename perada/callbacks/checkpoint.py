@@ -106,6 +106,25 @@ def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
             )
 
 
+def go_on(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
+    """Let training go on from a checkpoint after its ``rounds`` whole rounds; ``step`` is the last optimiser step.
+
+    Raises:
+        ValueError: If it cannot, or fewer rounds are asked for than it has behind it.
+    """
+    if "loops" not in checkpoint:
+        raise ValueError(
+            "the checkpoint was saved with save_weights_only=True, which leaves out how far training was; it can be "
+            "evaluated, and training can go on from one that was saved without"
+        )
+    if rounds > max_epochs >= 0:
+        raise ValueError(
+            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give at least "
+            f"{rounds}"
+        )
+    to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, step)
+
+
 def to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
     """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
 

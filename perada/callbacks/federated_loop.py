@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
 
 from perada.algorithms import Algorithm, PerAda
-from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, to_round_boundary
+from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, go_on
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.callbacks.parts import federation_of, parts, prepared, warn_broken
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
@@ -296,18 +296,7 @@ class FederatedLoop(pl.Callback):
         check_belongs(saved["belongs"], self._belonging(*parts(trainer, pl_module)))
         self._loaded = saved
         if trainer.state.fn == "fit":
-            if "loops" not in checkpoint:
-                raise ValueError(
-                    "the checkpoint was saved with save_weights_only=True, which leaves out how far training was; it "
-                    "can be evaluated, and training can go on from one that was saved without"
-                )
-            rounds = saved["federation"]["rounds_done"]
-            if rounds > (trainer.max_epochs or 0) >= 0:
-                raise ValueError(
-                    f"the checkpoint has {rounds} rounds behind it, more than max_epochs={trainer.max_epochs} asks "
-                    f"for; give at least {rounds}"
-                )
-            to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, saved["step"])
+            go_on(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
 
     def _belonging(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""
