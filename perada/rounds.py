@@ -104,6 +104,21 @@ class CohortBatch(NamedTuple):
     round: int = 0
 
 
+@dataclass(frozen=True)
+class PrivateSampling:
+    """How batches are drawn where training is private: anew for each stream, so that their costs compose.
+
+    Attributes:
+        streams: What draws batches of its own in each phase, such as ``("personal", "local")``.
+        sampling: ``poisson`` or ``shuffle``.
+        secure: Draw from the operating system's cryptographic generator instead of the run's seed.
+    """
+
+    streams: tuple[tuple[str, ...], ...]
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    secure: bool = False
+
+
 class EvalBatch(NamedTuple):
     """Test images: ``x`` is (B, ...), ``y`` (B,) or (B, K), ``owner`` (B,) the index of the client each belongs to."""
 

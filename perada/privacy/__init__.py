@@ -8,12 +8,15 @@ is first asked for, because that takes seconds.
 from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, history_epsilon
 from perada.privacy.calibration import calibrate
 from perada.privacy.clipping import clip_factors, clipped_sum, noisy_mean, sample_norms, sensitivity
+from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.sampling import expected_batch_size, poisson_batches
 
 __all__ = [
     "ACCOUNTANTS",
+    "ClientPrivacy",
     "Ledger",
     "Ledgers",
+    "Privacy",
     "calibrate",
     "clip_factors",
     "clipped_sum",

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What private training is asked to do: the section ``privacy`` of a recipe, and ``client_privacy``."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from perada.privacy.accounting import check_accountant, check_delta
+
+Accountant = Literal["rdp", "prv", "gdp"]
+LedgerName = Literal["release", "server"]
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differentially private training of every client: DP-SGD (Abadi et al., CCS 2016), for one image of one client.
+
+    Give ``noise_multiplier`` or ``target_epsilon``.
+
+    Args:
+        noise_multiplier: σ: the noise's standard deviation is σ · max_norm in the sum of clipped gradients. 0 clips only.
+        target_epsilon: Instead: the ε that each client's planned rounds may cost; its σ is then calibrated for it.
+        delta: δ of every ε, below 1 / a client's number of images.
+        max_norm: Largest norm C of one image's gradient.
+        clipping: ``flat`` for the norm over all parameters; ``per_layer`` for each parameter's own, C / √L each;
+            ``automatic`` scales every gradient to about C (Bu et al. 2023).
+        sampling: ``poisson`` takes each image with probability batch size / images, independently for every step and
+            role; ``shuffle`` goes through the images in random order, which earns no amplification.
+        accountant: ``rdp``, ``prv`` (tighter, slower) or ``gdp`` (can report too little).
+        ledger: The ledger that ``target_epsilon`` and ``max_epsilon`` are of: ``release``, all that a client trains, or
+            ``server``, what it sends.
+        max_epsilon: A client whose next round would pass it stops taking part.
+        engine: Per-image gradients of all clients at once (``folded``), or by Opacus's own optimizer on each client in
+            turn (``opacus``); ``auto`` folds where the training engine does.
+        physical_batch_size: Images of a client in one forward and backward pass; all of a batch by default.
+        secure_rng: Draw batches and noise from the operating system's cryptographic generator. Otherwise they follow
+            from the run's seed, and whoever knows or guesses it can take the noise off.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    delta: float = 1e-5
+    max_norm: float = 1.0
+    clipping: Literal["flat", "per_layer", "automatic"] = "flat"
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    accountant: Accountant = "rdp"
+    ledger: LedgerName = "release"
+    max_epsilon: float | None = None
+    engine: Literal["auto", "folded", "opacus"] = "auto"
+    physical_batch_size: int | None = None
+    secure_rng: bool = False
+
+    def __post_init__(self) -> None:
+        _check_noise("privacy", self.noise_multiplier, self.target_epsilon)
+        check_delta(self.delta)
+        check_accountant(self.accountant)
+        _check_choices("privacy", self, clipping=("flat", "per_layer", "automatic"), sampling=("poisson", "shuffle"))
+        _check_choices("privacy", self, ledger=("release", "server"), engine=("auto", "folded", "opacus"))
+        _check_positive("privacy", max_norm=self.max_norm, max_epsilon=self.max_epsilon)
+        size = self.physical_batch_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(
+                f"privacy: physical_batch_size={size!r} cannot be used; give 1 image or more, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class ClientPrivacy:
+    """Differential privacy for a client as a whole: what it sends is clipped, and the sum gets noise.
+
+    DP-FedAvg of McMahan et al. (ICLR 2018), with adaptive clipping by Andrew et al. (NeurIPS 2021). The noise is in the
+    mean that the server computes, so the guarantee is against those who see what the server makes of it, not against
+    the server. It says nothing of personal adapters. Give ``noise_multiplier`` or ``target_epsilon``.
+
+    Args:
+        noise_multiplier: z: the noise in the sum of clipped updates has the standard deviation z · max_norm.
+        target_epsilon: Instead: the ε that the planned rounds may cost the client who takes part most often.
+        delta: δ of every ε, below 1 / number of clients.
+        max_norm: Largest norm S of a client's update, with adaptive clipping that of the first round.
+        clipping: ``fixed``, or ``adaptive``: the norm follows ``quantile`` of the clients' norms.
+        quantile: Share of clients whose update is to be left as it is.
+        clip_lr: Learning rate of the norm: it is multiplied by exp(−clip_lr · (share − quantile)) in each round.
+        count_noise: Standard deviation of the noise in the number of clients left as they are; by default a twentieth of
+            the clients of a round.
+        accountant: ``rdp``, ``prv`` or ``gdp``.
+        secure_rng: Draw the noise from the operating system's cryptographic generator.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    delta: float = 1e-5
+    max_norm: float = 1.0
+    clipping: Literal["fixed", "adaptive"] = "fixed"
+    quantile: float = 0.5
+    clip_lr: float = 0.2
+    count_noise: float | None = None
+    accountant: Accountant = "rdp"
+    secure_rng: bool = False
+
+    def __post_init__(self) -> None:
+        _check_noise("client_privacy", self.noise_multiplier, self.target_epsilon)
+        check_delta(self.delta)
+        check_accountant(self.accountant)
+        _check_choices("client_privacy", self, clipping=("fixed", "adaptive"))
+        _check_positive("client_privacy", max_norm=self.max_norm, count_noise=self.count_noise, clip_lr=self.clip_lr)
+        if not 0 <= self.quantile <= 1:
+            raise ValueError(f"client_privacy: quantile={self.quantile!r} is no share; give 0 to 1, 0.5 is usual")
+
+
+def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: float | None) -> None:
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise ValueError(
+            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, the "
+            "noise or the ε that it is calibrated for"
+        )
+    if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
+        raise ValueError(
+            f"{section}: noise_multiplier={noise_multiplier!r} is negative or not finite; usual values lie from 0.5 to 5"
+        )
+    _check_positive(section, target_epsilon=target_epsilon)
+
+
+def _check_positive(section: str, **numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ValueError(f"{section}: {name}={value!r} cannot be used; give a positive, finite number")
+
+
+def _check_choices(section: str, options: object, **allowed: Sequence[str]) -> None:
+    for name, values in allowed.items():
+        value = getattr(options, name)
+        if value not in values:
+            raise ValueError(f"{section}: {name}={value!r} is unknown; choose one of {', '.join(values)}")
