@@ -19,7 +19,8 @@ class Privacy:
     Give ``noise_multiplier`` or ``target_epsilon``.
 
     Args:
-        noise_multiplier: σ: the noise's standard deviation is σ · max_norm in the sum of clipped gradients. 0 clips only.
+        noise_multiplier: σ: the noise's standard deviation is σ · max_norm in the sum of clipped gradients.
+            0 clips only.
         target_epsilon: Instead: the ε that each client's planned rounds may cost; its σ is then calibrated for it.
         delta: δ of every ε, below 1 / a client's number of images.
         max_norm: Largest norm C of one image's gradient.
@@ -84,8 +85,8 @@ class ClientPrivacy:
         clipping: ``fixed``, or ``adaptive``: the norm follows ``quantile`` of the clients' norms.
         quantile: Share of clients whose update is to be left as it is.
         clip_lr: Learning rate of the norm: it is multiplied by exp(−clip_lr · (share − quantile)) in each round.
-        count_noise: Standard deviation of the noise in the number of clients left as they are; by default a twentieth of
-            the clients of a round.
+        count_noise: Standard deviation of the noise in the number of clients left as they are; by default a
+            twentieth of the clients of a round.
         accountant: ``rdp``, ``prv`` or ``gdp``.
         secure_rng: Draw the noise from the operating system's cryptographic generator.
 
@@ -117,12 +118,13 @@ class ClientPrivacy:
 def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: float | None) -> None:
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ValueError(
-            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, the "
-            "noise or the ε that it is calibrated for"
+            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, "
+            "the noise or the ε that it is calibrated for"
         )
     if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
         raise ValueError(
-            f"{section}: noise_multiplier={noise_multiplier!r} is negative or not finite; usual values lie from 0.5 to 5"
+            f"{section}: noise_multiplier={noise_multiplier!r} is negative or not finite; usual values lie from 0.5 "
+            "to 5"
         )
     _check_positive(section, target_epsilon=target_epsilon)
 
