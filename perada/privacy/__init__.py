@@ -9,7 +9,8 @@ from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, history_epsi
 from perada.privacy.calibration import calibrate
 from perada.privacy.clipping import clip_factors, clipped_sum, noisy_mean, sample_norms, sensitivity
 from perada.privacy.options import ClientPrivacy, Privacy
-from perada.privacy.sampling import expected_batch_size, poisson_batches
+from perada.privacy.randomness import secure_normal, secure_permutation, secure_uniform
+from perada.privacy.sampling import expected_batch_size, passes, poisson_batches, shuffled_batches
 
 __all__ = [
     "ACCOUNTANTS",
@@ -23,7 +24,12 @@ __all__ = [
     "expected_batch_size",
     "history_epsilon",
     "noisy_mean",
+    "passes",
     "poisson_batches",
     "sample_norms",
+    "secure_normal",
+    "secure_permutation",
+    "secure_uniform",
     "sensitivity",
+    "shuffled_batches",
 ]

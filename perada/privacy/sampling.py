@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisson sampling of a client's images: the sampling for which amplification by subsampling is proved."""
+"""Batches of a client's images: Poisson samples, where amplification by subsampling is proved, and shuffled passes."""
+
+import math
 
 import torch
 from torch import Tensor
 
+from perada.privacy.randomness import secure_permutation, secure_uniform
 from perada.seeding import generator
 
 
 def poisson_batches(
-    images: int, sample_rate: float, steps: int, *, seed: int, role: str, round: int, client: int
+    images: int, sample_rate: float, steps: int, *, seed: int, role: str, round: int, client: int, secure: bool = False
 ) -> list[Tensor]:
     """Draw the batches of one client's run: each image is in each batch with probability ``sample_rate``.
 
     The draws are independent over images and steps (Poisson sampling, Abadi et al. 2016, section 3), so a batch has a
     binomial number of images and may be empty. An empty batch is a step like any other: it is noise alone, and it is
-    counted. The indices are a pure function of the arguments.
+    counted. The indices are a pure function of the arguments, unless they are drawn securely.
 
     Args:
         images: Number of the client's images, n.
@@ -25,6 +28,7 @@ def poisson_batches(
             batches: the composition of their costs assumes it.
         round: The round.
         client: The client.
+        secure: Draw from the operating system's cryptographic generator instead; no draw can then be repeated.
 
     Returns:
         ``steps`` tensors of ascending indices below ``images``, int64, each of shape (batch,), where batch may be 0.
@@ -37,12 +41,70 @@ def poisson_batches(
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
     _check(images, sample_rate)
-    if steps < 0:
-        raise ValueError(f"steps={steps} is negative; give the number of batches of the run")
+    _check_steps(steps)
     source = generator(seed, f"poisson/{role}", round, client)
-    # float64: with the 24 random bits of a float32 the rate would be rounded to a multiple of 2**-24.
-    draws = (torch.rand(images, generator=source, dtype=torch.float64) for _ in range(steps))
-    return [(draw < sample_rate).nonzero().squeeze(1) for draw in draws]
+
+    def draw() -> Tensor:
+        # float64: with the 24 random bits of a float32 the rate would be rounded to a multiple of 2**-24.
+        return secure_uniform((images,)) if secure else torch.rand(images, generator=source, dtype=torch.float64)
+
+    return [(draw() < sample_rate).nonzero().squeeze(1) for _ in range(steps)]
+
+
+def shuffled_batches(
+    images: int, batch_size: int, steps: int, *, seed: int, role: str, round: int, client: int, secure: bool = False
+) -> list[Tensor]:
+    """Cut passes over a client's images, each in a new random order, into batches.
+
+    The last batch of a pass may be smaller, and none spans two passes: an image is used at most once in each pass. That
+    earns no amplification. A pass is counted as one step at rate 1, for a neighbour in which an image is made void; an
+    image that is taken out would move others from batch to batch. There are :func:`passes` of them.
+
+    Args:
+        images: Number of the client's images, n.
+        batch_size: Images in a batch, B; all n where it is larger.
+        steps: Number of batches.
+        seed: The run's seed.
+        role: What is trained: each role has orders of its own.
+        round: The round. It begins with a new pass.
+        client: The client.
+        secure: Draw from the operating system's cryptographic generator instead; no draw can then be repeated.
+
+    Returns:
+        ``steps`` tensors of indices below ``images``, int64, each of shape (batch,), batch from 1 to B.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    >>> batches = shuffled_batches(5, 2, 4, seed=0, role="local", round=0, client=0)
+    >>> [len(batch) for batch in batches], torch.cat(batches[:3]).sort().values.tolist()
+    ([2, 2, 1, 2], [0, 1, 2, 3, 4])
+    """
+    begun = passes(images, batch_size, steps)
+    source = generator(seed, f"shuffle/{role}", round, client)
+    orders = (secure_permutation(images) if secure else torch.randperm(images, generator=source) for _ in range(begun))
+    return [batch for order in orders for batch in torch.split(order, batch_size)][:steps]
+
+
+def passes(images: int, batch_size: int, steps: int) -> int:
+    """Passes over a client's images that ``steps`` batches begin: ⌈steps / ⌈n / B⌉⌉, the steps counted at rate 1.
+
+    Args:
+        images: Number of the client's images, n.
+        batch_size: Images in a batch, B.
+        steps: Number of batches.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
+    [0, 1, 1, 2]
+    """
+    _check_images(images)
+    _check_steps(steps)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} holds no image; give at least 1")
+    return math.ceil(steps / math.ceil(images / batch_size))
 
 
 def expected_batch_size(images: int, sample_rate: float) -> float:
@@ -61,7 +123,16 @@ def expected_batch_size(images: int, sample_rate: float) -> float:
 
 
 def _check(images: int, sample_rate: float) -> None:
-    if images < 1:
-        raise ValueError(f"images={images}: a client without images cannot be sampled; leave it out of the round")
+    _check_images(images)
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate={sample_rate} is not a probability above 0; give batch size / number of images")
+
+
+def _check_images(images: int) -> None:
+    if images < 1:
+        raise ValueError(f"images={images}: a client without images cannot be sampled; leave it out of the round")
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 0:
+        raise ValueError(f"steps={steps} is negative; give the number of batches of the run")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poisson batches: the counts are binomial, the images independent, the draw repeatable."""
+"""Poisson batches: the counts are binomial, the images independent, the draw repeatable. Shuffled passes."""
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from perada.privacy import expected_batch_size, poisson_batches
+from perada.privacy import expected_batch_size, passes, poisson_batches, shuffled_batches
 
 
 def draw(images=30, sample_rate=0.1, steps=4000, *, seed=0, role="local", round=0, client=0):
@@ -89,3 +91,91 @@ def test_expected_batch_size_is_the_mean():
 def test_impossible_draws_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         draw(**arguments)
+
+
+def test_secure_batches_are_drawn_anew_and_binomial():
+    """Not seeded: with the right law this fails about once in a million runs."""
+    images, rate, steps = 30, 0.1, 2000
+    arguments = {"seed": 0, "role": "local", "round": 0, "client": 0, "secure": True}
+    first, second = (poisson_batches(images, rate, steps, **arguments) for _ in range(2))
+    assert not all(map(torch.equal, first, second))
+    for batches in (first, second):
+        total = sum(map(len, batches))
+        law = stats.binom(images * steps, rate)
+        assert min(law.cdf(total), law.sf(total - 1)) > 2.5e-7
+        sizes = np.bincount([min(len(batch), 7) for batch in batches], minlength=8)
+        expected = steps * np.append(stats.binom(images, rate).pmf(np.arange(7)), stats.binom(images, rate).sf(6))
+        assert stats.chisquare(sizes, expected).pvalue > 2.5e-7
+
+
+def test_secure_batches_compare_the_systems_draws_with_the_rate(monkeypatch):
+    draws = iter(torch.rand(6, 5, dtype=torch.float64))
+    kept = []
+
+    def uniform(shape):
+        kept.append(next(draws))
+        assert shape == (5,)
+        return kept[-1]
+
+    monkeypatch.setattr("perada.privacy.sampling.secure_uniform", uniform)
+    batches = poisson_batches(5, 0.4, 6, seed=0, role="local", round=0, client=0, secure=True)
+    assert [b.tolist() for b in batches] == [[i for i, u in enumerate(row.tolist()) if u < 0.4] for row in kept]
+    assert any(len(batch) for batch in batches)
+
+
+def shuffled(images=11, batch_size=4, steps=20, *, seed=0, role="local", round=0, client=0, secure=False):
+    chosen = {"seed": seed, "role": role, "round": round, "client": client}
+    return [batch.tolist() for batch in shuffled_batches(images, batch_size, steps, **chosen, secure=secure)]
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize(("images", "batch_size"), [(11, 4), (12, 4), (3, 8), (5, 1), (1, 1)])
+def test_a_pass_holds_every_image_once_and_no_batch_spans_two(images, batch_size, secure):
+    batches, used, pass_sizes = shuffled(images, batch_size, 23, secure=secure), set(), []
+    for batch in batches:
+        if len(used) == images:  # the pass is over
+            used = set()
+        if not used:
+            pass_sizes.append(0)
+        assert 1 <= len(batch) == min(batch_size, images - len(used))
+        assert not used & set(batch)
+        assert set(batch) <= set(range(images))
+        used |= set(batch)
+        pass_sizes[-1] += len(batch)
+    assert len(batches) == 23
+    assert pass_sizes[:-1] == [images] * (len(pass_sizes) - 1)
+    assert len(pass_sizes) == passes(images, batch_size, 23)
+
+
+def test_orders_are_as_likely_as_any_other():
+    orders = dict.fromkeys(itertools.permutations(range(3)), 0)
+    for batch in shuffled(3, 3, 1800):
+        orders[tuple(batch)] += 1
+    assert stats.chisquare(list(orders.values())).pvalue > 0.01
+
+
+def test_shuffled_draws_depend_on_the_arguments_alone():
+    torch.manual_seed(1)
+    first = shuffled()
+    torch.manual_seed(2)
+    assert shuffled() == first
+    for other in ({"seed": 1}, {"role": "personal"}, {"round": 1}, {"client": 1}):
+        assert shuffled(**other) != first
+    assert shuffled(steps=5) == first[:5]
+    assert shuffled(steps=0) == []
+    assert shuffled(secure=True) != shuffled(secure=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"images": 0}, "images=0: a client without images"),
+        ({"batch_size": 0}, "batch_size=0 holds no image"),
+        ({"steps": -1}, "steps=-1 is negative"),
+    ],
+)
+def test_impossible_passes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        shuffled(**arguments)
+    with pytest.raises(ValueError, match=message):
+        passes(**{"images": 11, "batch_size": 4, "steps": 20} | arguments)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws from the operating system's cryptographic generator, for training whose randomness nobody may foretell.
+
+Nothing here follows from the run's seed, so no draw can be repeated, and torch's generators are not touched.
+"""
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+_BITS = 53  # of a float64's significand
+_BLOCK = 2**18  # normal draws made at a time: 16 MiB of random bytes
+
+
+def secure_uniform(shape: tuple[int, ...]) -> Tensor:
+    """Draw numbers from [0, 1), each of 53 random bits.
+
+    Args:
+        shape: Shape of the result.
+
+    Returns:
+        Multiples of 2**-53, float64, on the CPU.
+
+    Raises:
+        ValueError: If a side of the shape is negative.
+    """
+    bits: Tensor = _words(_count(shape)) & (2**_BITS - 1)
+    return bits.double().mul_(2.0**-_BITS).view(shape)
+
+
+def secure_normal(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Draw standard normal numbers, in float64 and rounded to ``dtype`` last.
+
+    Each is half the sum of four draws by Box and Muller (1958), √(−2 ln u) · cos 2πv with u in (0, 1]. The numbers that
+    a single draw can give in floating point are so sparse that a noisy sum may tell what it was without noise (Mironov,
+    CCS 2012). Of four draws there are too many combinations for that (Holohan and Braghin, ESORICS 2021).
+
+    Args:
+        shape: Shape of the result.
+        dtype: A floating-point type.
+        device: Where the result goes; it is drawn on the CPU.
+
+    Raises:
+        ValueError: If ``dtype`` is not a floating-point type, or a side of the shape is negative.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} cannot hold normal draws; give a floating-point type such as torch.float32")
+    count = _count(shape)
+    draws = torch.empty(count, dtype=dtype)
+    for start in range(0, count, _BLOCK):
+        block = draws[start : start + _BLOCK]
+        u, v = secure_uniform((2, 4, len(block)))
+        block.copy_(((1 - u).log_().mul_(-2).sqrt_() * v.mul_(2 * math.pi).cos_()).sum(0) / 2)
+    return draws.view(shape).to(device)
+
+
+def secure_permutation(n: int) -> Tensor:
+    """Draw an order of ``range(n)``, each as likely as any other: that of n random keys of 64 bits.
+
+    Where two keys are equal all are drawn again, since a sort would prefer one order of the two.
+
+    Returns:
+        Indices (n,), int64, on the CPU.
+
+    Raises:
+        ValueError: If n is negative.
+    """
+    _count((n,))
+    while True:
+        keys, order = _words(n).sort()
+        if not (keys[1:] == keys[:-1]).any():
+            return order
+
+
+def _words(count: int) -> Tensor:
+    """Random int64 of 64 bits each, (count,)."""
+    if not count:  # torch refuses an empty buffer
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    if any(side < 0 for side in shape):
+        raise ValueError(f"shape={shape} has a negative side; give 0 or more")
+    return math.prod(shape)
