@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from perada.backbones import build_backbone, insert_adapter
-from perada.cohort import client_losses
+from perada.losses import client_losses
 from perada.engine import Engine, EngineName
 from perada.seeding import generator
 from perada.states import expand, get_state, parameter_keys, train_mode

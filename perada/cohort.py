@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Slot, Stacks
 from perada.engine import Engine
+from perada.losses import client_losses
 from perada.rounds import CohortBatch, Phase, RoundPlan
 from perada.seeding import generator
 from perada.states import State, clone
@@ -49,29 +49,6 @@ class LocalTraining:
             return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
         return kind(leaves, lr=rate, weight_decay=self.weight_decay)
-
-
-def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
-    """Each client's task loss, the mean over its real rows.
-
-    Args:
-        logits: (C, B, K).
-        y: Classes (C, B), or 0/1 labels (C, B, K) if ``multilabel``.
-        counts: Real rows of each client.
-        multilabel: Binary cross-entropy, mean over labels, instead of cross-entropy.
-
-    Returns:
-        Losses (C,).
-    """
-    if multilabel:
-        losses = F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none").mean(-1)
-    else:
-        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-    if all(count == y.shape[1] for count in counts):
-        return losses.mean(1)
-    rows = torch.tensor(counts, device=losses.device)
-    real = torch.arange(y.shape[1], device=losses.device) < rows.unsqueeze(1)
-    return losses.where(real, 0).sum(1) / rows
 
 
 class _Chunk:

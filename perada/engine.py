@@ -116,10 +116,11 @@ class Engine:
             key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
             for key, value in states.items()
         }
-        logits: Tensor = functional_call(module, tensors, (self._format(x.flatten(0, 1)),))
+        logits: Tensor = functional_call(module, tensors, (self.format(x.flatten(0, 1)),))
         return logits.view(clients, rows, *logits.shape[1:])
 
-    def _format(self, x: Tensor) -> Tensor:
+    def format(self, x: Tensor) -> Tensor:
+        """Images in the engine's memory format."""
         return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
 
     def _loop(
@@ -136,7 +137,7 @@ class Engine:
             real = images if counts is None else images[: counts[client]]
             context.clients, context.counts, context.generators = 1, None, generators[client : client + 1]
             logits = functional_call(
-                module, {key: value[client] for key, value in states.items()}, (self._format(real),)
+                module, {key: value[client] for key, value in states.items()}, (self.format(real),)
             )
             padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
             outputs.append(torch.cat([logits, padding]) if len(padding) else logits)

@@ -95,13 +95,13 @@ def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
         }
         if all(children[name] is child for name, child in module._modules.items()):
             return module
-        return _shell(module, children)
+        return shell(module, children)
 
     folded = visit(model, "")
     return Fold(folded, context, frozenset(rows), missing)
 
 
-def _shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+def shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
     """Copy a container, sharing everything it holds but its children."""
     shell = copy.copy(module)
     shell._parameters = dict(module._parameters)

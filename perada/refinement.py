@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.cohort import client_losses
 from perada.engine import Engine
+from perada.losses import client_losses
 from perada.rounds import CohortBatch
 from perada.server import Distillation, ensemble_logits
 from perada.states import State, expand, unstack

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from perada.algorithms import Ditto, FedAvg, Standalone
-from perada.cohort import Cohort, LocalTraining, client_losses
+from perada.cohort import Cohort, LocalTraining
+from perada.losses import client_losses
 from perada.engine import Engine
 from perada.module import make_slot
 from perada.rounds import CohortBatch, Phase, RoundPlan

@@ -45,7 +45,7 @@ def clip_factors(
     - ``automatic``: C / (‖g‖ + γ), with the norm over all parameters, whether it is large or small (AUTO-S of Bu et al.
       2023, https://arxiv.org/abs/2206.07136).
 
-    A gradient that is not finite stays so: the sum shows it.
+    An image whose gradient is not finite is left out, factor 0: else it alone would decide what the sum is.
 
     Args:
         gradients: ``{parameter: (C, B, ...)}``.
@@ -65,7 +65,7 @@ def clip_factors(
     _check(gradients, mask)
     if method == "per_layer":
         bounds = _bounds(max_norm, gradients)
-        return {name: _shrink(_norm(g, mask), bounds[name]) * mask for name, g in gradients.items()}
+        return {name: _known(_shrink(_norm(g, mask), bounds[name]) * mask) for name, g in gradients.items()}
     if isinstance(max_norm, Mapping):
         raise ValueError(f"max_norm has a bound per parameter, which {method!r} cannot use; give one number")
     sensitivity(max_norm)
@@ -76,7 +76,7 @@ def clip_factors(
         factors = max_norm / (norms + gamma)
     else:
         raise ValueError(f"gamma={gamma} must be positive, so that a zero gradient stays zero; 0.01 is usual")
-    return dict.fromkeys(gradients, factors * mask)
+    return dict.fromkeys(gradients, _known(factors * mask))
 
 
 def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -> State:
@@ -86,8 +86,8 @@ def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -
 
     Args:
         gradients: ``{parameter: (C, B, ...)}``.
-        mask: Real rows, bool, (C, B): padding is left out, whatever stands there.
-        factors: ``{parameter: (C, B)}``.
+        mask: Real rows, bool, (C, B).
+        factors: ``{parameter: (C, B)}``; rows of factor 0 are left out, whatever stands there.
 
     Returns:
         ``{parameter: (C, ...)}``.
@@ -96,10 +96,13 @@ def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -
         ValueError: If a shape is not as above.
     """
     _check(gradients, mask)
-    return {
-        name: torch.einsum("cb,cb...->c...", factors[name].to(g.dtype), g.masked_fill(~_like(mask, g), 0))
-        for name, g in gradients.items()
-    }
+    result = {}
+    for name, gradient in gradients.items():
+        factor = factors[name].to(gradient.dtype)
+        left_out = (factor == 0) | ~mask
+        kept = gradient.masked_fill(_like(left_out, gradient), 0) if left_out.any() else gradient
+        result[name] = torch.einsum("cb,cb...->c...", factor, kept)
+    return result
 
 
 def sensitivity(max_norm: MaxNorm) -> float:
@@ -119,7 +122,10 @@ def sensitivity(max_norm: MaxNorm) -> float:
 
 
 def noisy_mean(
-    summed: State, std: float | Sequence[float], expected_batch: Sequence[float], generators: Sequence[torch.Generator]
+    summed: State,
+    std: float | Sequence[float],
+    expected_batch: Sequence[float],
+    generators: Sequence[torch.Generator] | None,
 ) -> State:
     """Add each client's Gaussian noise to its sum, and divide by the batch size that was expected.
 
@@ -131,7 +137,8 @@ def noisy_mean(
         summed: ``{parameter: (C, ...)}``, from :func:`clipped_sum`.
         std: Standard deviation of the noise in the sum, for all clients or one for each.
         expected_batch: Images expected in a batch, one number for each client.
-        generators: One for each client; noise is drawn on the generator's device.
+        generators: One for each client; noise is drawn on the generator's device. ``None`` draws it from the operating
+            system's cryptographic generator.
 
     Returns:
         ``{parameter: (C, ...)}``, in the order and the dtype of ``summed``.
@@ -139,14 +146,14 @@ def noisy_mean(
     Raises:
         ValueError: If there are not C of them, two clients share a generator, or a number is out of its range.
     """
-    clients = len(generators)
+    clients = len(expected_batch if generators is None else generators)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
     lengths = {"std": len(stds), "expected_batch": len(expected_batch)}
     lengths |= {name: len(value) for name, value in summed.items()}
     for name, length in lengths.items():
         if length != clients:
             raise ValueError(f"{name} has {length} clients, but there are {clients} generators; give one for each")
-    if len({id(source) for source in generators}) < clients:
+    if generators is not None and len({id(source) for source in generators}) < clients:
         raise ValueError(
             "two clients share a generator: their noise would depend on who else is there; give each its own"
         )
@@ -157,11 +164,25 @@ def noisy_mean(
         )
     result = {name: torch.empty_like(value) for name, value in summed.items()}
     for name in sorted(summed):
-        for client, (source, scale, size) in enumerate(zip(generators, stds, expected_batch, strict=True)):
+        for client, (scale, size) in enumerate(zip(stds, expected_batch, strict=True)):
             row = summed[name][client]
-            noise = torch.randn(row.shape, generator=source, device=source.device, dtype=row.dtype)
-            result[name][client] = (row + scale * noise.to(row.device)) / size
+            noise = _normal(row, None if generators is None else generators[client]) if scale else 0.0
+            result[name][client] = (row + scale * noise) / size
     return result
+
+
+def _normal(row: Tensor, source: torch.Generator | None) -> Tensor:
+    """Standard Gaussian noise like ``row``."""
+    if source is None:
+        from perada.privacy.randomness import secure_normal
+
+        return secure_normal(row.shape, row.dtype, row.device)
+    return torch.randn(row.shape, generator=source, device=source.device, dtype=row.dtype).to(row.device)
+
+
+def _known(factors: Tensor) -> Tensor:
+    """0 in the place of NaN."""
+    return factors.where(factors.isfinite(), 0)
 
 
 def _norm(gradient: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noisy gradients of many clients: every image's gradient clipped, summed by client, noise added (DP-SGD).
+
+Two ways with one result. ``FoldedGradients`` runs all clients as one batch through the stacked model, whose leaf layers
+Opacus's hooks give a gradient for every image. ``OpacusGradients`` is the reference: Opacus's own ``DPOptimizer`` on
+the single model, one client after another.
+
+Shape suffixes: C clients, B images a client, R = C·B rows.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from perada.engine import Engine
+from perada.fold import fold, shell
+from perada.losses import real_rows, row_losses
+from perada.privacy.clipping import clip_factors, clipped_sum, noisy_mean, sensitivity
+from perada.privacy.options import Privacy
+from perada.stacked_layers import Twin
+from perada.states import State, train_mode, trained_keys
+
+
+@dataclass
+class Query:
+    """One look at the images of C clients.
+
+    Attributes:
+        states: Stack (C, ...); those that require gradients are asked about.
+        x: Images (C, B, ...).
+        y: Labels (C, B) or (C, B, K).
+        counts: Real rows of each client, 0 for a batch without images.
+        dropout: One random stream per client.
+        noise: One random stream per client; ``None`` for the operating system's generator.
+        noise_multipliers: σ of each client.
+        expected: Images expected in each client's batch.
+    """
+
+    states: State
+    x: Tensor
+    y: Tensor
+    counts: tuple[int, ...]
+    dropout: list[torch.Generator]
+    noise: list[torch.Generator] | None
+    noise_multipliers: list[float]
+    expected: list[float]
+
+    def slices(self, size: int | None) -> Iterator[tuple[Tensor, Tensor, tuple[int, ...]]]:
+        """Images, labels and counts of at most ``size`` rows of each client; none where there is no image at all."""
+        widest = max(self.counts)
+        for start in range(0, widest, size or max(1, widest)):
+            stop = min(start + (size or widest), widest)
+            counts = tuple(max(0, min(count, stop) - start) for count in self.counts)
+            yield self.x[:, start:stop], self.y[:, start:stop], counts
+
+
+class NoisyGradients(Protocol):
+    """Answers a query."""
+
+    def __call__(self, query: Query) -> State:
+        """The noisy gradient (C, ...) of each client's mean loss, for the states that are asked about and used."""
+
+
+def make_gradients(options: Privacy, engine: Engine, multilabel: bool) -> NoisyGradients:
+    """The privacy engine that ``options`` name, on the training engine's model.
+
+    Raises:
+        ValueError: If it cannot run the model or the options.
+    """
+    chosen = engine.kind if options.engine == "auto" else options.engine
+    if chosen != "folded":
+        if options.clipping == "automatic":
+            raise ValueError(
+                "privacy: clipping='automatic' is not among Opacus's, which engine='opacus' (or a training engine that "
+                "loops over clients) takes; choose clipping='flat' or engine='folded'"
+            )
+        return OpacusGradients(options, engine, multilabel)
+    if engine.kind != "folded":
+        raise ValueError(
+            "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or 'auto', or "
+            "set engine (model.engine) to 'folded'"
+        )
+    return FoldedGradients(options, engine, multilabel)
+
+
+class FoldedGradients:
+    """All clients at once: the stacked model under Opacus's hooks.
+
+    Args:
+        options: Clipping and the physical batch size.
+        engine: Whose model is run; it stays as it is.
+        multilabel: Kind of labels.
+    """
+
+    def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
+        self.options, self.multilabel = options, multilabel
+        self.engine = engine
+        folded = fold(engine.model)
+        self._context, self._rows = folded.context, folded.row_keys
+        for module in folded.model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and not isinstance(module, Twin):  # run as one copy a row, without hooks
+                    module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
+        model = _apart(folded.model)
+        modules = dict(_layers(model))
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        for key in trained_keys(engine.model):
+            path, _, name = key.rpartition(".")
+            self._owners[key] = modules[path], name
+        self._model = _hooked(model)
+
+    def __call__(self, query: Query) -> State:
+        """Answer ``query``."""
+        leaves = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
+        summed = {key: torch.zeros_like(value) for key, value in leaves.items()}
+        with self._hooks():
+            for x, y, counts in query.slices(self.options.physical_batch_size):
+                real = real_rows(counts, x.shape[1], x.device)
+                samples = self._samples(query, x, y, counts, real)
+                with torch.autocast(x.device.type, enabled=False):
+                    samples = {
+                        key: value.float() if value.dtype.itemsize < 4 else value for key, value in samples.items()
+                    }
+                    factors = clip_factors(samples, real, self._bounds(leaves), self.options.clipping)
+                    for key, value in clipped_sum(samples, real, factors).items():
+                        summed[key] += value
+        std = [sigma * sensitivity(self.options.max_norm) for sigma in query.noise_multipliers]
+        return noisy_mean(summed, std, query.expected, query.noise)
+
+    def _bounds(self, leaves: State) -> float | dict[str, float]:
+        """The bound, or for clipping by layer one for each parameter."""
+        if self.options.clipping != "per_layer":
+            return self.options.max_norm
+        return dict.fromkeys(leaves, self.options.max_norm / len(leaves) ** 0.5)
+
+    def _samples(self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor) -> State:
+        """Gradient (C, B, ...) of every row's loss."""
+        clients, rows = x.shape[:2]
+        self._context.clients, self._context.counts, self._context.generators = clients, counts, query.dropout
+        held: dict[str, nn.Parameter] = {}
+        for key, value in query.states.items():
+            module, name = self._owners[key]
+            tensor = value.detach()
+            if key in self._rows:
+                tensor = tensor.repeat_interleave(rows, 0).flatten(0, 1)
+            if name in module._buffers:
+                module._buffers[name] = tensor
+                continue
+            # All of them, asked about or not: the hooks want every layer's gradient once they are there.
+            held[key] = parameter = nn.Parameter(tensor)
+            parameter.grad_sample, parameter._forward_counter = None, 0  # type: ignore[attr-defined]  # Opacus's
+            module._parameters[name] = parameter
+        train_mode(self._model)
+        with torch.enable_grad(), _quiet():
+            logits = self._model(self.engine.format(x.flatten(0, 1)))
+            losses = row_losses(logits.float().view(clients, rows, *logits.shape[1:]), y, self.multilabel)
+            losses.where(real, 0).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+        samples = {}
+        for key, parameter in held.items():
+            sample = parameter.grad if key in self._rows else parameter.grad_sample  # type: ignore[attr-defined]
+            if sample is not None and query.states[key].requires_grad:
+                samples[key] = sample.view(clients, rows, *query.states[key].shape[1:])
+        return samples
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Let go of the tensors of a query after it."""
+        try:
+            yield
+        finally:
+            for module, name in self._owners.values():
+                parameter = module._parameters.get(name)
+                if parameter is not None and hasattr(parameter, "grad_sample"):
+                    parameter.grad_sample = parameter.grad = None
+
+
+class OpacusGradients:
+    """The reference: Opacus on the single model, for one client after another.
+
+    Args:
+        options: Clipping and the physical batch size.
+        engine: Whose model is run; its parameters are put back after each query.
+        multilabel: Kind of labels.
+    """
+
+    def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
+        self.options, self.engine, self.multilabel = options, engine, multilabel
+        folded = fold(engine.model, random_only=True)
+        self._context, self._model = folded.context, _apart(folded.model)
+
+    def __call__(self, query: Query) -> State:
+        """Answer ``query``."""
+        parameters = dict(self.engine.model.named_parameters())
+        before = {
+            key: (parameters[key].data, parameters[key].requires_grad) for key in query.states if key in parameters
+        }
+        gradients: State = {key: torch.zeros_like(v) for key, v in query.states.items() if v.requires_grad}
+        clients = list(range(len(query.counts)))
+        try:
+            for client in clients:
+                for key in before:
+                    parameters[key].requires_grad_(key in gradients)
+                    parameters[key].data = query.states[key][client].detach()
+                for key, gradient in self._client(query, client, parameters, sorted(gradients)).items():
+                    gradients[key][client] = gradient
+        finally:
+            for key, (data, trained) in before.items():
+                parameters[key].data, parameters[key].grad = data, None
+                parameters[key].requires_grad_(trained)
+        if query.noise is not None:
+            return gradients
+        stds = [
+            sigma * self.options.max_norm / size
+            for sigma, size in zip(query.noise_multipliers, query.expected, strict=True)
+        ]
+        return noisy_mean(gradients, stds, [1.0] * len(clients), None)
+
+    def _client(self, query: Query, client: int, parameters: dict[str, nn.Parameter], keys: list[str]) -> State:
+        """One step of Opacus's optimizer, up to the gradient."""
+        from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
+
+        leaves = [parameters[key] for key in keys]
+        per_layer = self.options.clipping == "per_layer"
+        kind: Any = DPPerLayerOptimizer if per_layer else DPOptimizer
+        bound = self.options.max_norm
+        optimizer = kind(
+            torch.optim.SGD(leaves, lr=0.0),
+            noise_multiplier=0.0 if query.noise is None else query.noise_multipliers[client],
+            max_grad_norm=[bound / len(leaves) ** 0.5] * len(leaves) if per_layer else bound,
+            expected_batch_size=query.expected[client],
+            generator=None if query.noise is None else query.noise[client],
+        )
+        count = query.counts[client]
+        self._context.clients, self._context.counts = 1, None
+        self._context.generators = query.dropout[client : client + 1]
+        x, y = query.x[client, :count], query.y[client, :count]
+        size = self.options.physical_batch_size or max(1, count)
+        model = _hooked(self._model)
+        try:
+            train_mode(model)
+            starts = range(0, max(1, count), size)
+            for start in starts:
+                optimizer.zero_grad()
+                if count:
+                    with torch.enable_grad(), _quiet():
+                        logits = model(self.engine.format(x[start : start + size])).float()
+                        row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel).sum().backward()  # type: ignore[no-untyped-call]
+                for leaf in leaves:  # of what no image passed
+                    if leaf.grad_sample is None:  # type: ignore[attr-defined]  # Opacus's
+                        leaf.grad_sample = leaf.new_zeros((len(x[start : start + size]), *leaf.shape))  # type: ignore[attr-defined]
+                optimizer.signal_skip_step(start != starts[-1])
+                optimizer.pre_step()
+            return {key: leaf.grad.clone() for key, leaf in zip(keys, leaves, strict=True) if leaf.grad is not None}
+        finally:
+            model.to_standard_module()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet", UserWarning)
+        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+        yield
+
+
+class _Apart(nn.Module):
+    """Hands out a copy of what a hooked layer gives, which the network may then change in place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
+        return self.layer(*args, **options).clone()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the layer's
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+def _apart(module: nn.Module) -> nn.Module:
+    """A copy of the containers in which each layer that Opacus will hook is set apart."""
+    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return _Apart(module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return shell(module, {name: child and _apart(child) for name, child in module._modules.items()})
+
+
+def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules by the path that they have in the network, the wrappers being none."""
+    if isinstance(module, _Apart):
+        module = module.layer
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _layers(child, f"{path}.{name}" if path else name)
+
+
+def _hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule, imported late since that takes seconds
+    """``model`` under Opacus's hooks, the stacked layers in its registry."""
+    from opacus.grad_sample import GradSampleModule, register_grad_sampler
+
+    twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
+    register_grad_sampler(list(twins))(_sample_gradients)
+    train_mode(model)
+    return GradSampleModule(model, loss_reduction="sum", strict=False)
+
+
+def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
+
+    It does not depend on the client, so that Opacus's own sampler for the layer's original gives it. Where it has none,
+    every row is taken for a client of its own.
+    """
+    from opacus.grad_sample import GradSampleModule
+
+    original = layer.original[0]
+    names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
+    samplers = GradSampleModule.GRAD_SAMPLERS
+    kind = next((kind for kind in type(original).__mro__ if kind in samplers), None)  # timm subclasses torch's
+    if kind is not None:
+        found = samplers[kind](original, activations, backprops)
+        return {getattr(layer, names[parameter]): sample for parameter, sample in found.items()}
+    rows, clients = len(backprops), layer.context.clients
+    own: dict[str, nn.Parameter] = {name: getattr(layer, name) for name in names.values() if name not in layer.frozen}
+    each = {name: value.detach().repeat_interleave(rows // clients, 0).requires_grad_() for name, value in own.items()}
+    counts, layer.context.clients, layer.context.counts = layer.context.counts, rows, None
+    try:
+        with torch.enable_grad():
+            out = functional_call(layer, each, tuple(activations))
+        gradients = torch.autograd.grad(out, list(each.values()), backprops)
+    finally:
+        layer.context.clients, layer.context.counts = clients, counts
+    return {own[name]: gradient for name, gradient in zip(each, gradients, strict=True)}

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noisy gradients: against one backward pass per image, against Opacus, and what they promise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from perada.backbones import build_backbone, insert_adapter
+from perada.engine import Engine
+from perada.privacy import Privacy
+from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query, make_gradients
+from perada.states import get_state, parameter_keys, stack
+
+CLASSES = 4
+COUNTS = (3, 0, 2)
+
+
+class Small(nn.Module):
+    """A k×k and a 1×1 convolution, group and layer norm, ReLUs in place, a linear head."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.act = nn.ReLU(inplace=True)
+        self.point = nn.Conv2d(6, 5, 1, bias=False)
+        self.last = nn.LayerNorm(5)
+        self.fc = nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        x = self.act(self.norm(self.conv(x)))
+        x = self.point(x).relu_()
+        return self.fc(self.last(x.mean((2, 3))))
+
+
+def model(kind):
+    torch.manual_seed(0)
+    if kind == "small":
+        return insert_adapter(build_backbone(Small(), CLASSES), "full").model
+    size = 32 if "vit" in kind else None
+    name, adapter, *more = kind.split("/")
+    options = {"norm": "group", "train_norms": False} if adapter == "residual" else {}
+    backbone = build_backbone(name, CLASSES, pretrained=False, image_size=size)
+    return insert_adapter(backbone, adapter, **options).model
+
+
+KINDS = [
+    "small",
+    "test_vit/lora",
+    "test_vit/bottleneck",
+    "test_vit/bias_norm",
+    "test_vit/full",
+    "test_resnet/residual",
+    "test_resnet/head",
+]
+
+
+def query(net, noise=0.0, seed=0, untrained=()):
+    """Three clients with states of their own; two of them have images."""
+    generator = torch.Generator().manual_seed(seed)
+    single = get_state(net)
+    states = [
+        {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in single.items()}
+        for _ in COUNTS
+    ]
+    keys = set(parameter_keys(net)) - set(untrained)
+    stacked = {key: value.requires_grad_(key in keys) for key, value in stack(states).items()}
+    side = 32
+    x = torch.randn(len(COUNTS), max(COUNTS), 3, side, side, generator=generator)
+    for client, count in enumerate(COUNTS):
+        x[client, count:] = 0
+    y = torch.randint(CLASSES, (len(COUNTS), max(COUNTS)), generator=generator)
+    return Query(
+        stacked,
+        x,
+        y,
+        COUNTS,
+        [torch.Generator().manual_seed(10 + client) for client in range(len(COUNTS))],
+        [torch.Generator().manual_seed(20 + client) for client in range(len(COUNTS))],
+        [noise] * len(COUNTS),
+        [2.5, 1.5, 4.0],
+    )
+
+
+def image_gradients(net, asked, client):
+    """One backward pass for each of a client's images."""
+    net.eval()
+    for index in range(asked.counts[client]):
+        leaves = {
+            key: value[client].detach().requires_grad_(value.requires_grad) for key, value in asked.states.items()
+        }
+        logits = functional_call(net, leaves, (asked.x[client, index : index + 1],))
+        loss = F.cross_entropy(logits, asked.y[client, index : index + 1])
+        wanted = {key: value for key, value in leaves.items() if value.requires_grad}
+        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        yield {key: torch.zeros_like(wanted[key]) if g is None else g for key, g in zip(wanted, grads, strict=True)}
+
+
+def by_hand(net, asked, clipping, bound):
+    """The sum of clipped gradients over the expected batch, image by image."""
+    result = {key: torch.zeros_like(value) for key, value in asked.states.items() if value.requires_grad}
+    for client in range(len(asked.counts)):
+        for gradient in image_gradients(net, asked, client):
+            norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
+            for key, g in gradient.items():
+                if clipping == "flat":
+                    factor = min(1.0, bound / float(norm + 1e-6))
+                elif clipping == "automatic":
+                    factor = bound / float(norm + 0.01)
+                else:
+                    factor = min(1.0, bound / len(gradient) ** 0.5 / float(g.norm() + 1e-6))
+                result[key][client] += factor * g / asked.expected[client]
+    return result
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    assert set(got) == set(expected)
+    scale = max(float(value.abs().max()) for value in expected.values())
+    assert scale > 0
+    for key, value in expected.items():
+        assert torch.allclose(got[key], value, rtol=tolerance, atol=tolerance * scale), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+def test_folded_is_the_loop_over_images(kind, clipping):
+    net = model(kind)
+    asked = query(net)
+    norms = sorted(
+        float(torch.cat([g.flatten() for g in gradient.values()]).norm())
+        for client in range(len(COUNTS))
+        for gradient in image_gradients(net, asked, client)
+    )
+    bound = norms[len(norms) // 2]  # some are clipped, some are not
+    answer = FoldedGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)(asked)
+    assert_same(answer, by_hand(net, asked, clipping, bound))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("noise", [0.0, 0.7])
+def test_folded_equals_opacus(kind, clipping, noise):
+    net = model(kind)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    options = Privacy(0.0, max_norm=0.5, clipping=clipping)
+    answers = [make(options, Engine(net), False)(query(net, noise)) for make in (FoldedGradients, OpacusGradients)]
+    assert_same(*answers)
+    for key, value in net.state_dict().items():  # neither leaves a trace in the model
+        assert torch.equal(value, before[key])
+    assert all(not hasattr(p, "grad_sample") and p.grad is None for p in net.parameters())
+    assert {key for key, p in net.named_parameters() if p.requires_grad} == set(parameter_keys(net))
