@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differential privacy for a client as a whole: what it sends is clipped and gets its share of the noise.
+
+Two federations are neighbours if one client's part in every round is taken out: it sends no change, θ = received. The
+number of clients of a round is the same in both. A client whose data are exchanged for others' counts as two such
+steps. Clients are drawn in fixed number, for which no amplification is claimed: the sample rate is 1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perada.algorithms import Algorithm, FedBE, FedEnsemble
+from perada.privacy.accounting import Ledger
+from perada.privacy.clipping import sensitivity
+from perada.privacy.options import ClientPrivacy
+from perada.seeding import generator
+from perada.server.rules import ServerRule
+from perada.states import State
+
+VARIANCE = "running_var"
+
+
+def clip_updates(updates: State, received: State, max_norm: float) -> tuple[State, Tensor]:
+    """Change that each client sends, scaled down to the norm S where it is longer.
+
+    δ ← δ · min(1, S / ‖δ‖) with the norm over all floating tensors together (McMahan et al., ICLR 2018, section 2.2,
+    flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
+
+    Args:
+        updates: What the clients send, (C, ...).
+        received: What they were sent, (C, ...).
+        max_norm: S.
+
+    Returns:
+        The clipped changes of the floating tensors, (C, ...) in the dtype of ``updates``, and the norms (C,) before
+        clipping in float64, NaN for a client that is not finite.
+
+    Raises:
+        ValueError: If S is not positive and finite, a tensor was not received, or one is in half precision, where
+            rounding would undo what is proved of the sum.
+    """
+    sensitivity(max_norm)
+    changes = {}
+    for key, value in updates.items():
+        if key not in received:
+            raise ValueError(f"{key!r} is sent but was not received, so that its change is unknown; leave it out")
+        if value.is_floating_point():
+            if value.element_size() < 4:
+                raise ValueError(f"{key!r} is {value.dtype}, in which the noise would be rounded; train in float32")
+            changes[key] = value.detach() - received[key].detach()
+    if not changes:
+        raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
+    parts = [
+        torch.linalg.vector_norm(delta.reshape(len(delta), -1), dim=1, dtype=torch.float64)
+        for delta in changes.values()
+    ]
+    norms = torch.stack(parts).square().sum(0).sqrt()
+    finite = norms.isfinite()  # a tensor with a NaN or infinity has a norm that is none
+    norms = norms.where(finite, math.nan)
+    factors = (max_norm / norms).clamp(max=1.0)
+    clipped = {}
+    for key, delta in changes.items():
+        shape = [-1] + [1] * (delta.ndim - 1)
+        clipped[key] = (factors.to(delta).view(shape) * delta).where(finite.view(shape), 0)
+    return clipped, norms
+
+
+def privatize(
+    updates: State,
+    received: State,
+    max_norm: float,
+    noise_multiplier: float,
+    generators: Sequence[torch.Generator] | None,
+) -> State:
+    """What the server is given in the place of the clients' updates.
+
+    received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum over
+    the C clients then has noise z · S, so that z is the noise multiplier of any function of the uniform mean. A single
+    row has less noise than that. Integer tensors are those received.
+
+    Args:
+        updates: What the clients send, (C, ...).
+        received: What they were sent, (C, ...).
+        max_norm: S.
+        noise_multiplier: z.
+        generators: One for each client, on the CPU; ``None`` draws from the operating system's cryptographic generator.
+
+    Returns:
+        ``updates`` made private, (C, ...), same names, order and dtypes.
+
+    Raises:
+        ValueError: As :func:`clip_updates`; also if z is negative or there is not a generator for each client.
+    """
+    clipped, _ = clip_updates(updates, received, max_norm)
+    return _noisy(updates, received, clipped, max_norm * noise_multiplier, generators)
+
+
+def _noisy(
+    updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
+) -> State:
+    """Received + clipped + noise whose sum over the clients has the standard deviation ``std``."""
+    clients = len(next(iter(clipped.values())))
+    if not 0 <= std < math.inf:
+        raise ValueError(f"the noise would have the standard deviation {std}; give a noise multiplier of 0 or more")
+    if generators is not None and len({id(source) for source in generators}) != clients:
+        raise ValueError(f"{len(generators)} generators for {clients} clients; give each client one of its own")
+    result = {key: received[key].detach().clone() for key in updates}
+    for key in sorted(clipped):  # so that the order of the dictionary does not matter
+        result[key] += clipped[key]
+        for client in range(clients if std else 0):
+            row = result[key][client]
+            noise = _normal(row.shape, row.dtype, None if generators is None else generators[client])
+            result[key][client] = row + std / math.sqrt(clients) * noise.to(row.device)
+    return result
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator | None) -> Tensor:
+    """Standard Gaussian noise on the CPU."""
+    if source is None:
+        from perada.privacy.randomness import secure_normal
+
+        return secure_normal(torch.Size(shape), dtype, torch.device("cpu"))
+    return torch.randn(tuple(shape), dtype=dtype, generator=source)
+
+
+def split_noise(noise_multiplier: float, count_noise: float) -> float:
+    """Noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
+
+    z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
+
+    Args:
+        noise_multiplier: z, of both together; with 0 there is no noise to split.
+        count_noise: σ_b, the standard deviation of the noise in the count.
+
+    Raises:
+        ValueError: If the count alone costs as much as z allows.
+
+    >>> round(split_noise(0.6, 0.5), 9)
+    0.75
+    """
+    if noise_multiplier == 0:
+        return 0.0
+    if not 2 * count_noise > noise_multiplier:
+        raise ValueError(
+            f"count_noise={count_noise} is too little for noise_multiplier={noise_multiplier}: the count of short "
+            f"updates alone would cost more; give more than {noise_multiplier / 2} (by default it is a twentieth of "
+            "the clients of a round, so more clients help too), or clipping='fixed'"
+        )
+    return float((noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5)
+
+
+def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: torch.Generator | None) -> float:
+    """Share of clients whose update is not longer than S, with noise (Andrew et al., NeurIPS 2021, algorithm 1).
+
+    1/2 + (Σ (b_i − 1/2) + noise) / C with b_i = 1 for a short update and 0 for a long one; so a client changes the sum
+    by 1/2 at most. One that is not finite changes nothing.
+
+    Args:
+        norms: Before clipping, (C,); NaN where not finite.
+        max_norm: S.
+        count_noise: Standard deviation of the noise in the sum.
+        generator: Source of the noise, on the CPU; ``None`` for the cryptographic one.
+
+    Returns:
+        The share, which noise may take below 0 or above 1.
+    """
+    votes = torch.where(norms.isnan(), 0.0, torch.where(norms <= max_norm, 0.5, -0.5))
+    noise = count_noise * float(_normal((), torch.float64, generator)) if count_noise else 0.0
+    return 0.5 + (float(votes.sum()) + noise) / len(norms)
+
+
+def next_norm(max_norm: float, share: float, quantile: float, lr: float) -> float:
+    """S · exp(−lr · (share − quantile)), the geometric update of Andrew et al. (NeurIPS 2021, section 2.2).
+
+    >>> next_norm(2.0, share=0.5, quantile=0.5, lr=0.2)
+    2.0
+    """
+    return max_norm * math.exp(-lr * (share - quantile))
+
+
+def floor_variances(state: State) -> State:
+    """``state`` with running variances that noise took below 0 set to 0; post-processing, which costs nothing."""
+    return {key: value.clamp(min=0) if key.endswith(VARIANCE) else value for key, value in state.items()}
+
+
+class ClientLevel:
+    """Client-level privacy of a run: makes each round's updates private and keeps the account.
+
+    Attributes:
+        options: What was asked for.
+        noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
+        norm: S of the next round.
+        ledger: Rounds that each client took part in.
+    """
+
+    def __init__(self, options: ClientPrivacy, noise_multiplier: float, seed: int) -> None:
+        self.options, self.noise_multiplier, self._seed = options, noise_multiplier, seed
+        self.norm, self.ledger = options.max_norm, Ledger()
+
+    def check(self, clients: int) -> None:
+        """Refuse a number of clients in a round that the noise of adaptive clipping is too much for.
+
+        Raises:
+            ValueError: If so.
+        """
+        self._split(clients)
+
+    def _split(self, clients: int) -> tuple[float, float]:
+        """z_Δ of the updates and σ_b of the count; σ_b is 0 where there is no count."""
+        if self.options.clipping == "fixed":
+            return self.noise_multiplier, 0.0
+        count_noise = clients / 20 if self.options.count_noise is None else self.options.count_noise
+        return split_noise(self.noise_multiplier, count_noise), count_noise
+
+    def apply(self, updates: State, received: State, round: int, clients: Sequence[int]) -> State:
+        """Make a round's updates private, count the round, and move S.
+
+        Args:
+            updates: What all C clients of the round sent, (C, ...); those that are not finite too, as whether they are
+                depends on data.
+            received: What they were sent, (C, ...).
+            round: Counted from 0.
+            clients: Their ids, in order.
+
+        Returns:
+            What :func:`privatize` gives, for the server's uniform mean over all C rows.
+
+        Raises:
+            ValueError: As :func:`privatize` and :func:`split_noise`.
+        """
+        secure = self.options.secure_rng
+        noise, count_noise = self._split(len(clients))
+        sources = None if secure else [generator(self._seed, "client privacy", round, client) for client in clients]
+        clipped, norms = clip_updates(updates, received, self.norm)
+        result = _noisy(updates, received, clipped, self.norm * noise, sources)
+        if self.options.clipping == "adaptive":
+            source = None if secure else generator(self._seed, "client privacy/count", round)
+            share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
+            self.norm = next_norm(self.norm, share, self.options.quantile, self.options.clip_lr)
+        for client in clients:
+            self.ledger.add(client, self.noise_multiplier, 1.0, 1)
+        return result
+
+    def epsilons(self, clients: Sequence[int] | None = None) -> dict[int, float]:
+        """ε of each client so far, by default of those who took part."""
+        return self.ledger.epsilons(self.options.delta, self.options.accountant, clients)
+
+    def metrics(self) -> dict[str, float]:
+        """S of the next round, and the largest ε of a client so far."""
+        largest = max(self.epsilons().values(), default=0.0)
+        return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": largest}
+
+    def state_dict(self) -> dict[str, Any]:
+        """S and the ledger, in lists and numbers only."""
+        return {"norm": self.norm, "ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: If ``state`` is not from :meth:`state_dict`; everything is then as it was.
+        """
+        if set(state) != {"norm", "ledger"}:
+            raise ValueError(f"client-level privacy has norm and ledger, not {sorted(state)}; load its state_dict()")
+        norm, ledger = float(state["norm"]), Ledger()
+        sensitivity(norm)
+        ledger.load_state_dict(state["ledger"])
+        self.norm, self.ledger = norm, ledger
+
+
+def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:
+    """Refuse what makes more of the clients' updates than their uniform mean, which alone has all of the noise.
+
+    An algorithm of your own is judged by its ``sends``, ``distills`` and ``modes`` alone: its ``server_step`` must not
+    look at single rows of the updates.
+
+    Args:
+        algorithm: The algorithm.
+        rule: The server's rule.
+        weighting: ``uniform`` or ``samples``.
+        distils: Whether there are distillation steps.
+
+    Raises:
+        ValueError: If it cannot be private.
+    """
+    name = type(algorithm).__name__
+    inner = algorithm.base if isinstance(algorithm, FedEnsemble) else algorithm
+    sample_level = "or protect single images instead (the section privacy)"
+    if not algorithm.sends:
+        raise ValueError(f"client_privacy cannot be used with {name}: its clients send nothing; leave it out")
+    if weighting != "uniform":
+        raise ValueError(
+            f"client_privacy cannot be used with weighting={weighting!r}: a client's number of images is private; "
+            "choose weighting='uniform'"
+        )
+    if not rule.weighted:
+        raise ValueError(
+            f"client_privacy cannot be used with the server rule {rule.kind}: it is not a function of the clients' "
+            "mean, which alone has the noise; choose a rule on the mean, such as 'mean' or 'fedavgm'"
+        )
+    if isinstance(inner, FedBE) and not inner.distill:
+        raise ValueError(
+            f"client_privacy cannot be used with {name}(distill=False): its ensemble holds single clients' updates "
+            f"and models drawn from them; choose FedAvg, {sample_level}"
+        )
+    if algorithm.distills and distils:
+        raise ValueError(
+            f"client_privacy cannot be used with {name} with distillation: the teachers are single clients' updates, "
+            "which have only a share of the noise; choose PerAda(distill=False), or set distillation.steps=0, "
+            f"{sample_level}"
+        )
+    if algorithm.modes > 1:
+        raise ValueError(
+            f"client_privacy cannot be used with {name}(modes={algorithm.modes}): a mode's mean is over a part of the "
+            f"clients, with a part of the noise; set modes=1, {sample_level}"
+        )

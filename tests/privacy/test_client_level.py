@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client-level privacy against plain loops, closed forms, scipy and Opacus's accountant."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from opacus.accountants import RDPAccountant
+from scipy import stats
+
+from perada.algorithms import ALGORITHMS, FedAvg, FedBE, FedEnsemble, PerAda, ServerStep, Slot, make_algorithm
+from perada.privacy import ClientPrivacy, randomness
+from perada.privacy.client_level import (
+    ClientLevel,
+    check_client_level,
+    clip_updates,
+    floor_variances,
+    next_norm,
+    noisy_share,
+    privatize,
+    split_noise,
+)
+from perada.server import client_weights
+from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, make_rule
+from perada.states import expand
+
+SHAPES = {"head.weight": (4, 3), "norm.running_var": (3,), "scale": ()}
+COUNTER = "norm.num_batches_tracked"
+ALARM = 1e-4  # chance of a false alarm of a statistical test; a std that is 3 % off is seen, at 20 000 values
+
+
+def random(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def problem(seed=0, clients=5, spread=3.0):
+    """What C clients received, the same for all, and updates at distances from 1/spread² to spread² of it."""
+    source = random(seed)
+    received = {key: torch.randn(shape, generator=source, dtype=torch.float64) for key, shape in SHAPES.items()}
+    received = expand(received | {COUNTER: torch.tensor(7)}, clients)
+    sizes = spread ** torch.linspace(-2, 2, clients, dtype=torch.float64)
+    updates = {COUNTER: torch.arange(clients)}
+    for key, shape in SHAPES.items():
+        change = torch.randn(clients, *shape, generator=source, dtype=torch.float64)
+        updates[key] = received[key] + change * sizes.view(-1, *[1] * len(shape))
+    return updates, received
+
+
+def change(updates, received, client):
+    """One client's change as a flat numpy vector."""
+    return np.concatenate([(updates[key][client] - received[key][client]).numpy().ravel() for key in SHAPES])
+
+
+def flat_sum(clipped):
+    return np.concatenate([clipped[key].sum(0).numpy().ravel() for key in SHAPES])
+
+
+def sources(clients, seed=0):
+    return [random(1000 * seed + client) for client in range(clients)]
+
+
+def test_clipping_equals_a_plain_loop():
+    updates, received = problem()
+    clipped, norms = clip_updates(updates, received, 1.5)
+    assert set(clipped) == set(SHAPES)
+    shortened = 0
+    for client in range(5):
+        delta = change(updates, received, client)
+        norm = math.sqrt(sum(float(value) ** 2 for value in delta))
+        assert norms[client].item() == pytest.approx(norm, rel=1e-12)
+        shortened += norm > 1.5
+        expected = delta * (1.5 / norm if norm > 1.5 else 1.0)
+        found = np.concatenate([clipped[key][client].numpy().ravel() for key in SHAPES])
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert 0 < shortened < 5
+
+
+def test_a_client_moves_the_sum_by_the_norm_at_most():
+    """Taking a client out moves the sum by S at most; exchanging it for another one by 2 S, and by more than S."""
+    largest_out = largest_exchanged = 0.0
+    for seed in range(200):
+        updates, received = problem(seed, clients=4)
+        other = {key: value.clone() for key, value in updates.items()}
+        absent = {key: value.clone() for key, value in updates.items()}
+        client = seed % 4
+        for key in SHAPES:
+            absent[key][client] = received[key][client]
+            far = torch.randn(SHAPES[key], generator=random(seed + 7), dtype=torch.float64)
+            other[key][client] = received[key][client] - 5 * (updates[key][client] - received[key][client]) + far
+        sums = [flat_sum(clip_updates(u, received, 0.8)[0]) for u in (updates, absent, other)]
+        largest_out = max(largest_out, np.linalg.norm(sums[0] - sums[1]))
+        largest_exchanged = max(largest_exchanged, np.linalg.norm(sums[0] - sums[2]))
+    assert 0.79 < largest_out <= 0.8 * (1 + 1e-12)
+    assert 1.4 < largest_exchanged <= 1.6 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_client_that_is_not_finite_sends_no_change(bad):
+    updates, received = problem()
+    updates["scale"][2] = bad
+    clipped, norms = clip_updates(updates, received, 1.5)
+    assert all(not clipped[key][2].any() for key in SHAPES)
+    assert norms.isnan().tolist() == [client == 2 for client in range(5)]
+    noisy = privatize(updates, received, 1.5, 1.0, sources(5))
+    alone = {
+        key: torch.where(torch.arange(5).view(-1, *[1] * (v.dim() - 1)) == 2, received[key], v)
+        for key, v in updates.items()
+    }
+    for key, value in privatize(alone, received, 1.5, 1.0, sources(5)).items():
+        torch.testing.assert_close(noisy[key], value, rtol=0, atol=0)
+
+
+def test_a_change_too_large_for_its_number_format_is_no_change():
+    received = {"w": torch.tensor([[-3e38], [0.0]])}
+    clipped, _ = clip_updates({"w": torch.tensor([[3e38], [3e38]])}, received, 2.0)
+    assert clipped["w"].flatten().tolist() == [0.0, pytest.approx(2.0, rel=1e-6)]
+
+
+def test_without_noise_and_clipping_only_counters_change():
+    updates, received = problem()
+    result = privatize(updates, received, 1e6, 0.0, sources(5))
+    assert list(result) == list(updates)
+    for key in SHAPES:
+        torch.testing.assert_close(result[key], updates[key], rtol=1e-12, atol=1e-12)
+    assert result[COUNTER].tolist() == [7] * 5
+
+
+def noise_of(result, received, clipped):
+    return {key: result[key] - received[key] - clipped[key] for key in clipped}
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_sum_has_the_stated_noise(secure, monkeypatch):
+    """The variances of the summed noise and of a share follow their chi-square distributions, with a fixed seed."""
+    if secure:  # the cryptographic source has no seed: a stand-in, which records how it was called
+        source, calls = random(11), []
+
+        def stand_in(shape, dtype, device):
+            calls.append((tuple(shape), dtype, device.type))
+            return torch.randn(shape, dtype=dtype, generator=source)
+
+        monkeypatch.setattr(randomness, "secure_normal", stand_in)
+    clients, values, std = 8, 20_000, 0.5 * 3.0
+    received = {"w": torch.zeros(clients, values, dtype=torch.float64)}
+    updates = {"w": torch.randn(clients, values, generator=random(5), dtype=torch.float64)}
+    clipped, _ = clip_updates(updates, received, 0.5)
+    result = privatize(updates, received, 0.5, 3.0, None if secure else sources(clients, 3))
+    noise = noise_of(result, received, clipped)["w"]
+    for sample, expected in [(noise.sum(0), std), (noise[3], std / math.sqrt(clients))]:
+        statistic = float((sample / expected).square().sum())
+        assert ALARM < stats.chi2(values).cdf(statistic) < 1 - ALARM
+        assert stats.kstest(sample.numpy() / expected, "norm").pvalue > ALARM
+    correlations = np.corrcoef(noise.numpy())[~np.eye(clients, dtype=bool)]
+    assert np.abs(correlations).max() < 4.5 / math.sqrt(values)
+    if secure:
+        assert calls == [((values,), torch.float64, "cpu")] * clients
+
+
+def test_real_secure_noise_has_no_seed():
+    updates, received = problem()
+    first, second = (privatize(updates, received, 1.0, 1.0, None) for _ in range(2))
+    assert all(bool((first[key] != second[key]).all()) for key in SHAPES)
+    assert ClientLevel(ClientPrivacy(1.0, secure_rng=True), 1.0, 0).apply(updates, received, 0, range(5))
+
+
+@pytest.mark.parametrize("count_noise", [0.4, 2.0, 50.0])
+def test_split_noise_solves_its_equation(count_noise):
+    noise = split_noise(0.7, count_noise)
+    assert 1 / noise**2 + 1 / (2 * count_noise) ** 2 == pytest.approx(1 / 0.7**2, rel=1e-12)
+    assert noise > 0.7
+
+
+def test_both_queries_together_cost_the_total():
+    """Two Gaussian queries in one round compose to the one that the ledger counts (Rényi costs add up)."""
+    z, count_noise, rounds = 1.2, 2.0, 9
+    two, one = RDPAccountant(), RDPAccountant()
+    for _ in range(rounds):
+        two.step(noise_multiplier=split_noise(z, count_noise), sample_rate=1.0)
+        two.step(noise_multiplier=2 * count_noise, sample_rate=1.0)  # a vote is ±1/2
+        one.step(noise_multiplier=z, sample_rate=1.0)
+    with np.errstate(divide="ignore"):
+        assert two.get_epsilon(1e-5) == pytest.approx(one.get_epsilon(1e-5), rel=1e-9)
+
+
+def test_too_little_count_noise_is_refused():
+    for count_noise in (0.5, 0.2, 0.0):
+        with pytest.raises(ValueError, match=r"count_noise=.*more than 0\.5 .*clipping='fixed'"):
+            split_noise(1.0, count_noise)
+    adaptive = ClientLevel(ClientPrivacy(1.0, clipping="adaptive"), 1.0, 0)
+    adaptive.check(11)  # σ_b is a twentieth of the clients
+    with pytest.raises(ValueError, match=r"count_noise=0\.5 is too little for noise_multiplier=1\.0"):
+        adaptive.check(10)
+    ClientLevel(ClientPrivacy(1.0), 1.0, 0).check(1)
+
+
+def test_noisy_share():
+    norms = torch.tensor([0.1, 1.0, 1.1, math.nan, 9.0], dtype=torch.float64)
+    assert noisy_share(norms, 1.0, 0.0, None) == pytest.approx((2 + 0.5) / 5)
+    source = random(3)
+    shares = np.array([noisy_share(norms, 1.0, 1.5, source) for _ in range(4000)])
+    deviations = (shares - 0.5) * 5 / 1.5  # two short, two long, one absent
+    assert ALARM < stats.chi2(4000).cdf((deviations**2).sum()) < 1 - ALARM
+
+
+def test_the_norm_follows_the_quantile():
+    """Clients' norms are log-normal: S ends near the quantile of that distribution, from above and from below."""
+    source, target = random(1), float(stats.lognorm(0.5, scale=4.0).ppf(0.3))
+    for start in (0.05, 300.0):
+        norm, late = start, []
+        for step in range(300):
+            norms = (0.5 * torch.randn(100, generator=source, dtype=torch.float64)).exp() * 4.0
+            norm = next_norm(norm, noisy_share(norms, norm, 5.0, source), 0.3, 0.2)
+            late += [norm] * (step >= 200)
+        assert np.mean(late) == pytest.approx(target, rel=0.03)
+
+
+def test_adaptive_rounds_equal_a_plain_loop():
+    """Without noise: S by hand from the norms that a plain loop finds."""
+    level = ClientLevel(ClientPrivacy(0.0, clipping="adaptive", max_norm=2.0, quantile=0.8, clip_lr=0.5), 0.0, 0)
+    norm = 2.0
+    for round in range(6):
+        updates, received = problem(round)
+        result = level.apply(updates, received, round, range(5))
+        lengths = [np.linalg.norm(change(updates, received, client)) for client in range(5)]
+        for client, length in enumerate(lengths):
+            expected = change(updates, received, client) * min(1, norm / length)
+            assert change(result, received, client) == pytest.approx(expected, rel=1e-12)
+        norm *= math.exp(-0.5 * (sum(length <= norm for length in lengths) / 5 - 0.8))
+        assert level.norm == pytest.approx(norm, rel=1e-12)
+    assert norm != 2.0
+    assert level.metrics() == {"privacy/client_norm": level.norm, "privacy/client_epsilon_max": math.inf}
+
+
+def test_adaptive_noise_is_the_larger_one():
+    """The updates' noise is that of z_Δ, not of z."""
+    clients, values = 16, 20_000
+    received = {"w": torch.zeros(clients, values, dtype=torch.float64)}
+    options = ClientPrivacy(1.0, clipping="adaptive", count_noise=0.6, max_norm=0.5)
+    result = ClientLevel(options, 1.0, 4).apply(received, received, 0, range(clients))
+    std = 0.5 * (1 - 1 / 1.2**2) ** -0.5
+    statistic = float((result["w"].sum(0) / std).square().sum())
+    assert ALARM < stats.chi2(values).cdf(statistic) < 1 - ALARM
+
+
+def test_epsilon_equals_opacus_on_the_same_history():
+    level = ClientLevel(ClientPrivacy(2.0, delta=1e-4), 2.0, 0)
+    updates, received = problem(clients=2)
+    for round, clients in enumerate([(0, 1), (0, 2), (1, 0)]):
+        level.apply(updates, received, round, clients)
+    expected = {}
+    for client, rounds in {0: 3, 1: 2, 2: 1}.items():
+        opacus = RDPAccountant()
+        for _ in range(rounds):
+            opacus.step(noise_multiplier=2.0, sample_rate=1.0)
+        with np.errstate(divide="ignore"):
+            expected[client] = opacus.get_epsilon(1e-4)
+    assert level.epsilons() == pytest.approx(expected, rel=1e-12)
+    assert level.epsilons([2, 9])[9] == 0.0
+    assert level.metrics()["privacy/client_epsilon_max"] == level.epsilons()[0]
+
+
+def test_noise_depends_on_seed_round_and_client_alone():
+    updates, received = problem()
+
+    def noise(seed=0, round=0, clients=range(5)):
+        result = ClientLevel(ClientPrivacy(1.0), 1.0, seed).apply(updates, received, round, clients)
+        return noise_of(result, received, clip_updates(updates, received, 1.0)[0])["head.weight"]
+
+    assert torch.equal(noise(), noise())
+    assert not (noise() == noise(seed=1)).any()
+    assert not (noise() == noise(round=1)).any()
+    moved = noise(clients=[4, 3, 2, 1, 0])
+    torch.testing.assert_close(moved.flip(0), noise(), rtol=0, atol=1e-12)
+
+
+def test_going_on_from_a_checkpoint():
+    options = ClientPrivacy(1.0, clipping="adaptive", count_noise=1.0)
+    straight, first = (ClientLevel(options, 1.0, 3) for _ in range(2))
+    whole = [straight.apply(*problem(round), round, range(5)) for round in range(4)]
+    for round in range(2):
+        first.apply(*problem(round), round, range(5))
+    resumed = ClientLevel(options, 1.0, 3)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for round in (2, 3):
+        for key, value in resumed.apply(*problem(round), round, range(5)).items():
+            assert torch.equal(value, whole[round][key])
+    assert resumed.state_dict() == straight.state_dict()
+    assert resumed.norm != options.max_norm
+    with pytest.raises(ValueError, match="norm and ledger"):
+        resumed.load_state_dict({"norm": 1.0})
+    with pytest.raises(ValueError, match="rows"):
+        resumed.load_state_dict({"norm": 9.0, "ledger": {}})
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_what_cannot_be_used_is_refused():
+    updates, received = problem()
+    with pytest.raises(ValueError, match=r"max_norm=0.*positive"):
+        clip_updates(updates, received, 0.0)
+    with pytest.raises(ValueError, match=r"'scale' is sent but was not received"):
+        clip_updates(updates, {key: v for key, v in received.items() if key != "scale"}, 1.0)
+    half = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match=r"bfloat16.*float32"):
+        clip_updates(half, half, 1.0)
+    counters = {COUNTER: torch.arange(5)}
+    with pytest.raises(ValueError, match="no floating tensors"):
+        clip_updates(counters, counters, 1.0)
+    with pytest.raises(ValueError, match="0 or more"):
+        privatize(updates, received, 1.0, -1.0, None)
+    with pytest.raises(ValueError, match="4 generators for 5 clients"):
+        privatize(updates, received, 1.0, 1.0, sources(4))
+    with pytest.raises(ValueError, match="one of its own"):
+        privatize(updates, received, 1.0, 1.0, [random(0)] * 5)
+
+
+def test_variances_stay_at_least_zero():
+    state = {"n.running_var": torch.tensor([-1.0, 2.0]), "n.weight": torch.tensor([-1.0]), COUNTER: torch.tensor(3)}
+    assert {key: value.tolist() for key, value in floor_variances(state).items()} == {
+        "n.running_var": [0.0, 2.0],
+        "n.weight": [-1.0],
+        COUNTER: 3,
+    }
+
+
+# Every algorithm and every rule: it passes the check if and only if the server's step is a function of the mean.
+
+SLOT = Slot(("a", "b", "mean"), ("a", "b"), frozenset({"b"}), frozenset({"mean"}), frozenset({"a"}), frozenset({"a"}))
+
+
+def server_step(algorithm, rule, updates, distils):
+    """The next global state, the server's tensors and the global models from ``updates`` of six clients."""
+
+    def distill(student, teachers, average_from=None):
+        bent = {key: value + teachers[key].tanh().mean(0) for key, value in student.items()}
+        return bent if distils else student
+
+    previous = {key: torch.full((3,), 0.3, dtype=torch.float64) for key in SLOT.keys}
+    updates = dict(updates)
+    if isinstance(algorithm, FedEnsemble):
+        previous, updates["mode"] = expand(previous, 1), torch.zeros(6, dtype=torch.long)
+    weights = client_weights("uniform", [1] * 6)
+    step = ServerStep(0, tuple(range(6)), 9, SLOT, 0, previous, updates, weights, {}, rule, distill)
+    state = algorithm.server_step(step)
+    members = algorithm.members(previous | state, step.state)
+    tensors = [state, *(step.state[name] for name in sorted(step.state)), members]
+    return [tensor for part in tensors for _, tensor in sorted(part.items())]
+
+
+def only_the_mean_counts(algorithm, rule, distils):
+    """Whether two sets of updates with the same mean lead to the same, in everything that the server has afterwards."""
+    a, b = ({key: torch.randn(6, 3, generator=random(s), dtype=torch.float64) for key in SLOT.keys} for s in (1, 2))
+    b = {key: value - value.mean(0) + a[key].mean(0) for key, value in b.items()}
+    results = [server_step(algorithm, rule, updates, distils) for updates in (a, b)]
+    same_shapes = len(results[0]) == len(results[1])
+    return same_shapes and all(
+        torch.allclose(one, other, rtol=1e-9, atol=1e-9) for one, other in zip(*results, strict=True)
+    )
+
+
+def accepted(algorithm, rule, distils):
+    try:
+        check_client_level(algorithm, rule, "uniform", distils)
+    except ValueError as error:
+        assert "client_privacy cannot be used with" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "standalone"])
+@pytest.mark.parametrize("distils", [False, True])
+def test_algorithms_pass_if_only_the_mean_counts(name, distils):
+    """Beside that: what a client keeps follows from its own images and from what it received, which is private.
+
+    So taking one client out changes the others only through what they receive. That holds of each algorithm's `close`:
+    - FedDyn's clients move their h by their own unclipped change, and the server its h by the sum of the noisy rows.
+    - MTL's clients keep v_m as trained, and send v̄ with its change: clipped like any other, relative to v̄.
+    - pFedMe keeps θ, PerAda, Ditto and APFL their personal states (APFL also α), FedBN, LG-FedAvg, FedRep, FedAlt and
+      FedSim their part; none of them is sent.
+    - FedAvg with fine-tuning sends nothing after the last round.
+    """
+    algorithm = make_algorithm(name, modes=1) if name == "fed_ensemble" else make_algorithm(name)
+    for rule in (Mean(), FedAvgM()):
+        assert accepted(algorithm, rule, distils) == only_the_mean_counts(algorithm, rule, distils)
+
+
+@pytest.mark.parametrize("name", SERVER_RULES)
+def test_rules_pass_if_only_the_mean_counts(name):
+    rule = make_rule(name) if name != "trimmed_mean" else SERVER_RULES[name]()
+    rule = type(rule)(0.2) if name == "trimmed_mean" else rule
+    assert accepted(FedAvg(), rule, False) == only_the_mean_counts(FedAvg(), rule, False)
+    assert not accepted(FedAvg(), FedAvgM(aggregate=Median()), False)
+
+
+def test_what_is_not_private_is_refused_with_a_remedy():
+    cases = [
+        (FedAvg(), "samples", "weighting='samples'.*choose weighting='uniform'"),
+        (
+            PerAda(),
+            "uniform",
+            r"teachers.*PerAda\(distill=False\), or set distillation.steps=0, or protect single images",
+        ),
+        (FedBE(distill=False), "uniform", "single clients' updates and models drawn from them; choose FedAvg"),
+        (FedEnsemble(modes=3), "uniform", r"FedEnsemble\(modes=3\).*set modes=1"),
+        (FedEnsemble(PerAda(), modes=1), "uniform", r"teachers"),
+        (make_algorithm("standalone"), "uniform", "send nothing; leave it out"),
+    ]
+    for algorithm, weighting, message in cases:
+        with pytest.raises(ValueError, match=message):
+            check_client_level(algorithm, Mean(), weighting, True)
+    with pytest.raises(ValueError, match=r"server rule Median.*such as 'mean'"):
+        check_client_level(FedAvg(), Median(), "uniform", False)
+    check_client_level(PerAda(), Mean(), "uniform", False)
