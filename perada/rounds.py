@@ -8,7 +8,7 @@ of the round to the next. Shape suffixes: C clients, B batch, K classes.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -104,6 +104,15 @@ class CohortBatch(NamedTuple):
     round: int = 0
 
 
+AnyBatch = CohortBatch | dict[str, CohortBatch]
+"""A step's batch, or one for each stream where training is private."""
+
+
+def one_of(batches: AnyBatch) -> CohortBatch:
+    """The batch, or any of them: they agree in all but images, labels and counts."""
+    return next(iter(batches.values())) if isinstance(batches, dict) else batches
+
+
 @dataclass(frozen=True)
 class PrivateSampling:
     """How batches are drawn where training is private: anew for each stream, so that their costs compose.
@@ -132,17 +141,41 @@ def rows_per_batch(size: int, batch_size: BatchSize) -> int:
     return size if batch_size == "full" else min(size, batch_size)
 
 
-def sample_cohort(seed: int, round: int, num_clients: int, clients_per_round: int | None) -> list[int]:
-    """Draw the clients of a round uniformly without replacement; None takes all.
+def sample_cohort(
+    seed: int,
+    round: int,
+    num_clients: int,
+    clients_per_round: int | None,
+    eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
+) -> list[int]:
+    """Draw the clients of a round uniformly without replacement.
+
+    Args:
+        seed: The run's seed.
+        round: Index of the round.
+        num_clients: Number of clients.
+        clients_per_round: Clients to draw; None takes all.
+        eligible: Gives those of the given clients that may be drawn; None where all may. The place of one that may not
+            goes to the next in the order that was drawn, so there are fewer only where no more are eligible.
+
+    Raises:
+        ValueError: If no client is eligible.
 
     >>> sample_cohort(0, 3, 10, 4) == sample_cohort(0, 3, 10, 4) and len(set(sample_cohort(0, 3, 10, 4))) == 4
     True
     """
-    if clients_per_round is None:
-        return list(range(num_clients))
-    order = torch.randperm(num_clients, generator=generator(seed, "cohort", round))
-    chosen: list[int] = order[:clients_per_round].tolist()
-    return chosen
+    order = list(range(num_clients))
+    if clients_per_round is not None:
+        order = torch.randperm(num_clients, generator=generator(seed, "cohort", round)).tolist()
+    if eligible is not None:
+        allowed = set(eligible(order))
+        order = [client for client in order if client in allowed]
+        if not order:
+            raise ValueError(
+                f"round {round}: none of the {num_clients} clients may still take part; stop training, or raise the "
+                "budget (max_epsilon) that they have spent"
+            )
+    return order[:clients_per_round]
 
 
 def make_plan(

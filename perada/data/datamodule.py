@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lightning datamodule: an epoch is a communication round, a batch is one local step of the round's clients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,18 +15,13 @@ from perada.data.division import Division
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.holdout import EvaluateOn, check_share, hold_out
 from perada.data.loaders import EvalBatches, RoundBatches, loader
+from perada.data.overlap import check_overlap
 from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation, check_least
+from perada.data.private_batches import PrivateRoundBatches, sampling_rate
+from perada.data.schedule import Schedule
 from perada.data.store import TensorStore, length
-from perada.rounds import (
-    CohortBatch,
-    EvalBatch,
-    Phase,
-    RoundPlan,
-    batch_indices,
-    make_plan,
-    sample_cohort,
-)
+from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan
 
 if TYPE_CHECKING:
     from perada.backbones import ImageConfig
@@ -120,15 +115,12 @@ class FederatedDataModule(pl.LightningDataModule):
         self._checked: Checked | None = None
         self._record: dict[str, Any] = {}
         self._preparation = Preparation(None, image_size, crop_padding, flip)
-        self._clients_per_round: int | None = None
-        self._phases: tuple[Phase, ...] = (Phase(),)
+        self._schedule = Schedule()
 
     def prepare_data(self) -> None:
         """Fetch what is to be downloaded."""
         if self._division is not None:
-            self._division.dataset.download()
-            if self._division.public is not None:
-                self._division.public.download()
+            self._division.download()
 
     def setup(self, stage: str = "fit") -> None:
         """Divide and check the data; once, however often it is called.
@@ -146,20 +138,9 @@ class FederatedDataModule(pl.LightningDataModule):
         assert data is not None
         if self._holdout[0]:
             data, self._record = hold_out(data, self._record, *self._holdout)
-        declared = data.num_classes
-        if self._num_classes is not None and declared not in (None, self._num_classes):
-            raise ValueError(
-                f"num_classes is {self._num_classes} but the data has {declared} classes: make them equal, or leave "
-                "num_classes out"
-            )
-        self._checked = check(data, self._num_classes or declared, self.image_size)
-        shape = self._checked.image[0]
-        if self._preparation.augments and len(shape) != 3:
-            raise ValueError(
-                f"images have shape {shape}: crop_padding and flip need (channels, height, width), leave both out"
-            )
-        self.num_clients = len(data.train)
-        self.train_sizes = self._checked.train.sizes
+        self._checked = check(data, self._num_classes, self.image_size)
+        self._preparation.check_shape(self._checked.image[0])
+        self.num_clients, self.train_sizes = len(data.train), self._checked.train.sizes
         self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel
         if self._data is not None:
             test = [length(dataset) for dataset in self._data.test] or [0] * self.num_clients
@@ -183,6 +164,8 @@ class FederatedDataModule(pl.LightningDataModule):
         clients_per_round: int | None,
         phases: Sequence[Phase],
         image: "ImageConfig | None" = None,
+        private: PrivateSampling | None = None,
+        eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
         """Say how rounds go. Without it: seed 0, all clients, one epoch, no normalisation constants.
 
@@ -191,40 +174,48 @@ class FederatedDataModule(pl.LightningDataModule):
             clients_per_round: Clients C drawn in each round; None for all.
             phases: The stretches of local training in a round.
             image: What the backbone asks of images.
+            private: How batches are drawn where training is private, with the streams of each phase.
+            eligible: Gives those of the given clients that may still take part; None where all may.
 
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
         """
         data = self._ready
-        if clients_per_round is not None and not 1 <= clients_per_round <= self.num_clients:
-            raise ValueError(
-                f"clients_per_round is {clients_per_round} and there are {self.num_clients} clients: give 1 to "
-                f"{self.num_clients}, or null for all"
-            )
-        if not phases:
-            raise ValueError("there are no phases of local training: give at least one")
+        schedule = Schedule(clients_per_round, tuple(phases), private, eligible)
+        schedule.check_clients(self.num_clients)
         if image is not None:
             data.check_channels(image.input_size[0])
-        self._clients_per_round, self._phases = clients_per_round, tuple(phases)
-        self._preparation = replace(self._preparation, image=image, seed=seed)
+        self._schedule = schedule
+        secure = private is not None and private.secure
+        self._preparation = replace(self._preparation, image=image, seed=seed, secure=secure)
 
     def plan(self, round: int) -> RoundPlan:
-        """Draw the clients of a round: a pure function of the run's seed and the round."""
-        clients = sample_cohort(self._seed, round, len(self._ready.train.sizes), self._clients_per_round)
-        return self.plan_for(clients, round)
+        """Draw a round's clients: a function of the run's seed, the round and who may take part (refused if none)."""
+        return self._schedule.plan(self._seed, round, self._ready.train.sizes, self.batch_size)
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients, in the given phases or those of every round."""
-        return make_plan(round, clients, self._ready.train.sizes, phases or self._phases, self.batch_size)
+        return make_plan(round, clients, self._ready.train.sizes, phases or self._schedule.phases, self.batch_size)
 
-    def train_dataloader(self) -> DataLoader[CohortBatch]:
+    def sampling_rate(self, client: int) -> float:
+        """Probability q = min(1, batch size / images) of a client's image to be in a Poisson batch."""
+        return sampling_rate(self._ready.train.sizes[client], self.batch_size)
+
+    def train_dataloader(self) -> DataLoader[Any]:
         """Serve the trainer's current round (round 0 without a trainer); ``len()`` is its number of steps."""
         return self.cohort_loader(self.plan(self.trainer.current_epoch if self.trainer is not None else 0))
 
-    def cohort_loader(self, plan: RoundPlan) -> DataLoader[CohortBatch]:
-        """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`."""
-        store = self._ready.train
+    def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
+        """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`.
+
+        Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
+        drawn, by default as :meth:`configure_rounds` was told.
+        """
+        store, private = self._ready.train, private or self._schedule.private
         self._cache(store)
+        if private is not None:
+            private_batches = PrivateRoundBatches(store, plan, self.batch_size, self._seed, private)
+            return loader(private_batches, store, self.num_workers)
         return loader(RoundBatches(store, plan, self.batch_size, self._seed), store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
@@ -238,6 +229,11 @@ class FederatedDataModule(pl.LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
     @property
+    def evaluates_on(self) -> EvaluateOn:
+        """What clients are scored on: their ``test`` images, or ``validation`` ones held out of their training images."""
+        return self._holdout[2]
+
+    @property
     def public_size(self) -> int:
         """Number of public images; 0 if there are none."""
         store = self._ready.public
@@ -248,6 +244,15 @@ class FederatedDataModule(pl.LightningDataModule):
         """Number of labelled images on the server; 0 if there are none."""
         store = self._ready.server_validation
         return 0 if store is None else store.sizes[0]
+
+    def check_public_overlap(self) -> None:
+        """Compare the public images with all that clients train on; images in files are all read for it.
+
+        Raises:
+            ValueError: If one is in both, with both places.
+        """
+        if self._ready.public is not None:
+            check_overlap(self._ready.train, self._ready.public)
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.
@@ -285,7 +290,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def prepare(self, batch: BatchT) -> BatchT:
         """Make a batch that is on its device ready for the model; the Trainer's batches are so already.
 
-        It may be a cohort batch, a batch of test data, or images (B, ...); see
+        It may be a cohort batch, a dict of them, a batch of test data, or images (B, ...); see
         :class:`~perada.data.preparation.Preparation`.
         """
         return self._preparation(batch)

@@ -59,6 +59,12 @@ class Division:
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} is {limit}: give at least 1, or null for all images")
 
+    def download(self) -> None:
+        """Fetch what is to be downloaded."""
+        self.dataset.download()
+        if self.public is not None:
+            self.public.download()
+
     def share_out(self) -> tuple[FederatedData, dict[str, Any]]:
         """Read the set and divide it.
 

@@ -84,13 +84,20 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
 
     Args:
         data: The clients' data.
-        num_classes: Number of classes K; None to take it from the labels.
+        num_classes: Number of classes K; None for what the data say, or else for what is found in the labels.
         image_size: Height and width to resize uint8 images to, or None.
 
     Raises:
-        ValueError: If there are no clients, a client has no samples, shapes differ, or a label is out of range.
+        ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, or the
+            data say another number of classes.
         TypeError: If images or labels are of a type that cannot be used.
     """
+    if num_classes is not None and data.num_classes not in (None, num_classes):
+        raise ValueError(
+            f"num_classes is {num_classes} but the data has {data.num_classes} classes: make them equal, or leave "
+            "num_classes out"
+        )
+    num_classes = num_classes or data.num_classes
     _check_counts(data)
     if num_classes is not None and num_classes < 1:
         raise ValueError(f"num_classes is {num_classes}: give at least 1, or None to take it from the labels")

@@ -49,12 +49,12 @@ class RoundBatches(Dataset[CohortBatch]):
 
 
 def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Lay out the clients' rows as (C, B, ...), zeros at the end of the shorter ones.
+    """Lay out the clients' rows as (C, B, ...), zeros at the end of the shorter ones; B is at least 1.
 
     >>> pad(torch.tensor([1, 2, 3]), (2, 1)).tolist()
     [[1, 2], [3, 0]]
     """
-    longest = max(counts)
+    longest = max(1, *counts)
     if min(counts) == longest:
         return rows.view(len(counts), longest, *rows.shape[1:])
     padded = rows.new_zeros(len(counts), longest, *rows.shape[1:])
@@ -63,12 +63,12 @@ def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def real_rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """True where a cohort batch holds a sample, (C, B).
+    """True where a cohort batch holds a sample, (C, B); B is at least 1.
 
     >>> real_rows((2, 1), torch.device("cpu")).tolist()
     [[True, True], [True, False]]
     """
-    return torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+    return torch.arange(max(1, *counts), device=device) < torch.tensor(counts, device=device)[:, None]
 
 
 class EvalBatches(Dataset[EvalBatch]):

@@ -141,8 +141,8 @@ class MapStore:
         self.sizes = tuple(length(dataset) for dataset in datasets)
         self.num_classes: int | None = None  # classes that labels are checked against as they are read
 
-    def item(self, owner: int, index: int) -> tuple[Tensor, Tensor | None]:
-        """Read one sample: image, and label or None."""
+    def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Read one sample: image, in the store's size or as the dataset has it, and label or None."""
         item = self.datasets[owner][index]
         try:
             image = to_image(item[0] if self.labelled or isinstance(item, tuple | list) else item)
@@ -155,7 +155,7 @@ class MapStore:
                 f"client {owner} has the label {int(label)}, outside 0..{self.num_classes - 1}: correct the label or "
                 "num_classes"
             )
-        if self.size is not None and image.dtype == torch.uint8:
+        if resize and self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
         return image, label
 
