@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small backbones for machines without a model hub: a timm ResNet trained from scratch on small grey images.
+"""Small backbones for machines without a model hub: a timm model trained from scratch on small grey images.
 
 The weights in ``perada/weights/`` were made here; the card beside them names the command.
 """
@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from perada.backbones import Backbone, ImageConfig, build_backbone
-from perada.data.datasets import Digits, FashionMNIST
+from perada.data.datasets import Digits, FashionMNIST, ImageSet
+from perada.data.shapes import Shapes
 from perada.data.transforms import augment, draw_crops, prepare_images
 from perada.seeding import derive_seed, generator
 
 __all__ = ["pretrain"]
 
-SetName = Literal["FashionMNIST", "Digits"]
+SetName = Literal["FashionMNIST", "Digits", "Shapes"]
+Optimizer = Literal["sgd", "adamw"]
 SOURCES: dict[SetName, tuple[str, str]] = {
     "FashionMNIST": (
         "Fashion-MNIST",
@@ -38,28 +40,37 @@ SOURCES: dict[SetName, tuple[str, str]] = {
         "scikit-learn's digits",
         "[scikit-learn's digits](https://archive.ics.uci.edu/dataset/80) (Alpaydin, Kaynak, 1998; CC BY 4.0)",
     ),
+    "Shapes": (
+        "perada's random shapes",
+        "none but formulas (`perada.data.shapes.Shapes`), after Kataoka et al. (ACCV 2020, CVPR 2022)",
+    ),
 }
 """Name and reference of each set."""
 
 PADDING = 2  # pixels by which training images are shifted, at most
-WEIGHT_DECAY = 5e-4
+WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 5e-4, "adamw": 0.05}
 MOMENTUM = 0.9
+OPTIMIZERS: dict[Optimizer, str] = {"sgd": f"SGD with Nesterov momentum {MOMENTUM}", "adamw": "AdamW"}
+"""What cards call them."""
 
 
 class _Classifier(pl.LightningModule):
-    """Trains all parameters of a backbone: SGD with one rise and fall of the learning rate, shifts and mirroring.
+    """Trains all parameters of a backbone: one rise and fall of the learning rate, shifts and mirroring.
 
     Args:
         backbone: The model, with its head.
         image: What its images look like.
+        optimizer: Its name.
         lr: Highest learning rate.
         steps: Steps of the whole training.
         seed: Of the augmentation.
     """
 
-    def __init__(self, backbone: Backbone, image: ImageConfig, lr: float, steps: int, seed: int) -> None:
+    def __init__(
+        self, backbone: Backbone, image: ImageConfig, optimizer: Optimizer, lr: float, steps: int, seed: int
+    ) -> None:
         super().__init__()
-        self.model, self.image = backbone.model, image
+        self.model, self.image, self.optimizer = backbone.model, image, optimizer
         self.lr, self.steps, self.seed = lr, steps, seed
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -80,15 +91,25 @@ class _Classifier(pl.LightningModule):
         self.log("test/accuracy", hits, on_epoch=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> pl.utilities.types.OptimizerLRScheduler:
-        parameters = self.model.parameters()
-        optimizer = torch.optim.SGD(parameters, self.lr, MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True)
+        parameters, decay = self.model.parameters(), WEIGHT_DECAY[self.optimizer]
+        optimizer: torch.optim.Optimizer
+        if self.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(parameters, self.lr, weight_decay=decay)
+        else:
+            optimizer = torch.optim.SGD(parameters, self.lr, MOMENTUM, weight_decay=decay, nesterov=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _tensors(dataset: SetName, root: str | None, download: bool, train: bool) -> TensorDataset:
+def _image_set(dataset: SetName, root: str | None, download: bool) -> ImageSet:
+    """The set of this name."""
+    if dataset == "FashionMNIST":
+        return FashionMNIST(root, download)
+    return Digits() if dataset == "Digits" else Shapes()
+
+
+def _tensors(data: ImageSet) -> TensorDataset:
     """Images (N, 1, H, W) uint8 and labels (N,) of one split."""
-    data = Digits(train) if dataset == "Digits" else FashionMNIST(root, download, train)
     data.download()
     assert data.images is not None and data.labels is not None  # both are read whole
     return TensorDataset(data.images, data.labels)
@@ -113,6 +134,7 @@ def pretrain(
     download: bool = False,
     epochs: int = 8,
     batch_size: int = 256,
+    optimizer: Optimizer = "sgd",
     lr: float = 0.1,
     image_size: int = 32,
     seed: int = 0,
@@ -123,13 +145,14 @@ def pretrain(
 
     Args:
         output: File to write, ending in ``.safetensors``; the card stands beside it, ending in ``.md``.
-        dataset: The images; scikit-learn's digits need no file.
+        dataset: The images; scikit-learn's digits and random shapes need no file.
         backbone: Name of a timm model.
         root: Folder of the four Fashion-MNIST files; by default where Debian's package puts them.
         download: Fetch the files to ``root`` if they are missing.
         epochs: Passes over the training images.
         batch_size: Images in a step.
-        lr: Highest learning rate of the schedule.
+        optimizer: ``sgd``, with momentum, or ``adamw``, which vision transformers need.
+        lr: Highest learning rate of the schedule; about 0.002 for ``adamw``.
         image_size: Height and width to which the images are resized, in pixels.
         seed: Of the initial weights, the order of the images and their augmentation.
 
@@ -142,15 +165,17 @@ def pretrain(
     """
     if output.suffix != ".safetensors":
         raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
-    train, test = (_tensors(dataset, root, download, part) for part in (True, False))
+    data = _image_set(dataset, root, download)
+    assert data.num_classes is not None  # each of them is labelled
+    train, test = (_tensors(data.with_split(part)) for part in (True, False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "pretrain"))
-        built = build_backbone(backbone, 10, pretrained=False, image_size=image_size)
+        built = build_backbone(backbone, data.num_classes, pretrained=False, image_size=image_size)
     built.model.requires_grad_(True).train()
     image = built.image
     assert image is not None  # a name, not a network of the caller's own
     loader = _loader(train, batch_size, generator(seed, "batches"))
-    classifier = _Classifier(built, image, lr, epochs * len(loader), seed)
+    classifier = _Classifier(built, image, optimizer, lr, epochs * len(loader), seed)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_model_summary=False
     )
@@ -158,10 +183,13 @@ def pretrain(
     (scores,) = trainer.test(classifier, _loader(test, 1000, None))
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in built.model.state_dict().items()}, output)
-    arguments = {"dataset": dataset, "backbone": backbone, "epochs": epochs, "batch_size": batch_size, "lr": lr}
-    arguments["image_size"] = image_size
+    arguments = {"dataset": dataset, "backbone": backbone, "epochs": epochs, "batch_size": batch_size}
+    arguments |= {"optimizer": optimizer, "lr": lr, "image_size": image_size}
     words = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
-    card = _card(output, f"perada pretrain {words}", dataset, backbone, image, scores["test/accuracy"], len(test), seed)
+    accuracy = scores["test/accuracy"]
+    counts = data.num_classes, len(test)
+    command = f"perada pretrain {words}"
+    card = _card(output, command, dataset, backbone, optimizer, image, accuracy, counts, seed)
     output.with_suffix(".md").write_text(card, encoding="utf-8")
     return output
 
@@ -171,16 +199,18 @@ def _card(
     command: str,
     dataset: SetName,
     backbone: str,
+    optimizer: Optimizer,
     image: ImageConfig,
     accuracy: float,
-    tested: int,
+    counts: tuple[int, int],
     seed: int,
 ) -> str:
-    """Model card: what the weights are, what made them, how to load them."""
+    """Model card: what the weights are, what made them, how to load them. ``counts``: classes and test images."""
+    classes, tested = counts
     (name, reference), side, mean, std = SOURCES[dataset], image.input_size[-1], image.mean, image.std
     return f"""# {file.name}
 
-timm's `{backbone}` with a head for the ten classes of {name}, trained from scratch by perada.
+timm's `{backbone}` with a head for the {classes} classes of {name}, trained from scratch by perada.
 
 | | |
 |---|---|
@@ -197,14 +227,14 @@ timm's `{backbone}` with a head for the ten classes of {name}, trained from scra
 antialiased), minus {mean}, over {std}.
 In training they are shifted by up to {PADDING} pixels and mirrored at random.
 
-**Training**: all parameters, cross-entropy, SGD with Nesterov momentum {MOMENTUM} and weight decay {WEIGHT_DECAY}, the
+**Training**: all parameters, cross-entropy, {OPTIMIZERS[optimizer]} and weight decay {WEIGHT_DECAY[optimizer]}, the
 learning rate rising once and falling (`torch.optim.lr_scheduler.OneCycleLR`).
 
 **Use**: a starting point for demonstrations and tests on small grey images; it has seen no colour and no photograph.
 
 ```python
-overlay = {{"file": "{file.name}", "num_classes": 10}}  # without the number timm drops the head
-timm.create_model("{backbone}", pretrained=True, num_classes=10, pretrained_cfg_overlay=overlay)
+overlay = {{"file": "{file.name}", "num_classes": {classes}}}  # without the number timm drops the head
+timm.create_model("{backbone}", pretrained=True, num_classes={classes}, pretrained_cfg_overlay=overlay)
 ```
 
 or, with a new head for other classes, as perada's `backbone: {backbone}` with `pretrained: {file.name}`.

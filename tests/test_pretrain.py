@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
 import hashlib
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import timm
 import torch
 from safetensors.torch import load_file
 
+from perada.data.shapes import Shapes
 from perada.pretrain import main, pretrain
 
 SHIPPED = Path(__file__).parents[1] / "perada" / "weights" / "fashion_test_resnet.safetensors"
@@ -66,6 +68,21 @@ def test_the_command_line_writes_the_file_and_its_card(fashion_root, tmp_path):
         rows["command"].strip("`").split()
     )
     assert "threads" in rows["machine"]
+
+
+def test_a_vision_transformer_is_pretrained_on_shapes(run, monkeypatch):
+    monkeypatch.setattr("perada.pretrain.Shapes", functools.partial(Shapes, 100, classes=4))
+    options = {"dataset": "Shapes", "backbone": "test_vit", "batch_size": 25}
+    adamw, sgd = (run(name, **options, optimizer=name, lr=0.001) for name in ("adamw", "sgd"))
+    weights = load_file(adamw)
+    assert weights["head.weight"].shape == (4, 64)
+    assert weights["pos_embed"].shape == (1, 2 * 2 + 1, 64)  # 32×32 pixels, patches of 16, a class token
+    assert not torch.equal(weights["head.weight"], load_file(sgd)["head.weight"])
+    card = adamw.with_suffix(".md").read_text()
+    assert "the 4 classes of perada's random shapes" in card
+    assert "AdamW and weight decay 0.05" in card
+    assert "--optimizer=adamw" in rows_of(card)["command"]
+    assert 0 <= float(rows_of(card)["accuracy on the 10 test images"]) <= 1
 
 
 def test_a_wrong_name_is_refused_before_training(tmp_path):
