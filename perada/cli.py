@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonargparse
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
@@ -26,6 +27,7 @@ from perada.cli_messages import one_line, quiet_lightning
 from perada.cli_words import find_recipe, recipes, spelt_out
 from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
+from perada.privacy_card import privacy_lines
 from perada.report import client_table, mode_line, run_report
 
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -116,8 +118,10 @@ class PeradaCLI(LightningCLI):
 
     def after_validate(self) -> None:
         """Print the table of clients."""
-        if self.model.per_client:
-            print(client_table(self.model.per_client, self.datamodule.train_sizes))
+        clients = outcome(self.model, self.loop).metrics["clients"]
+        if clients:
+            columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in clients.items()}
+            print(client_table(columns, self.datamodule.train_sizes))
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores))
 
@@ -202,9 +206,12 @@ def _export(args: Sequence[str]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
         cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
-    folder = outcome(cli.model, cli.loop).save(given.output)
+    run = outcome(cli.model, cli.loop)
+    folder = run.save(given.output)
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     print(f"Wrote {len(written)} adapters to {folder}: {written[0]} … {written[-1]}")
+    if privacy_lines(run.info.get("privacy")):
+        print(privacy_lines(run.info["privacy"]))
 
 
 def _report(args: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 """Adapters as PEFT folders, written and read."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,11 @@ from perada.backbones import AdaptedModel, Backbone, insert_adapter
 from perada.states import State, get_state, set_state, trained_keys
 
 BACKBONE_FILE = "backbone.safetensors"
+CARD_FILE = "README.md"
+_CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
 
 
-def save_adapter(adapted: AdaptedModel, state: State, folder: Path) -> None:
+def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str = "") -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
     Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter.
@@ -29,6 +32,7 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path) -> None:
         adapted: Whose names the state has; its own adapter is left as it was.
         state: The adapter.
         folder: Where to write; made if need be.
+        section: Markdown to add to the model card that PEFT writes, in the place of what was added to it before.
     """
     before = get_state(adapted.model)
     try:
@@ -36,8 +40,25 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path) -> None:
         adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
         if adapted.beside:
             save_file({key: state[key].detach().cpu().contiguous() for key in adapted.beside}, folder / BACKBONE_FILE)
+        write_section(folder / CARD_FILE, section)
     finally:
         set_state(adapted.model, before)
+
+
+def write_section(path: Path, section: str) -> None:
+    """Put ``section`` at the end of a text file, in the place of the one that an earlier call put there.
+
+    Args:
+        path: The file; made if need be.
+        section: Markdown; nothing takes the earlier one away.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    ours = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
+    rest = "\n\n".join(filter(None, ours.split(text)))
+    if section:
+        rest = f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip()
+    if rest != text:
+        path.write_text(rest, encoding="utf-8")
 
 
 @contextmanager

@@ -8,9 +8,24 @@ from pathlib import Path
 
 from torch import Tensor
 
+from perada.privacy_card import epsilon_text, mean_and_std
+
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
 MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
+PRIVACY = "privacy/"
+CLIENT_EPSILONS = {
+    "privacy/server_epsilon": "ε server",
+    "privacy/release_epsilon": "ε release",
+    "privacy/client_epsilon": "ε client",
+}
+"""What the columns of each client's ε are called."""
+ROUND_EPSILONS = {
+    "privacy/server_epsilon_mean": "ε server",
+    "privacy/release_epsilon_mean": "ε release",
+    "privacy/client_epsilon_max": "ε client (max)",
+}
+"""What the columns of the ε after a round are called."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -39,22 +54,23 @@ def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
     """One row per client, then mean and standard deviation.
 
     Args:
-        scores: Scores (M,) by name.
+        scores: Scores (M,) by name; ε where the name begins with ``privacy/``.
         sizes: Training images of each client.
     """
     rows = [
-        [str(client), str(size), *(percent(float(values[client])) for values in scores.values())]
+        [str(client), str(size), *(_cell(name, float(values[client])) for name, values in scores.items())]
         for client, size in enumerate(sizes)
     ]
-    known = [values[~values.isnan()].double() for values in scores.values()]
-    rows.append(
-        [
-            "mean ± std",
-            "",
-            *(f"{percent(float(v.mean()))} ± {percent(float(v.std(correction=0)) if len(v) else nan)}" for v in known),
-        ]
-    )
-    return table(["client", "images", *scores], rows)
+    known = {name: values[~values.isnan()].double() for name, values in scores.items()}
+    rows.append(["mean ± std", "", *(_spread(name, values) for name, values in known.items())])
+    return table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows)
+
+
+def _spread(name: str, values: Tensor) -> str:
+    """Mean ± standard deviation of the scores (M,), none of them NaN."""
+    if name.startswith(PRIVACY):
+        return mean_and_std(values.tolist()) if len(values) else "–"
+    return f"{percent(float(values.mean()))} ± {percent(float(values.std(correction=0)) if len(values) else nan)}"
 
 
 def run_report(folder: Path) -> str:
@@ -76,7 +92,7 @@ def run_report(folder: Path) -> str:
             raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
         for row in lines:
             rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
-    shown = [name for name in (*SCORES, *MODES) if any(name in values for values in rounds.values())]
+    shown = [name for name in (*SCORES, *MODES, *ROUND_EPSILONS) if any(name in values for values in rounds.values())]
     losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
     body = [
         [
@@ -86,7 +102,7 @@ def run_report(folder: Path) -> str:
         ]
         for round, values in sorted(rounds.items())
     ]
-    return table(["round", *losses, *shown], body)
+    return table(["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)], body)
 
 
 def mode_line(scores: Mapping[str, float]) -> str:
@@ -95,6 +111,8 @@ def mode_line(scores: Mapping[str, float]) -> str:
 
 
 def _cell(name: str, value: float) -> str:
+    if name.startswith(PRIVACY):
+        return epsilon_text(value)
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 
 

@@ -22,6 +22,7 @@ from perada.export import (
     save_backbone,
     write_json,
 )
+from perada.privacy_card import privacy_card
 from perada.refinement import ensemble
 from perada.states import State, clone, set_state
 
@@ -56,7 +57,8 @@ class Run:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation.
-        info: What the run was: backbone, weights, number of classes, image size, algorithm, seed.
+        info: What the run was: backbone, weights, number of classes, image size, algorithm, seed; ``privacy`` if it was
+            private, as :mod:`perada.privacy_card` describes it.
     """
 
     def __init__(
@@ -149,28 +151,29 @@ class Run:
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder.
 
         The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of
-        your own).
+        your own). Adapters of a private run have a section on it in their ``README.md``.
 
         Returns:
             The folder.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        privacy, personal = self.info.get("privacy"), self._personal is not None
         with contiguous(self._adapted.model):
             for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
-                save_adapter(self._adapted, state, folder / name)
+                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None))
             for client in range(self.num_clients if self._personal or len(self._global) == 1 else 0):
-                save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}")
+                card = privacy_card(privacy, client if personal else None)  # else it is a copy of the global one
+                save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}", card)
             if _own_weights(self.info):
                 save_backbone(self._adapted, folder)
-        metrics = _replace(self.metrics, lambda value: value != value, None)  # JSON has no NaN
         content = {
             "format": FORMAT,
             "num_clients": self.num_clients,
             "global_models": len(self._global),
-            "shared": self._personal is None,
-            "info": self.info,
-            "metrics": metrics,
+            "shared": not personal,
+            "info": self.info | ({"privacy": _replace(privacy, _to_json)} if privacy else {}),
+            "metrics": _replace(self.metrics, _to_json),
         }
         write_json(folder / RUN_FILE, content)
         return folder
@@ -196,7 +199,9 @@ class Run:
             saved = json.loads((folder / RUN_FILE).read_text())
             info, clients, found = saved["info"], saved["num_clients"], saved["format"]
             models, alike = saved.get("global_models", 1), saved.get("shared", False)
-            metrics = _replace(saved["metrics"], lambda value: value is None, math.nan)
+            metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
+            if info.get("privacy"):
+                info["privacy"] = _replace(info["privacy"], _from_json)
             if found != FORMAT:
                 raise KeyError(f"format {found}, this version reads {FORMAT}")
             missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
@@ -246,10 +251,21 @@ def _contiguous(state: State) -> State:
     return {key: value.contiguous() for key, value in clone(state).items()}
 
 
-def _replace(content: Any, wrong: Callable[[Any], bool], right: object) -> Any:  # noqa: ANN401  # any JSON
-    """Replace values within dictionaries and lists."""
+def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # any JSON
+    """Apply ``change`` to the values within dictionaries and lists."""
     if isinstance(content, dict):
-        return {key: _replace(value, wrong, right) for key, value in content.items()}
+        return {key: _replace(value, change) for key, value in content.items()}
     if isinstance(content, list):
-        return [_replace(value, wrong, right) for value in content]
-    return right if wrong(content) else content
+        return [_replace(value, change) for value in content]
+    return change(content)
+
+
+def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
+    """JSON has no NaN, which becomes null, and no infinity, which becomes a word that ``float`` reads."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
+
+
+def _from_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
+    return float(value) if value in ("inf", "-inf") else value

@@ -2,6 +2,7 @@
 """``perada compare``: every recipe, algorithm and seed once, settings chosen on validation images, and one table."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main, make_cli
 from perada.compare.entries import ENTRIES, names
-from perada.compare.results import choose
-from perada.compare.running import same_budget
+from perada.compare.results import Results, choose
+from perada.compare.running import epsilons, same_budget
 from perada.compare.table import grid_table, summary
 from perada.compare.workers import Workers
 from perada.data import Digits
@@ -376,6 +377,36 @@ def test_summary_marks_what_is_not_known():
     assert table["before fine-tuning"]["global/global_test"] == "–"
     assert table["x"]["trained"] == "1,234"
     assert table["x"]["s / round"] == "1.2"
+
+
+def test_epsilon_has_columns_where_a_run_was_private(tmp_path):
+    scores = {"personal/local_test": 0.5, "personal/global_test": 0.3, "diverged": False}
+    spent = [
+        {"privacy/server_epsilon_mean": 1.0, "privacy/release_epsilon_mean": 2.0, "privacy/release_epsilon_max": 2.25},
+        {"privacy/server_epsilon_mean": 2.0, "privacy/release_epsilon_mean": 3.0, "privacy/release_epsilon_max": 3.5},
+    ]
+    # A run's history has more beside: it is not shown, and infinity goes through a file of JSON.
+    without_noise = dict.fromkeys(spent[0], math.inf) | {"privacy/release_epsilon_std": math.nan, "train/loss": 1.0}
+    records = [record("private", **scores, **epsilons(spent[0])), record("private", **scores, **epsilons(spent[1]))]
+    records[1]["seed"] = 1
+    records += [record("no noise", **scores, **epsilons(without_noise)), record("open", **scores)]
+    records.append(record("lost", stage="tune", point={"lr": "1"}, failed="ValueError: no"))
+    results = Results(tmp_path / "r.json")
+    results.records = records
+    results.write()
+    text = summary(Results(tmp_path / "r.json").records)
+    table = rows(text)
+    assert [name for name in table["open"] if name.startswith("ε")] == ["ε server", "ε release", "ε max"]
+    shown = {label: [row[f"ε {name}"] for name in ("server", "release", "max")] for label, row in table.items()}
+    assert shown == {
+        "private": ["1.50 ± 0.50", "2.50 ± 0.50", "3.50"],
+        "no noise": ["∞", "∞", "∞"],
+        "open": ["–", "–", "–"],
+        "lost (failed)": ["–", "–", "–"],
+    }
+    assert "ε max: its largest." in text
+    assert "ε" not in summary([record("open", **scores)])
+    assert rows(summary([record("x", **{"privacy/client_epsilon_max": 4.0})]))["x"]["ε client"] == "4.00"
 
 
 def test_rows_of_other_options_and_seeds_that_failed():

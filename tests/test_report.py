@@ -53,6 +53,35 @@ def test_client_table_without_any_score():
     assert last == ["mean ± std", "", "– ± –"]
 
 
+def test_epsilon_is_a_number_and_no_share():
+    scores = {
+        "personal/local_test": torch.tensor([0.5, 1.0]),
+        "privacy/server_epsilon": torch.tensor([1.0, 2.5]),
+        "privacy/release_epsilon": torch.tensor([3.0, math.inf]),
+    }
+    assert cells(client_table(scores, [7, 8])) == [
+        ["client", "images", "personal/local_test", "ε server", "ε release"],
+        ["0", "7", "50.00", "1.00", "3.00"],
+        ["1", "8", "100.00", "2.50", "∞"],
+        ["mean ± std", "", "75.00 ± 25.00", "1.75 ± 0.75", "∞"],
+    ]
+
+
+def test_run_report_shows_epsilon(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,step,personal/local_test,privacy/server_epsilon_mean,privacy/release_epsilon_mean,"
+        "privacy/release_epsilon_max,privacy/client_epsilon_max,privacy/client_norm\n"
+        "0,2,0.5,,,,,\n"
+        "0,2,,1.234,2.0,2.5,0.5,1.0\n"
+        "1,5,0.75,2.345,inf,inf,0.625,1.0\n"
+    )
+    assert cells(run_report(tmp_path)) == [
+        ["round", "personal/local_test", "ε server", "ε release", "ε client (max)"],
+        ["0", "50.00", "1.23", "2.00", "0.50"],
+        ["1", "75.00", "2.35", "∞", "0.62"],
+    ]
+
+
 def test_run_report_joins_the_rows_of_a_round(tmp_path):
     (tmp_path / "metrics.csv").write_text(
         "epoch,step,train/local_loss,personal/local_test,personal/local_test_std,global/global_test\n"

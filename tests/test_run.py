@@ -4,15 +4,19 @@
 import json
 import math
 import shutil
+from dataclasses import asdict
 
 import pytest
 import timm
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.privacy import ClientPrivacy, Privacy
+from perada.privacy_card import privacy_card
 
 NAMES = [*(("test_resnet", method) for method in ("residual", "lora", "bias_norm", "full", "head")), ("net", "full")]
 NAMES += [*(("test_vit", method) for method in ("lora", "bottleneck", "ia3", "full", "head")), ("net", "head")]
@@ -121,6 +125,73 @@ def test_a_client_without_test_images_is_null_in_the_file(tiny, tmp_path):
     loaded = perada.Run.load(tmp_path, backbone=tiny.net()).metrics["clients"]["personal/local_test"]
     assert math.isnan(loaded[2])
     assert loaded[:2] == run.metrics["clients"]["personal/local_test"][:2]
+
+
+def private_record(clients=5):
+    """A record as a private run has it, of training with noise in all clients but the last."""
+    release = [2.0 + client for client in range(clients - 1)] + [math.inf]
+    return {
+        "sample": {
+            "options": asdict(Privacy(noise_multiplier=1.0)),
+            "noise_multipliers": [1.0] * (clients - 1) + [0.0],
+            "sample_rates": [0.25] * clients,
+            "server": [value / 2 for value in release],
+            "release": release,
+        },
+        "client": {"options": asdict(ClientPrivacy(2.0)), "noise_multiplier": 2.0, "epsilon": [0.5] * clients},
+    }
+
+
+def test_what_a_private_run_says_of_its_privacy_is_kept(tiny, tmp_path):
+    run = make_run(tiny, method="head")
+    run.info["privacy"] = private_record()
+    run.metrics["clients"]["privacy/release_epsilon"] = run.info["privacy"]["sample"]["release"]
+    run.metrics["rounds"][0]["privacy/release_epsilon_max"] = math.inf
+    run.metrics["rounds"][0]["train/local_loss"] = -math.inf
+    run.save(tmp_path)
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    loaded = perada.Run.load(tmp_path, backbone=tiny.net())
+    assert loaded.info == run.info
+    assert loaded.metrics == run.metrics
+    assert loaded.info["privacy"]["sample"]["options"]["max_epsilon"] is None
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again" / "run.json").read_text() == text
+    card = tmp_path / "client_1" / "README.md"
+    assert (tmp_path / "again" / "client_1" / "README.md").read_text() == card.read_text()
+
+
+def test_each_folder_of_a_private_run_has_its_own_section(tiny, tmp_path):
+    run = make_run(tiny, method="head")
+    run.save(tmp_path / "open")
+    plain = (tmp_path / "open" / "client_0" / "README.md").read_text()
+    assert "Privacy" not in plain
+    run.info["privacy"] = private_record()
+    run.save(tmp_path)
+    for folder, client in [("global", None), *((f"client_{client}", client) for client in range(5))]:
+        text = (tmp_path / folder / "README.md").read_text()
+        assert text.startswith(plain.rstrip())
+        assert text.count("## Privacy") == 1
+        assert privacy_card(run.info["privacy"], client) in text
+    run.save(tmp_path)  # in its own place
+    assert (tmp_path / "client_4" / "README.md").read_text() == text
+    assert ModelCard.load(tmp_path / "client_4" / "README.md").data["library_name"] == "peft"
+    own = tmp_path / "client_4" / "README.md"
+    own.write_text(own.read_text() + "\n## Privacy of my own\n")
+    run.save(tmp_path)
+    assert "## Privacy of my own" in own.read_text()
+    assert own.read_text().count("## Privacy\n") == 1
+    del run.info["privacy"]
+    run.save(tmp_path)
+    assert "## Privacy\n" not in own.read_text()
+    assert (tmp_path / "client_3" / "README.md").read_text() == plain
+
+
+def test_clients_without_adapters_of_their_own_have_the_global_ones_section(tiny, tmp_path):
+    run = make_run(tiny, method="head", algorithm="fedavg")
+    run.info["privacy"] = private_record()
+    run.save(tmp_path)
+    assert privacy_card(run.info["privacy"], None) in (tmp_path / "client_1" / "README.md").read_text()
 
 
 def remove(name):

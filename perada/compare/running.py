@@ -13,6 +13,7 @@ import torch
 
 from perada.backbones import build_backbone
 from perada.compare.plan import CHOSEN_BY, MakeCLI
+from perada.report import PRIVACY
 
 Result = dict[str, Any]
 """What a run gives: ``run`` and, where it was asked for, ``start``, each scores by name; or ``failed``, the reason."""
@@ -106,6 +107,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": watch.seconds / len(history),
     }
+    result["run"] |= epsilons(last)
     return result
 
 
@@ -123,6 +125,12 @@ def same_budget(cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
     if steps:
         return [f"--federated.local_steps={max(1, steps // len(phases))}"]
     return [f"--federated.local_epochs={given.local_epochs / len(phases)}"]
+
+
+def epsilons(last: dict[str, float]) -> dict[str, float | str]:
+    """ε after the last round by name; empty where the run was not private. Infinity, which is not JSON, is a word."""
+    found = {name: value for name, value in last.items() if name.startswith(PRIVACY) and "epsilon" in name}
+    return {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
 
 
 def _known(scores: dict[str, float]) -> dict[str, float | None]:

@@ -6,9 +6,17 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.compare.results import choose, score
+from perada.privacy_card import epsilon_text, mean_and_std
 from perada.report import SCORES, percent, table
 
 Records = Sequence[dict[str, Any]]
+EPSILONS = {
+    "privacy/server_epsilon_mean": "ε server",
+    "privacy/release_epsilon_mean": "ε release",
+    "privacy/release_epsilon_max": "ε max",
+    "privacy/client_epsilon_max": "ε client",
+}
+"""What the columns of ε are called."""
 NO_POINT = "every run of the grid failed or diverged: give --tune other values"
 
 
@@ -26,6 +34,7 @@ def summary(records: Records) -> str:
     labels = [label for label, _ in groups]
     lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
     tuned = any(record.get("point") for record in shown)
+    private = [name for name in EPSILONS if any(name in record for record in shown)]
     rows = []
     for (label, variant), every in groups.items():
         runs = [record for record in every if "failed" not in record]
@@ -35,14 +44,18 @@ def summary(records: Records) -> str:
         if any(record.get("diverged") for record in runs):
             name += " (diverged)"
         point = [", ".join(every[-1].get("point", {}).values()) or "–"] if tuned else []
-        rows.append([name, *(_over_seeds(runs, score) for score in SCORES), *_costs(runs), *point])
-    rows += [[f"{label} (failed)", *["–"] * (len(SCORES) + 4 + tuned)] for label in lost]
-    header = ["", *SCORES, "trained", "sent", "MB sent", "s / round", *(["chosen"] if tuned else [])]
+        scores = [_over_seeds(runs, score) for score in SCORES]
+        rows.append([name, *scores, *(_epsilon(runs, ledger) for ledger in private), *_costs(runs), *point])
+    rows += [[f"{label} (failed)", *["–"] * (len(SCORES) + len(private) + 4 + tuned)] for label in lost]
+    columns = [*SCORES, *(EPSILONS[name] for name in private)]
+    header = ["", *columns, "trained", "sent", "MB sent", "s / round", *(["chosen"] if tuned else [])]
     full = next((record for record in shown if "full/params" in record), None)
     if full is not None:
         counts, size = [_count(full["full/params"])] * 2, f"{full['full/mb']:.2f}"
-        rows.append(["full fine-tuning would", "", "", "", *counts, size, "", *([""] if tuned else [])])
+        empty = [""] * len(columns)
+        rows.append(["full fine-tuning would", *empty, *counts, size, "", *([""] if tuned else [])])
     notes = ["Scores in %, trained and sent parameters and MB sent of one client in one round."]
+    notes += [_epsilon_note(private)] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
     return "\n\n".join([table(header, rows), *notes, *_failures(shown)])
 
@@ -93,6 +106,26 @@ def _over_seeds(runs: Records, name: str) -> str:
     if not values:
         return "–"
     return percent(fmean(values)) + (f" ± {percent(pstdev(values))}" if len(values) > 1 else "")
+
+
+def _epsilon(runs: Records, name: str) -> str:
+    """Largest ε over seeds of what is the largest over clients; mean over seeds of what is their mean."""
+    values = [float(run[name]) for run in runs if name in run]
+    if not values:
+        return "–"
+    if name.endswith("_max"):
+        return epsilon_text(max(values))
+    return mean_and_std(values) if len(values) > 1 else epsilon_text(values[0])
+
+
+def _epsilon_note(private: Sequence[str]) -> str:
+    told = {
+        "privacy/server_epsilon_mean": "ε server: mean over clients, of what they sent",
+        "privacy/release_epsilon_mean": "ε release: of all that they trained",
+        "privacy/release_epsilon_max": "ε max: its largest",
+        "privacy/client_epsilon_max": "ε client: largest of a client as a whole",
+    }
+    return "; ".join(told[name] for name in private) + "."
 
 
 def _costs(runs: Records) -> list[str]:

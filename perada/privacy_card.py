@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a private run says of its privacy: the section of a model card, and the lines beside an export.
+
+The record is ``Run.info["privacy"]``, in plain types: ``sample`` with the fields of :class:`perada.privacy.Privacy` as
+``options``, ``noise_multipliers``, ``sample_rates`` and the ε of both ledgers, ``server`` and ``release``, by client;
+``client`` with the fields of :class:`perada.privacy.ClientPrivacy` as ``options``, ``noise_multiplier`` and ``epsilon``
+by client. Either may be missing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def epsilon_text(value: float) -> str:
+    """An ε with two digits.
+
+    >>> epsilon_text(2.345), epsilon_text(float("inf")), epsilon_text(float("nan"))
+    ('2.35', '∞', '–')
+    """
+    return "–" if math.isnan(value) else "∞" if value == math.inf else f"{value:.2f}"
+
+
+def mean_and_std(values: Sequence[float]) -> str:
+    """Mean ± standard deviation of several ε, those of a whole population.
+
+    >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, float("inf")])
+    ('2.00 ± 1.00', '∞')
+    """
+    if not all(map(math.isfinite, values)):
+        return epsilon_text(fmean(values))
+    return f"{epsilon_text(fmean(values))} ± {epsilon_text(pstdev(values))}"
+
+
+def privacy_card(record: Record | None, client: int | None) -> str:
+    """The section "Privacy" of an adapter's model card, as Markdown.
+
+    Args:
+        record: See above; ``None`` or empty where training was not private.
+        client: Whose personal adapter it is; ``None`` for the global one.
+
+    Returns:
+        The section without a line break at its end, or nothing where training was not private.
+    """
+    if not record:
+        return ""
+    parts = []
+    if "sample" in record:
+        parts += _sample(record["sample"], client)
+    if "client" in record:
+        parts += _whole_clients(record["client"], client)
+    levels = [record[part] for part in ("sample", "client") if part in record]
+    return "\n\n".join(["## Privacy", *parts, _limits(levels)])
+
+
+def privacy_lines(record: Record | None) -> str:
+    """What releasing all adapters of a run costs, a line for each kind of privacy; nothing where there was none."""
+    lines: list[str] = []
+    if not record:
+        return ""
+    if "sample" in record:
+        sample, delta = record["sample"], record["sample"]["options"]["delta"]
+        told = [
+            f"ε {mean_and_std(values)}, at most {epsilon_text(max(values))} ({name} ledger, {what})"
+            for name, what in (("release", "personal adapters"), ("server", "the global adapter alone"))
+            for values in [_floats(sample[name])]
+        ]
+        lines.append(f"Privacy of an image of a client at δ = {delta:g}: {'; '.join(told)}.")
+    if "client" in record:
+        values, delta = _floats(record["client"]["epsilon"]), record["client"]["options"]["delta"]
+        lines.append(
+            f"Privacy of a client as a whole at δ = {delta:g}: ε {mean_and_std(values)}, at most "
+            f"{epsilon_text(max(values))} (the global adapter alone; nothing is guaranteed of a client's own)."
+        )
+    return "\n".join(lines)
+
+
+def _floats(values: Sequence[float | str]) -> list[float]:
+    """Numbers; JSON has no infinity, so that a file holds the word."""
+    return [float(value) for value in values]
+
+
+def _sample(sample: Record, client: int | None) -> list[str]:
+    """Of single images."""
+    options, server, release = sample["options"], _floats(sample["server"]), _floats(sample["release"])
+    intro = (
+        "Differential privacy for single images: what can be learnt from the adapter changes little, as bounded by ε "
+        f"and δ = {options['delta']:g}, if one image is added to a client's training images or taken out of them."
+    )
+    if client is None:
+        figures = _table(
+            ["ledger", "ε over clients: mean ± std", "largest", "counts"],
+            ["server", mean_and_std(server), epsilon_text(max(server)), "all that clients sent, of which this is made"],
+        )
+        whose = "The largest ε holds for an image of any client."
+    else:
+        figures = _table(
+            ["ledger", "ε", "counts", "holds against"],
+            ["release", epsilon_text(release[client]), "all that the client trained", "whoever gets this adapter"],
+            [
+                "server",
+                epsilon_text(server[client]),
+                "what the client sent",
+                "those who see only that, or what is made of it",
+            ],
+        )
+        others = [value for other, value in enumerate(server) if other != client]
+        whose = f"This is for the images of client {client}, whose adapter it is."
+        if others:
+            largest = epsilon_text(max(others))
+            whose += f" Images of other clients reached it through the server alone: their ε is at most {largest}."
+    return [intro, figures, whose, _dp_sgd(sample, client)]
+
+
+def _dp_sgd(sample: Record, client: int | None) -> str:
+    """The mechanism."""
+    options = sample["options"]
+    chosen = slice(None) if client is None else slice(client, client + 1)
+    noise, rates = sample["noise_multipliers"][chosen], sample["sample_rates"][chosen]
+    drawn = {
+        "poisson": f"draws each image with probability {_range(rates)} (Poisson sampling)",
+        "shuffle": "takes images in random order (no amplification is claimed; a pass counts as one step with all)",
+    }[options["sampling"]]
+    bound = f"{options['max_norm']:g}"
+    clipped = {
+        "flat": f"clips each image's gradient to the norm {bound}",
+        "per_layer": f"clips each image's gradient to the norm {bound} / √L for each of L parameters",
+        "automatic": f"scales each image's gradient to about the norm {bound}",
+    }[options["clipping"]]
+    nothing = " **There was no noise, so that nothing is guaranteed.**" if min(map(float, noise)) == 0 else ""
+    return (
+        f"Mechanism: DP-SGD. A step {drawn}, {clipped} and adds Gaussian noise to their sum, whose standard deviation "
+        f"is {bound} times the noise multiplier {_range(noise)}. ε is of Opacus's accountant "
+        f"`{options['accountant']}`.{nothing}"
+    )
+
+
+def _whole_clients(level: Record, client: int | None) -> list[str]:
+    """Of clients as a whole."""
+    options, epsilon, noise = level["options"], _floats(level["epsilon"]), float(level["noise_multiplier"])
+    intro = (
+        "Differential privacy for clients as a whole: what can be learnt from the global adapter changes little, as "
+        f"bounded by ε and δ = {options['delta']:g}, if a client sends no change in any round."
+    )
+    if client is None:
+        figures = _table(["ε over clients: mean ± std", "largest"], [mean_and_std(epsilon), epsilon_text(max(epsilon))])
+        whose = "It holds against those who see what the server computes, not against the server."
+    else:
+        others = [value for other, value in enumerate(epsilon) if other != client]
+        largest = epsilon_text(max(others)) if others else "–"
+        figures = _table(["largest ε of the other clients"], [largest])
+        whose = f"This adapter is client {client}'s own: **as a whole, that client is not protected by it.**"
+    bound = {
+        "fixed": f"to the norm {options['max_norm']:g}",
+        "adaptive": f"to a norm that follows the quantile {options['quantile']:g} of the clients'",
+    }[options["clipping"]]
+    nothing = " **There was no noise, so that nothing is guaranteed.**" if noise == 0 else ""
+    mechanism = (
+        f"Mechanism: the change that a client sends is clipped {bound}, and the sum over the clients of a round gets "
+        f"Gaussian noise; noise multiplier {noise:g}, without amplification. ε is of Opacus's accountant "
+        f"`{options['accountant']}`.{nothing}"
+    )
+    return [intro, figures, whose, mechanism]
+
+
+def _limits(levels: Sequence[Record]) -> str:
+    """What is not covered."""
+    points = ["The numbers of clients and of each client's images are taken as known."]
+    if not all(level["options"]["secure_rng"] for level in levels):
+        points.append("Noise follows from the run's seed: whoever knows or guesses it can take the noise off.")
+    if any(level["options"]["accountant"] == "gdp" for level in levels):
+        points.append("The accountant `gdp` is an approximation, which can report too little.")
+    points += [
+        "ε is of this one run. Settings chosen by several runs on the same images cost more.",
+        "ε is of adapters, not of training losses or scores that the run logged.",
+    ]
+    return "\n".join(["Not covered:", "", *(f"- {point}" for point in points)])
+
+
+def _range(values: Sequence[float | str]) -> str:
+    """The numbers' range.
+
+    >>> _range([0.5, 0.25]), _range([0.5, 0.5])
+    ('0.25 to 0.5', '0.5')
+    """
+    low, high = (f"{bound:.4g}" for bound in (min(_floats(values)), max(_floats(values))))
+    return low if low == high else f"{low} to {high}"
+
+
+def _table(header: Sequence[str], *rows: Sequence[str]) -> str:
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
