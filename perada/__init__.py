@@ -7,14 +7,17 @@ from perada.api import finetune
 from perada.callbacks import FederatedLoop
 from perada.data import FederatedData, FederatedDataModule
 from perada.module import FederatedClassifier
+from perada.privacy import ClientPrivacy, Privacy
 from perada.run import Run
 
 __all__ = [
     "Algorithm",
+    "ClientPrivacy",
     "FederatedClassifier",
     "FederatedData",
     "FederatedDataModule",
     "FederatedLoop",
+    "Privacy",
     "Run",
     "finetune",
     "make_algorithm",

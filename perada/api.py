@@ -20,6 +20,8 @@ from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
 from perada.module import FederatedClassifier, LRSchedule
+from perada.privacy import ClientPrivacy, Privacy
+from perada.privacy.options import options_of
 from perada.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
@@ -65,7 +67,8 @@ def finetune(
     lr_server: float = 1e-3,
     server_optimizer: ServerOptimizer = "adam",
     engine: EngineName = "auto",
-    privacy: None = None,
+    privacy: Privacy | dict[str, Any] | None = None,
+    client_privacy: ClientPrivacy | dict[str, Any] | None = None,
     seed: int = 0,
     eval_every: int = 1,
     trainer: pl.Trainer | None = None,
@@ -115,7 +118,10 @@ def finetune(
         lr_server: Learning rate η_g of the distillation; it falls to zero along a cosine within each round.
         server_optimizer: ``adam`` or ``sgd``, started afresh each round.
         engine: ``folded``, ``loop`` or ``auto``.
-        privacy: Reserved; differential privacy is not part of this version.
+        privacy: Differential privacy of the clients' images in all that they train (:class:`perada.privacy.Privacy`),
+            or a dictionary of its fields.
+        client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
+            or a dictionary of its fields.
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
@@ -130,8 +136,6 @@ def finetune(
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
     arguments = dict(locals())
-    if privacy is not None:
-        raise ValueError(f"privacy={privacy!r} cannot be used: this version has no differential privacy; leave it out")
     if not isinstance(rounds, int) or rounds < 0:
         raise ValueError(f"rounds={rounds} cannot be run; give 0 for the initial states, or a positive number")
     if eval_every < 1:
@@ -175,6 +179,8 @@ def finetune(
             until_round=distill_until_round,
             validate_every=distill_validate_every,
         ),
+        privacy=options_of(Privacy, "privacy", privacy),
+        client_privacy=options_of(ClientPrivacy, "client_privacy", client_privacy),
         seed=seed,
     )
     module = FederatedClassifier(
@@ -270,12 +276,18 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
+    images = federation.settings.protection.images
+    epsilons = {} if images is None else images.account.epsilons()
+    spent = {f"privacy/{name}_epsilon": values for name, values in epsilons.items()}
     return Run(
         module.adapted,
         federation.global_models(),
         (lambda client: unstack(federation.personal_states([client]))[0]) if federation.personalized else None,
         clients,
-        {"rounds": loop.history, "clients": {name: scores.tolist() for name, scores in module.per_client.items()}},
+        {
+            "rounds": loop.history,
+            "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
+        },
         {
             "backbone": module.backbone if isinstance(module.backbone, str) else None,
             "pretrained": module.pretrained,
@@ -287,5 +299,6 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "global_model": loop.algorithm.global_model,
             "multilabel": module.multilabel,
             "seed": loop.seed,
+            "privacy": federation.settings.protection.record(clients),
         },
     )

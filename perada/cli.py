@@ -27,6 +27,7 @@ from perada.cli_messages import one_line, quiet_lightning
 from perada.cli_words import find_recipe, recipes, spelt_out
 from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
+from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy_card import privacy_lines
 from perada.report import client_table, mode_line, run_report
 
@@ -54,10 +55,13 @@ class PeradaCLI(LightningCLI):
         super().__init__(run=run, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the section ``federated``; the seed and the size of the images are said once."""
+        """Add ``federated``, ``privacy`` and ``client_privacy``; the seed and the images' size are said once."""
         parser.add_lightning_class_args(FederatedLoop, "federated")
         parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
         parser.link_arguments("data.image_size", "model.image_size")
+        for name, kind in (("privacy", Privacy | None), ("client_privacy", ClientPrivacy | None)):
+            parser.add_argument(f"--{name}", type=kind, default=None, help="Differential privacy; none by default.")
+            parser.link_arguments(name, f"federated.{name}")
         if not self.runs:  # the config.yaml of a run holds these of its subcommand
             for name in ("ckpt_path", "weights_only"):
                 parser.add_argument(f"--{name}", type=str | bool | None, default=None)

@@ -15,7 +15,9 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, Slot, Stacks
 from perada.engine import Engine
 from perada.losses import client_losses
-from perada.rounds import CohortBatch, Phase, RoundPlan
+from perada.privacy.rehearsal import no_logits
+from perada.privacy.training import PrivateRound
+from perada.rounds import AnyBatch, Phase, RoundPlan, one_of
 from perada.seeding import generator
 from perada.states import State, clone
 
@@ -111,6 +113,7 @@ class Cohort:
         factor: Factor of the learning rates in this round.
         seed: The run's seed, for dropout.
         clients_per_chunk: Clients in one forward and backward pass; ``None``: all of them.
+        private: Gives the losses where training is private.
     """
 
     def __init__(
@@ -127,7 +130,9 @@ class Cohort:
         factor: float = 1.0,
         seed: int = 0,
         clients_per_chunk: int | None = None,
+        private: PrivateRound | None = None,
     ) -> None:
+        self.private = private
         self.engine, self.algorithm, self.slot, self.plan, self.phases = engine, algorithm, slot, plan, phases
         self.kept, self.received, self.training, self.factor = kept, received, training, factor
         size = 1 if engine.kind == "loop" else clients_per_chunk or len(plan.clients)
@@ -145,8 +150,13 @@ class Cohort:
         self.descents = {role: torch.zeros(clients) for role in opened}
         self._phase = -1
 
-    def step(self, batch: CohortBatch) -> None:
-        """Take one local step of the clients that ``batch`` holds, a prefix of the plan's."""
+    def step(self, batches: AnyBatch) -> None:
+        """Take one local step of the clients that a batch holds, a prefix of the plan's.
+
+        Args:
+            batches: One for all, or one for each stream where training is private.
+        """
+        batch = one_of(batches)
         if batch.phase != self._phase:
             self._phase = batch.phase
             name = self.phases[batch.phase].name
@@ -158,7 +168,7 @@ class Cohort:
             if active > 0:
                 if active < chunk.active:
                     chunk.narrow(active)
-                self.algorithm.client_step(_Step(self, chunk, batch))
+                self.algorithm.client_step(_Step(self, chunk, batches))
 
     def close(self) -> tuple[Stacks, State, Tensor]:
         """Finish the round.
@@ -190,9 +200,10 @@ class Cohort:
 class _Step:
     """One local step of one chunk's active clients; satisfies :class:`perada.algorithms.base.ClientStep`."""
 
-    def __init__(self, cohort: Cohort, chunk: _Chunk, batch: CohortBatch) -> None:
+    def __init__(self, cohort: Cohort, chunk: _Chunk, batches: AnyBatch) -> None:
+        batch = one_of(batches)
         rows = slice(chunk.start, chunk.start + chunk.active)
-        self._cohort, self._chunk, self._rows = cohort, chunk, rows
+        self._cohort, self._chunk, self._rows, self._batches = cohort, chunk, rows, batches
         self._counts = batch.counts[rows]
         width = max(self._counts)
         self._x, self._y = batch.x[rows, :width], batch.y[rows, :width]
@@ -203,14 +214,26 @@ class _Step:
         self.kept = {role: _rows(state, 0, chunk.active) for role, state in chunk.kept.items()}
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        if isinstance(states, str):
-            stream, states = stream or states, self.states[states]
         cohort = self._cohort
-        generators = cohort.generators[stream or next(iter(cohort.generators))][self._rows]
+        if cohort.private is not None:
+            raise no_logits(cohort.algorithm)
+        states, stream = self._named(states, stream)
+        generators = cohort.generators[stream][self._rows]
         return cohort.engine.logits(states, self._x, training=True, counts=self._counts, generators=generators)
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
+        private = self._cohort.private
+        if private is None or not isinstance(self._batches, dict):
+            return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
+        states, stream = self._named(states, stream)
+        generators = self._cohort.generators[stream][self._rows]
+        return private.loss(stream, states, self._batches[stream], self._rows, generators)
+
+    def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
+        """The stack that is meant, and the stream that it draws from."""
+        if isinstance(states, str):
+            return self.states[states], stream or states
+        return states, stream or next(iter(self._cohort.generators))
 
     def restart(self, role: str, start: State) -> None:
         with torch.no_grad():
@@ -252,7 +275,7 @@ class _Step:
         """Note the losses of the step for the round's report."""
         cohort = self._cohort
         cohort.broken[self._rows] |= ~losses.isfinite()
-        for role in roles:
+        for role in roles if cohort.private is None else ():  # a loss on private images is not for free
             cohort.losses[role][self._rows] += losses
             cohort.descents[role][self._rows] += 1
 

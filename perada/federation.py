@@ -11,8 +11,9 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.cohort import Cohort
 from perada.engine import Engine
+from perada.privacy.training import PrivateRound
 from perada.refinement import compare, ensemble, refine
-from perada.rounds import Phase, RoundPlan
+from perada.rounds import Phase, RoundPlan, one_of
 from perada.server import client_weights
 from perada.settings import FederationData, Loader, Settings
 from perada.states import State, clone, expand, megabytes, numel, to_device, unstack
@@ -83,8 +84,14 @@ class Federation:
         settings, kept, losses = self.settings, self.store.gather(plan.clients), None
         if loader and settings.algorithm.compares:
             multilabel = settings.training.multilabel
-            losses = compare(self.engine, self._members(), loader(plan), len(plan.clients), multilabel)
-        return self._cohort(settings.algorithm, settings.phases, plan, kept, factor, losses)
+            batches = map(one_of, loader(plan))
+            losses = compare(self.engine, self._members(), batches, len(plan.clients), multilabel)
+        private = settings.protection.open(plan, self._device)
+        return self._cohort(settings.algorithm, settings.phases, plan, kept, factor, private, losses)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.global_state.values())).device
 
     def _cohort(
         self,
@@ -93,6 +100,7 @@ class Federation:
         plan: RoundPlan,
         kept: Stacks,
         factor: float,
+        private: PrivateRound | None,
         losses: Tensor | None = None,
     ) -> Cohort:
         seed = self.settings.seed
@@ -109,6 +117,7 @@ class Federation:
             factor=factor,
             seed=seed,
             clients_per_chunk=self.settings.clients_per_chunk,
+            private=private,
         )
 
     def _members(self) -> State:
@@ -125,13 +134,20 @@ class Federation:
             progress: Wraps the distillation's steps in a progress bar.
         """
         plan = cohort.plan
+        protection = self.settings.protection
         kept, updates, finite = cohort.close()
+        protection.spend(plan)
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
-        self.rounds_done = plan.round + 1
-        diverged = broken_server = False
+        broken = [client for client in plan.clients if client not in clients]
         if clients:
             self.store.scatter(clients, _rows(kept, good))
+        self.rounds_done = plan.round + 1
+        diverged = broken_server = False
+        if protection.clients is not None:  # all are counted, since who broke depends on their images
+            updates = protection.clients.apply(updates, cohort.received, plan.round, plan.clients)
+            clients, good = list(plan.clients), torch.arange(len(plan.clients), device=good.device)
+        if clients:
             weights = client_weights(self.settings.weighting, [data.train_sizes[client] for client in clients])
 
             def distill(student: State, teachers: State, average_from: float | None = None) -> State:
@@ -172,7 +188,6 @@ class Federation:
                 self.global_state, self.server_state = self.global_state | state, server.state
             else:
                 broken_server = True
-        broken = [client for client in plan.clients if client not in clients]
         return RoundReport(broken, diverged, broken_server, self._metrics(cohort, updates, good))
 
     def finetune(
@@ -197,10 +212,13 @@ class Federation:
         self.tuned = ClientStore(algorithm.kept(self.global_state, self.slot))
         broken = []
         for plan in groups:
-            cohort = self._cohort(algorithm, [phase], plan, self.tuned.gather(plan.clients), factor)
+            protection = self.settings.protection
+            private = protection.open(plan, self._device, tuning=True)
+            cohort = self._cohort(algorithm, [phase], plan, self.tuned.gather(plan.clients), factor, private)
             for batch in loader(plan):
                 cohort.step(batch)
             kept, _, finite = cohort.close()
+            protection.spend(plan, tuning=True)
             good = finite.nonzero().flatten()
             self.tuned.scatter([plan.clients[index] for index in good.tolist()], _rows(kept, good))
             broken += [client for client, fine in zip(plan.clients, finite.tolist(), strict=True) if not fine]
@@ -270,7 +288,7 @@ class Federation:
         }
         for role, losses in cohort.mean_losses().items():
             metrics[f"train/{role}_loss"] = float(losses[good].mean())
-        return metrics
+        return metrics | settings.protection.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to go on, in types that ``torch.load(weights_only=True)`` takes."""
@@ -280,11 +298,13 @@ class Federation:
             "clients": self.store.state_dict(),
             "tuned": None if self.tuned is None else self.tuned.state_dict(),
             "rounds_done": self.rounds_done,
+            "privacy": self.settings.protection.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of the federation that wrote ``saved``."""
-        device = next(iter(self.global_state.values())).device
+        self.settings.protection.load_state_dict(saved.get("privacy"))
+        device = self._device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
         self.store.load_state_dict(saved["clients"], device)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from perada.algorithms.base import Slot
 from perada.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
 from perada.cohort import ClientOptimizer, Cohort, LocalTraining
-from perada.data import CohortBatch, EvalBatch
+from perada.data import EvalBatch
 from perada.engine import Engine, EngineName
 from perada.evaluation import MetricName, Scores, predictive_entropy
 from perada.federation import Federation, Predictions
+from perada.rounds import AnyBatch
 from perada.seeding import derive_seed
 from perada.slot import is_adapter_key, reset_parameters
 from perada.states import State, get_state, parameter_keys, to_device, trained_keys
@@ -189,7 +190,7 @@ class FederatedClassifier(pl.LightningModule):
             return (1 + math.cos(math.pi * round / rounds)) / 2
         return self.lr_gamma ** (round // self.lr_every) if self.lr_schedule == "exponential" else 1.0
 
-    def training_step(self, batch: CohortBatch, batch_idx: int) -> None:
+    def training_step(self, batch: AnyBatch, batch_idx: int) -> None:
         """One local step of every client that still has one to take in this round."""
         if self.cohort is None:
             raise RuntimeError("no round is open: add perada.callbacks.FederatedLoop to the Trainer's callbacks")

@@ -7,12 +7,13 @@ from typing import Protocol
 
 from perada.algorithms import Algorithm
 from perada.cohort import LocalTraining
+from perada.privacy.protection import Protection
 from perada.refinement import ServerData
-from perada.rounds import CohortBatch, Phase, RoundPlan
+from perada.rounds import AnyBatch, Phase, RoundPlan
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 
-Loader = Callable[[RoundPlan], Iterable[CohortBatch]]
+Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
 """Gives the prepared local steps of a plan."""
 
 
@@ -35,6 +36,7 @@ class Settings:
         seed: The run's seed.
         clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
         rule: How the server aggregates.
+        protection: What makes the run private.
     """
 
     algorithm: Algorithm
@@ -45,3 +47,4 @@ class Settings:
     seed: int
     clients_per_chunk: int | None = None
     rule: ServerRule = field(default_factory=Mean)
+    protection: Protection = field(default_factory=Protection)

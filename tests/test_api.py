@@ -201,7 +201,7 @@ def emptied(tiny):
         ({"optimizer": "adagrad"}, "optimizer='adagrad' is unknown"),
         ({"weighting": "size"}, "weighting='size'"),
         ({"engine": "vmap"}, "engine='vmap' is unknown"),
-        ({"privacy": {"epsilon": 1}}, "no differential privacy"),
+        ({"privacy": {"epsilon": 1}}, "privacy has no option 'epsilon'"),
         ({"pretrained": "missing.safetensors", "backbone": "test_resnet"}, "missing.safetensors"),
         ({"backbone": "test_resnet", "pretrained": True}, "pretrained: false"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),

@@ -27,6 +27,7 @@ class APFL(Algorithm):
     """
 
     inference: Literal["personal", "global"] = "personal"
+    unsent = frozenset({"personal"})
     repeatable = False
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:

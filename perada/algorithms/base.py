@@ -175,6 +175,8 @@ class Algorithm:
         compares: Whether clients compare the global models on their own images before each round.
         average: What is averaged where there is more than one global model: ``logits`` or ``probabilities``.
         modes: Global models that a round's clients are divided among.
+        unsent: Streams of batches on which nothing depends that a client ever sends, in this round or a later one; by
+            default none, so that all of a client's training counts as sent.
         repeatable: Whether it can train one of several global models in each round, as Fed-ensemble does; not where
             clients keep what belongs to one of them.
     """
@@ -186,6 +188,7 @@ class Algorithm:
     compares: bool = False
     average: Literal["logits", "probabilities"] = "logits"
     modes: int = 1
+    unsent: frozenset[str] = frozenset()
     repeatable: bool = True
 
     @property

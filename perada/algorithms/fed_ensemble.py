@@ -75,7 +75,7 @@ class FedEnsemble(Algorithm):
         self.modes, self.strata, self.assignment, self.keeps = modes, strata, assignment, keeps
         self.average: Literal["logits", "probabilities"] = average
         self.inference: Literal["personal", "global"] = "personal" if keeps == "best" else self.base.inference
-        self.distills = self.base.distills
+        self.distills, self.unsent = self.base.distills, self.base.unsent
         self.compares = modes > 1 and (assignment == "loss" or keeps == "best")
 
     @property

@@ -27,6 +27,7 @@ class PerAda(Algorithm):
     """
 
     inference: Literal["personal", "global"] = "personal"
+    unsent = frozenset({"personal"})
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
         self.prox_strength = check_strength("prox_strength", prox_strength)

@@ -13,6 +13,7 @@ class Standalone(Algorithm):
     inference: Literal["personal", "global"] = "personal"
     sends = False
     global_model = False
+    unsent = frozenset({"personal"})
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The personal state starts as the initial one."""

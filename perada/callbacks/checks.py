@@ -8,6 +8,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm
 from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
+from perada.rounds import one_of
 from perada.server import Distillation
 
 
@@ -62,7 +63,8 @@ def check_images(data: FederatedDataModule, module: FederatedClassifier) -> None
     Raises:
         ValueError: If one does not pass, or what comes out are not the logits of the classes.
     """
-    _check_image("images", data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))).x[0, :1], data, module)
+    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
+    _check_image("images", batch.x[0, :1], data, module)
     if data.public_size:
         _check_image("public images", data.public_images(torch.tensor([0])), data, module)
 

@@ -19,9 +19,13 @@ from perada.algorithms import Algorithm, PerAda
 from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, go_on
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.callbacks.parts import federation_of, parts, prepared, warn_broken
+from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation import Federation
 from perada.module import FederatedClassifier
+from perada.privacy import ClientPrivacy, Privacy
+from perada.privacy.protection import Protection
+from perada.rounds import one_of
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
 from perada.settings import Settings
@@ -29,6 +33,8 @@ from perada.settings import Settings
 T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
 """Where the loop keeps its tensors in a checkpoint."""
+ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
+"""Metrics of a round that the progress bar shows."""
 
 
 class FederatedLoop(pl.Callback):
@@ -46,6 +52,8 @@ class FederatedLoop(pl.Callback):
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates what clients sent; the weighted mean by default.
         distillation: How the server distils, where the algorithm does.
+        privacy: Differential privacy of the clients' images in all that they train; none by default.
+        client_privacy: Differential privacy of whole clients in what they send; none by default.
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -66,6 +74,8 @@ class FederatedLoop(pl.Callback):
         weighting: Weighting = "uniform",
         server_rule: ServerRule | None = None,
         distillation: Distillation | None = None,
+        privacy: Privacy | None = None,
+        client_privacy: ClientPrivacy | None = None,
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
@@ -80,6 +90,8 @@ class FederatedLoop(pl.Callback):
             raise ValueError(f"algorithm={algorithm!r} is not an algorithm; give one, such as PerAda()")
         self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
         self.distillation = distillation or Distillation()
+        self.privacy, self.client_privacy = privacy, client_privacy
+        self.protection: Protection | None = None
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
@@ -95,12 +107,7 @@ class FederatedLoop(pl.Callback):
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
         assert module.adapted is not None
-        data.configure_rounds(
-            seed=self.seed,
-            clients_per_round=self.clients_per_round,
-            phases=self.phases,
-            image=module.adapted.backbone.image,
-        )
+        configure_rounds(self, data, module)
         self.algorithm.check(module.slot, data.num_clients)
         self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
         check_images(data, module)
@@ -108,6 +115,10 @@ class FederatedLoop(pl.Callback):
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         check_batch_norm(data, module)
+        if self.protection is None:
+            check_private(self, trainer, data, module)
+            self.protection = protect(self, trainer, data, module)
+        configure_rounds(self, data, module)
         if stage == "fit":
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
 
@@ -124,6 +135,7 @@ class FederatedLoop(pl.Callback):
                 self.seed,
                 module.clients_per_chunk,
                 self.server_rule,
+                self.protection or Protection(),
             )
             module.federation = Federation(module.engine, module.slot, module.initial_state, settings, self.num_clients)
         elif module.federation.settings.algorithm is not self.algorithm:
@@ -165,7 +177,7 @@ class FederatedLoop(pl.Callback):
 
         def images(plan: RoundPlan) -> Iterable[CohortBatch]:
             epoch, sizes = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), data.train_sizes
-            for batch in self._progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}"):
+            for batch in map(one_of, self._progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}")):
                 left = [
                     min(rows, sizes[client] - batch.step * rows)
                     for client, rows in zip(batch.clients, batch.counts, strict=True)
@@ -201,9 +213,14 @@ class FederatedLoop(pl.Callback):
                 f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
                 f"stays as it was. Check {self.server_rule.kind} and the options of {self.algorithm.kind}."
             )
-        module.log_dict(report.metrics, on_step=False, on_epoch=True, batch_size=1)
+        shown = {name: value for name, value in report.metrics.items() if name in ON_THE_BAR}
+        module.log_dict(shown, on_step=False, on_epoch=True, batch_size=1, prog_bar=True)
+        rest = {name: value for name, value in report.metrics.items() if name not in shown}
+        module.log_dict(rest, on_step=False, on_epoch=True, batch_size=1)
         self._step = trainer.global_step
         self.history.append({"round": round, "step": self._step, **report.metrics})
+        if self.privacy is not None and self.privacy.max_epsilon is not None:
+            trainer.should_stop |= not warn_spent(self, cohort.plan.clients)
         if round + 1 == trainer.max_epochs:
             self._finetune(trainer, data, module)
 
@@ -254,12 +271,18 @@ class FederatedLoop(pl.Callback):
         if tuning is None or federation.finetuned or not federation.rounds_done:
             return False
         size = self.clients_per_round or data.num_clients
-        ordered = sorted(range(data.num_clients), key=lambda client: -data.train_sizes[client])
-        groups = [ordered[start : start + size] for start in range(0, data.num_clients, size)]
+        images = federation.settings.protection.images
+        able = range(data.num_clients) if images is None else images.account.affordable(range(data.num_clients), True)
+        if len(able) < data.num_clients:
+            missing = sorted({*range(data.num_clients)} - {*able})
+            rank_zero_warn(f"privacy: client {', '.join(map(str, missing))} cannot afford the fine-tuning")
+        ordered = sorted(able, key=lambda client: -data.train_sizes[client])
+        groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        sampling = None if images is None else images.sampling(tuning=True)
         plans = [data.plan_for(group, trainer.max_epochs or 0, [tuning[1]]) for group in groups]
         with trainer.precision_plugin.forward_context():
             broken = federation.finetune(
-                self._progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan)
+                self._progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
             )
         if broken:
             warn_broken("fine-tuning", broken, "it keeps the global adapter")

@@ -7,9 +7,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.data import CohortBatch, FederatedDataModule, RoundPlan
+from perada.data import FederatedDataModule, RoundPlan
 from perada.federation import Federation
 from perada.module import FederatedClassifier
+from perada.rounds import AnyBatch, PrivateSampling
 
 
 def warn_broken(when: str, clients: list[int], consequence: str) -> None:
@@ -21,9 +22,11 @@ def warn_broken(when: str, clients: list[int], consequence: str) -> None:
     )
 
 
-def prepared(data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan) -> Iterator[CohortBatch]:
+def prepared(
+    data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan, private: PrivateSampling | None = None
+) -> Iterator[AnyBatch]:
     """The local steps of a plan, on the model's device."""
-    for batch in data.cohort_loader(plan):
+    for batch in data.cohort_loader(plan, private):
         yield data.prepare(move_data_to_device(batch, module.device))
 
 

@@ -230,7 +230,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def evaluates_on(self) -> EvaluateOn:
-        """What clients are scored on: their ``test`` images, or ``validation`` ones held out of their training images."""
+        """What clients are scored on: ``test`` images, or ``validation`` ones held out of their training images."""
         return self._holdout[2]
 
     @property

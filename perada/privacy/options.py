@@ -2,9 +2,9 @@
 """What private training is asked to do: the section ``privacy`` of a recipe, and ``client_privacy``."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from perada.privacy.accounting import check_accountant, check_delta
 
@@ -113,6 +113,30 @@ class ClientPrivacy:
         _check_positive("client_privacy", max_norm=self.max_norm, count_noise=self.count_noise, clip_lr=self.clip_lr)
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"client_privacy: quantile={self.quantile!r} is no share; give 0 to 1, 0.5 is usual")
+
+
+T = TypeVar("T", Privacy, ClientPrivacy)
+
+
+def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None) -> T | None:
+    """The options themselves, made of a dictionary of their fields where one is given.
+
+    Raises:
+        ValueError: If a field is unknown or cannot be used.
+        TypeError: If ``given`` is neither.
+    """
+    if given is None or isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{section} is a {type(given).__name__}; give perada.{kind.__name__}(noise_multiplier=...) or a dictionary "
+            "of its fields"
+        )
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{section} has no option {name!r}; its options are {', '.join(known)}")
+    return kind(**given)
 
 
 def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: float | None) -> None:

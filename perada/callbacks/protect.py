@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private training in the federated loop: what is refused, the account of the run, the rounds' batches."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.algorithms import Algorithm
+from perada.data import FederatedDataModule, Phase
+from perada.module import FederatedClassifier
+from perada.privacy import ClientPrivacy, calibrate
+from perada.privacy.account import Account, Training
+from perada.privacy.client_level import ClientLevel, check_client_level
+from perada.privacy.protection import Protection
+from perada.privacy.rehearsal import rehearse
+from perada.privacy.training import PrivateTraining
+from perada.rounds import sample_cohort
+from perada.states import expand, get_state
+
+if TYPE_CHECKING:
+    from perada.callbacks.federated_loop import FederatedLoop
+
+OF_CLIENTS = ("personal/", "global/", "train/")
+"""Metrics that are computed on clients' images."""
+
+
+def check_private(
+    loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+) -> None:
+    """Refuse what would not be private.
+
+    Raises:
+        ValueError: If something is not, with the remedy.
+    """
+    distils = bool(loop.distillation.steps)
+    if loop.client_privacy is not None:
+        check_client_level(loop.algorithm, loop.server_rule, loop.weighting, distils)
+    if loop.privacy is None and loop.client_privacy is None:
+        return
+    _check_selection(loop, trainer, data)
+    if loop.algorithm.distills and distils:
+        data.check_public_overlap()
+    if loop.privacy is None:
+        return
+    if loop.weighting == "samples":
+        raise ValueError(
+            "privacy: weighting='samples' shows the clients' numbers of images without noise; choose "
+            "weighting='uniform'"
+        )
+    if module.clip_norm is not None:
+        raise ValueError(
+            f"privacy: clip_norm={module.clip_norm} (of the FederatedClassifier) would clip once more, after the "
+            "noise; leave it out: privacy.max_norm clips every image's gradient"
+        )
+    most = max(data.train_sizes)
+    if loop.privacy.delta >= 1 / most:
+        rank_zero_warn(
+            f"privacy: delta={loop.privacy.delta} is not below 1 / {most}, the images of the largest client: it allows "
+            "to show one image in full; give less"
+        )
+    _check_independent(data, module)
+
+
+def _check_selection(loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule) -> None:
+    """Refuse to choose by clients' images, which no ledger counts."""
+    name = type(loop.algorithm).__name__
+    if loop.algorithm.compares:
+        raise ValueError(
+            f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
+            "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
+        )
+    if data.evaluates_on == "validation":
+        raise ValueError(
+            "privacy: evaluate_on='validation' scores models on images held out of the clients' private ones, to "
+            "choose by, which no ledger counts; set evaluate_on='test', and choose settings on public data"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        monitor = getattr(callback, "monitor", None)
+        watches = isinstance(callback, EarlyStopping | ModelCheckpoint) and isinstance(monitor, str)
+        if watches and str(monitor).startswith(OF_CLIENTS):
+            raise ValueError(
+                f"privacy: {type(callback).__name__} chooses by {monitor!r}, a score on clients' private images, which "
+                "no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
+            )
+
+
+def _check_independent(data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Refuse a network in which one image's output depends on another's, so that its gradient is not its own.
+
+    Raises:
+        ValueError: If so.
+    """
+    trained = [key.removesuffix(".running_var") for key in module.slot.keys if key.endswith("running_var")]
+    if trained:
+        raise ValueError(
+            f"privacy: {trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
+            "gradient then depends on the others of its batch. Choose a residual adapter with norm='group' and "
+            "train_norms=False (adapter_options), which leaves the network's own frozen statistics, lora, bottleneck "
+            "or head, or a backbone with LayerNorm or GroupNorm"
+        )
+    x = data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0)))).x)[:, :1]
+    device = next(module.model.parameters()).device
+    pair = torch.cat([x, 1 - x.flip(-1)], 1).to(device)  # the first image beside two different ones
+    states, outputs = expand(get_state(module.model), 1), []
+    for images in (pair, torch.cat([pair[:, :1], pair[:, :1]], 1)):
+        streams = [torch.Generator(device=device).manual_seed(0)]
+        with torch.no_grad():
+            outputs.append(module.engine.logits(states, images, training=True, generators=streams)[0, 0])
+    if not torch.allclose(outputs[0], outputs[1], rtol=1e-2, atol=1e-2 * float(outputs[0].abs().max())):
+        raise ValueError(
+            "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
+            "not its own (a normalisation over the batch, or the like); choose a backbone without such a layer"
+        )
+
+
+def protect(
+    loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+) -> Protection:
+    """Set up the privacy of a run.
+
+    Raises:
+        ValueError: If what is asked for cannot be kept.
+    """
+    if loop.privacy is None and loop.client_privacy is None:
+        return Protection()
+    rounds = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+    clients = data.num_clients
+    planned = None
+    if rounds is not None:
+        drawn = Counter(c for r in range(rounds) for c in sample_cohort(loop.seed, r, clients, loop.clients_per_round))
+        planned = [drawn[client] for client in range(clients)]
+    images = None
+    if loop.privacy is not None:
+        initial = loop.algorithm.initial(module.initial_state)
+
+        def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
+            queries = rehearse(algorithm, module.slot, initial, phases, clients)
+            return Training(phases, queries, algorithm.unsent)
+
+        tuning = loop.algorithm.finetuning()
+        account = Account(
+            loop.privacy,
+            data.train_sizes,
+            data.batch_size,
+            training(loop.algorithm, loop.phases),
+            None if tuning is None else training(tuning[0], (tuning[1],)),
+            planned,
+        )
+        images = PrivateTraining(account, module.engine, module.multilabel, loop.seed)
+    return Protection(
+        images, None if loop.client_privacy is None else _client_level(loop, loop.client_privacy, planned)
+    )
+
+
+def _client_level(loop: "FederatedLoop", options: ClientPrivacy, planned: list[int] | None) -> ClientLevel:
+    """Privacy of whole clients; with a target, the noise that the client who takes part most often needs."""
+    noise = options.noise_multiplier
+    if noise is None:
+        assert options.target_epsilon is not None
+        if not planned or not max(planned):
+            raise ValueError(
+                f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated "
+                "for; give max_epochs (rounds), or noise_multiplier"
+            )
+        noise = calibrate(options.target_epsilon, options.delta, 1.0, max(planned), options.accountant)
+    level = ClientLevel(options, noise, loop.seed)
+    level.check(loop.clients_per_round or loop.num_clients)
+    return level
+
+
+def configure_rounds(loop: "FederatedLoop", data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Say how rounds go: drawn batches and clients are others where training is private."""
+    protection = loop.protection
+    images = None if protection is None else protection.images
+    assert module.adapted is not None
+    data.configure_rounds(
+        seed=loop.seed,
+        clients_per_round=loop.clients_per_round,
+        phases=loop.phases,
+        image=module.adapted.backbone.image,
+        private=None if images is None else images.sampling(),
+        eligible=None if images is None else images.account.affordable,
+    )
+
+
+def warn_spent(loop: "FederatedLoop", clients: Sequence[int]) -> bool:
+    """Name the clients who cannot afford another round, and say whether any is left."""
+    assert loop.protection is not None and loop.protection.images is not None and loop.privacy is not None
+    able = set(loop.protection.images.account.affordable(range(loop.num_clients)))
+    spent = [client for client in clients if client not in able]
+    if spent:
+        rank_zero_warn(
+            f"privacy: client {', '.join(map(str, spent))} cannot take part any more: another round would pass "
+            f"max_epsilon={loop.privacy.max_epsilon} of its {loop.privacy.ledger} ledger"
+        )
+    return bool(able)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run costs each client: its noise, its ledgers, and whether it can afford another round."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from perada.privacy.accounting import Ledger, Ledgers, history_epsilon
+from perada.privacy.calibration import calibrate
+from perada.privacy.options import Privacy
+from perada.privacy.rehearsal import Queries
+from perada.privacy.sampling import passes
+from perada.rounds import BatchSize, Phase, RoundPlan, rows_per_batch
+
+
+@dataclass(frozen=True)
+class Training:
+    """One kind of local training, as it is to be accounted for.
+
+    Attributes:
+        phases: Its phases.
+        queries: What a step of each asks for.
+        unsent: Streams on which nothing depends that a client ever sends.
+    """
+
+    phases: tuple[Phase, ...]
+    queries: Queries
+    unsent: frozenset[str] = frozenset()
+
+    @property
+    def streams(self) -> tuple[tuple[str, ...], ...]:
+        """The streams of each phase."""
+        return tuple(tuple(asked) for asked in self.queries)
+
+
+class _Entry(NamedTuple):
+    """Steps of one client: ``looks`` gradients of one batch each, which cost as one with σ / √looks."""
+
+    looks: int
+    steps: int
+    sent: bool
+
+
+class Account:
+    """The privacy of every client.
+
+    A step that asks for K gradients of one batch is one draw of the batch and K releases. The releases compose to one
+    with the noise multiplier σ / √K, as Gaussian mechanisms do (Dong, Roth and Su 2022, corollary 2), and it is this
+    one that the draw amplifies.
+
+    Args:
+        options: What is asked for.
+        sizes: Training images of each of M clients.
+        batch_size: Of the data.
+        rounds: What a client trains in a round.
+        tuning: What every client trains after the last round, if anything.
+        planned: In how many of the planned rounds each client takes part; ``None`` if that is not known.
+
+    Attributes:
+        noise_multipliers: σ of each client.
+        ledgers: What was spent.
+
+    Raises:
+        ValueError: If a client cannot keep within what was asked for.
+    """
+
+    def __init__(
+        self,
+        options: Privacy,
+        sizes: Sequence[int],
+        batch_size: BatchSize,
+        rounds: Training,
+        tuning: Training | None = None,
+        planned: Sequence[int] | None = None,
+    ) -> None:
+        self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
+        self.rounds, self.tuning, self.planned = rounds, tuning, planned
+        self.ledgers = Ledgers()
+        self._steps = cache(self._entries)
+        self._check_ledger()
+        sigma = options.noise_multiplier
+        self.noise_multipliers = self._calibrated() if sigma is None else [float(sigma)] * len(self.sizes)
+        self._check_first_round()
+
+    def rate(self, client: int) -> float:
+        """Probability q of an image of the client to be in a batch."""
+        return rows_per_batch(self.sizes[client], self.batch_size) / self.sizes[client]
+
+    def spend(self, plan: RoundPlan, tuning: bool = False) -> None:
+        """Write down what the clients of ``plan`` trained."""
+        for client in plan.clients:
+            for sigma, rate, steps, sent in self._costs(client, tuning):
+                self.ledgers.add(client, sigma, rate, steps, sent=sent)
+
+    def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
+        """Those of ``clients`` who stay within ``max_epsilon`` if they train once more."""
+        limit = self.options.max_epsilon
+        return [client for client in clients if limit is None or self._after(client, tuning) <= limit]
+
+    def metrics(self) -> dict[str, float]:
+        """Mean, std and maximum of ε over clients in both ledgers; ``epsilon`` alone is the release's."""
+        result: dict[str, float] = {}
+        for name, ledger in (("server", self.ledgers.server), ("release", self.ledgers.release)):
+            summary = ledger.summary(self.options.delta, self.options.accountant, range(len(self.sizes)))
+            result |= {f"privacy/{name}_epsilon_{part}": value for part, value in summary.items()}
+        return result | {
+            f"privacy/epsilon_{part}": result[f"privacy/release_epsilon_{part}"] for part in ("mean", "max")
+        }
+
+    def epsilons(self) -> dict[str, list[float]]:
+        """ε of each client by ledger."""
+        ledgers = {"server": self.ledgers.server, "release": self.ledgers.release}
+        return {name: list(self._epsilons(ledger).values()) for name, ledger in ledgers.items()}
+
+    def record(self) -> dict[str, Any]:
+        """Options, noise and ε of each client, in plain types, for reports and model cards."""
+        rates = [self.rate(client) if self.options.sampling == "poisson" else 1.0 for client in range(len(self.sizes))]
+        noise = {"noise_multipliers": list(self.noise_multipliers), "sample_rates": rates}
+        return {"options": asdict(self.options)} | noise | self.epsilons()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledgers and noise in plain types."""
+        return {"ledgers": self.ledgers.state_dict(), "noise_multipliers": list(self.noise_multipliers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; a calibrated σ stays what it was.
+
+        Raises:
+            ValueError: If the rounds that are now planned would pass the target.
+        """
+        self.ledgers.load_state_dict(state["ledgers"])
+        target = self.options.target_epsilon
+        if target is None:
+            return
+        self.noise_multipliers = list(state["noise_multipliers"])
+        for client in range(len(self.sizes)):
+            epsilon = history_epsilon(self._whole_plan(client), self.options.delta, self.options.accountant)
+            if epsilon > target:
+                raise ValueError(
+                    f"privacy: the noise was calibrated to target_epsilon={target} for fewer rounds: with those "
+                    f"planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a higher "
+                    "target_epsilon"
+                )
+
+    def _epsilons(self, ledger: Ledger) -> dict[int, float]:
+        return ledger.epsilons(self.options.delta, self.options.accountant, range(len(self.sizes)))
+
+    def _entries(self, size: int, tuning: bool) -> tuple[_Entry, ...]:
+        """What a client with ``size`` images trains at once."""
+        training = self.tuning if tuning else self.rounds
+        if training is None:
+            return ()
+        steps = [phase.local_steps(size, self.batch_size) for phase in training.phases]
+        sent = {stream: not tuning and stream not in training.unsent for asked in training.queries for stream in asked}
+        if self.options.sampling == "shuffle":  # a stream goes on from one of its phases to the next
+            rows = rows_per_batch(size, self.batch_size)
+            looks = {stream: max(asked.get(stream, 0) for asked in training.queries) for stream in sent}
+            taken = {
+                stream: sum(own for own, asked in zip(steps, training.queries, strict=True) if stream in asked)
+                for stream in sent
+            }
+            return tuple(_Entry(looks[stream], passes(size, rows, taken[stream]), sent[stream]) for stream in sent)
+        return tuple(
+            _Entry(looks, own, sent[stream])
+            for own, asked in zip(steps, training.queries, strict=True)
+            for stream, looks in asked.items()
+        )
+
+    def _costs(self, client: int, tuning: bool) -> Iterator[tuple[float, float, int, bool]]:
+        """(σ, q, steps, sent) of what the client trains at once."""
+        rate = self.rate(client) if self.options.sampling == "poisson" else 1.0
+        for looks, steps, sent in self._steps(self.sizes[client], tuning):
+            yield self.noise_multipliers[client] / looks**0.5, rate, steps, sent
+
+    def _counted(self, sent: bool) -> bool:
+        """Whether the ledger that limits refer to counts it."""
+        return sent or self.options.ledger == "release"
+
+    def _after(self, client: int, tuning: bool) -> float:
+        """ε of the client if it trains once more."""
+        ledger = self.ledgers.release if self.options.ledger == "release" else self.ledgers.server
+        history = Counter(ledger.history(client))
+        for sigma, rate, steps, sent in self._costs(client, tuning):
+            if self._counted(sent):
+                history[sigma, rate] += steps
+        return history_epsilon(history, self.options.delta, self.options.accountant)
+
+    def _whole_plan(self, client: int) -> Counter[tuple[float, float]]:
+        """What is spent, and what the rounds still planned will cost."""
+        ledger = self.ledgers.release if self.options.ledger == "release" else self.ledgers.server
+        history = Counter(ledger.history(client))
+        assert self.planned is not None
+        done: Counter[tuple[float, float]] = Counter()
+        for tuning, times in ((False, self.planned[client]), (True, 1)):
+            for sigma, rate, steps, sent in self._costs(client, tuning):
+                if self._counted(sent):
+                    done[sigma, rate] += times * steps
+        return history | done  # the larger of each count: what was trained is part of what is planned
+
+    def _calibrated(self) -> list[float]:
+        """σ of each client for the target."""
+        target, options = self.options.target_epsilon, self.options
+        assert target is not None
+        if self.planned is None:
+            raise ValueError(
+                f"privacy: target_epsilon={target} needs a number of rounds to be calibrated for; give max_epochs "
+                "(rounds), or noise_multiplier"
+            )
+        known: dict[tuple[float, int, int], float] = {}
+        result = []
+        for client, size in enumerate(self.sizes):
+            entries = [entry for entry in self._steps(size, False) if self._counted(entry.sent)]
+            after = [entry for entry in self._steps(size, True) if self._counted(entry.sent)]
+            looks = max(entry.looks for entry in entries + after)  # where they differ, the noise is a little more
+            steps = max(1, self.planned[client]) * sum(e.steps for e in entries) + sum(e.steps for e in after)
+            key = self.rate(client) if options.sampling == "poisson" else 1.0, steps, looks
+            if key not in known:
+                try:
+                    sigma = calibrate(target, options.delta, key[0], steps, options.accountant)
+                except ValueError as error:
+                    raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
+                known[key] = sigma * looks**0.5
+            result.append(known[key])
+        return result
+
+    def _check_ledger(self) -> None:
+        """Refuse limits on a ledger in which nothing is ever written."""
+        limited = self.options.target_epsilon is not None or self.options.max_epsilon is not None
+        everything = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
+        if limited and not any(self._counted(entry.sent) for entry in everything):
+            raise ValueError(
+                "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose ledger='release'"
+            )
+
+    def _check_first_round(self) -> None:
+        """Name the clients who could not even train once."""
+        clients = range(len(self.sizes))
+        able = set(self.affordable(clients))
+        unable = [client for client in clients if client not in able]
+        if unable:
+            named = [
+                f"{client} ({self.sizes[client]} images, ε = {self._after(client, False):.2f})" for client in unable[:5]
+            ]
+            raise ValueError(
+                f"privacy: {len(unable)} of {len(clients)} clients would pass max_epsilon={self.options.max_epsilon} "
+                f"in their first round: client {', '.join(named)}; give more noise (noise_multiplier), smaller batches "
+                "or fewer local steps, or leave them out"
+            )

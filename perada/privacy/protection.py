@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that protects a run: privacy of single images, of whole clients, both, or neither."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from perada.privacy.client_level import ClientLevel
+from perada.privacy.training import PrivateRound, PrivateTraining
+from perada.rounds import RoundPlan
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What protects a run.
+
+    Attributes:
+        images: Private training of every client.
+        clients: Privacy of what a client sends.
+    """
+
+    images: PrivateTraining | None = None
+    clients: ClientLevel | None = None
+
+    def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> PrivateRound | None:
+        """Begin local training."""
+        return None if self.images is None else self.images.open(plan, device, tuning)
+
+    def spend(self, plan: RoundPlan, tuning: bool = False) -> None:
+        """Write down what local training cost."""
+        if self.images is not None:
+            self.images.account.spend(plan, tuning)
+
+    def metrics(self) -> dict[str, float]:
+        """ε so far."""
+        images = {} if self.images is None else self.images.account.metrics()
+        return images | ({} if self.clients is None else self.clients.metrics())
+
+    def record(self, num_clients: int) -> dict[str, Any] | None:
+        """Options, noise and ε of each client in plain types; ``None`` where nothing is private."""
+        record: dict[str, Any] = {}
+        if self.images is not None:
+            record["sample"] = self.images.account.record()
+        if self.clients is not None:
+            record["client"] = {
+                "options": asdict(self.clients.options),
+                "noise_multiplier": self.clients.noise_multiplier,
+                "epsilon": list(self.clients.epsilons(range(num_clients)).values()),
+            }
+        return record or None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledgers, in plain types."""
+        return {
+            "images": None if self.images is None else self.images.account.state_dict(),
+            "clients": None if self.clients is None else self.clients.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: If what was trained so far was private in another way, or would pass its target.
+        """
+        saved = saved or {"images": None, "clients": None}
+        for name, own in (("images", self.images), ("clients", self.clients)):
+            if (saved[name] is None) != (own is None):
+                section = {"images": "privacy", "clients": "client_privacy"}[name]
+                with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
+                raise ValueError(
+                    f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
+                    f"not be accounted for; go on {with_it} {section}, or start anew"
+                )
+        if self.images is not None:
+            self.images.account.load_state_dict(saved["images"])
+        if self.clients is not None:
+            self.clients.load_state_dict(saved["clients"])

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private local training: what stands in the place of a client's loss."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perada.engine import Engine
+from perada.privacy.account import Account
+from perada.privacy.gradients import Query, make_gradients
+from perada.rounds import CohortBatch, PrivateSampling, RoundPlan
+from perada.seeding import generator
+from perada.states import State
+
+
+class PrivateTraining:
+    """Gives local steps losses whose value is 0 and whose gradient is private.
+
+    Args:
+        account: Noise and ledgers.
+        engine: Runs the model.
+        multilabel: Kind of labels.
+        seed: The run's seed.
+    """
+
+    def __init__(self, account: Account, engine: Engine, multilabel: bool, seed: int) -> None:
+        self.account, self.seed = account, seed
+        self.gradients = make_gradients(account.options, engine, multilabel)
+
+    def sampling(self, tuning: bool = False) -> PrivateSampling:
+        """How batches are drawn."""
+        training = self.account.tuning if tuning else self.account.rounds
+        assert training is not None
+        return PrivateSampling(training.streams, self.account.options.sampling, self.account.options.secure_rng)
+
+    def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> "PrivateRound":
+        """Begin the local training of a round, or of the clients' fine-tuning."""
+        return PrivateRound(self, plan, device, tuning)
+
+
+class PrivateRound:
+    """The noise of one round: a stream for each client and each stream of batches.
+
+    Args:
+        training: Whose round it is.
+        plan: Its clients.
+        device: Where noise is drawn.
+        tuning: Whether it is the fine-tuning after the last round.
+    """
+
+    def __init__(self, training: PrivateTraining, plan: RoundPlan, device: torch.device, tuning: bool) -> None:
+        self.training, self.plan, self.tuning = training, plan, tuning
+        kind = training.account.tuning if tuning else training.account.rounds
+        assert kind is not None
+        self._queries = kind.queries
+        self._asked: Counter[tuple[int, str, int]] = Counter()
+        self._noise: dict[str, list[torch.Generator]] = {}
+        if not training.account.options.secure_rng:
+            purpose = "tuning-noise" if tuning else "noise"
+            for stream in {stream for asked in self._queries for stream in asked}:
+                self._noise[stream] = [
+                    generator(training.seed, f"{purpose}-{stream}", plan.round, client, device=device)
+                    for client in plan.clients
+                ]
+
+    def loss(
+        self, stream: str, states: State, batch: CohortBatch, rows: slice, dropout: Sequence[torch.Generator]
+    ) -> Tensor:
+        """Losses (C,) that are 0, and whose gradient by ``states`` is the noisy one.
+
+        Args:
+            stream: Whose batch it is.
+            states: Stack (C, ...).
+            batch: The stream's batch.
+            rows: Which of the round's clients.
+            dropout: Their random streams.
+
+        Raises:
+            RuntimeError: If more gradients are asked for than the ledgers count.
+        """
+        account = self.training.account
+        self._asked[batch.step, stream, rows.start] += 1
+        if self._asked[batch.step, stream, rows.start] > self._queries[batch.phase].get(stream, 0):
+            raise RuntimeError(
+                f"a local step asked for more gradients of {stream!r} than its rehearsal, which the ledgers count; an "
+                "algorithm must ask for the same number in every step"
+            )
+        clients, counts = self.plan.clients[rows], batch.counts[rows]
+        width = max(1, *counts)
+        noise = self._noise[stream][rows] if self._noise else None
+        gradient = self.training.gradients(
+            Query(
+                states,
+                batch.x[rows, :width],
+                batch.y[rows, :width],
+                counts,
+                list(dropout),
+                noise,
+                [account.noise_multipliers[client] for client in clients],
+                [account.rate(client) * account.sizes[client] for client in clients],
+            )
+        )
+        total = torch.zeros(len(counts), device=batch.x.device)
+        for key, value in gradient.items():
+            total = total + (states[key] * value).flatten(1).sum(1)
+        return total - total.detach()
