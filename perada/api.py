@@ -276,9 +276,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
-    images = federation.settings.protection.images
-    epsilons = {} if images is None else images.account.epsilons()
-    spent = {f"privacy/{name}_epsilon": values for name, values in epsilons.items()}
+    spent = federation.settings.protection.epsilons(clients)
     return Run(
         module.adapted,
         federation.global_models(),

@@ -11,6 +11,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.cohort import Cohort
 from perada.engine import Engine
+from perada.privacy.client_level import floor_variances
 from perada.privacy.training import PrivateRound
 from perada.refinement import compare, ensemble, refine
 from perada.rounds import Phase, RoundPlan, one_of
@@ -139,6 +140,7 @@ class Federation:
         protection.spend(plan)
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
+        metrics = self._metrics(cohort, updates, good)
         broken = [client for client in plan.clients if client not in clients]
         if clients:
             self.store.scatter(clients, _rows(kept, good))
@@ -184,11 +186,13 @@ class Federation:
                 distill,
             )
             state = clone(self.settings.algorithm.server_step(server))
+            if protection.clients is not None:
+                state = floor_variances(state)
             if all(bool(value.isfinite().all()) for value in state.values()):
                 self.global_state, self.server_state = self.global_state | state, server.state
             else:
                 broken_server = True
-        return RoundReport(broken, diverged, broken_server, self._metrics(cohort, updates, good))
+        return RoundReport(broken, diverged, broken_server, metrics | protection.metrics())
 
     def finetune(
         self,
@@ -286,9 +290,10 @@ class Federation:
             "comm/up_mb": megabytes(updates),
             "comm/down_mb": received if algorithm.sends else 0.0,
         }
-        for role, losses in cohort.mean_losses().items():
+        shown = {} if settings.protection.clients is not None else cohort.mean_losses()  # no ledger counts them
+        for role, losses in shown.items():
             metrics[f"train/{role}_loss"] = float(losses[good].mean())
-        return metrics | settings.protection.metrics()
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to go on, in types that ``torch.load(weights_only=True)`` takes."""

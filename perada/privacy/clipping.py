@@ -60,23 +60,38 @@ def clip_factors(
     Raises:
         ValueError: If a method, a bound or a shape is not as above.
     """
+    _check(gradients, mask)
+    return factors_of({name: _norm(g, mask) for name, g in gradients.items()}, mask, max_norm, method, gamma=gamma)
+
+
+def factors_of(
+    norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "flat", *, gamma: float = 0.01
+) -> dict[str, Tensor]:
+    """:func:`clip_factors` where only the norms are known.
+
+    Args:
+        norms: ``{parameter: norm (C, B) of each row's gradient}``.
+        mask: Real rows, bool, (C, B).
+        max_norm: As there.
+        method: As there.
+        gamma: As there.
+    """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; choose 'flat', 'per_layer' or 'automatic'")
-    _check(gradients, mask)
     if method == "per_layer":
-        bounds = _bounds(max_norm, gradients)
-        return {name: _known(_shrink(_norm(g, mask), bounds[name]) * mask) for name, g in gradients.items()}
+        bounds = _bounds(max_norm, norms)
+        return {name: _known(_shrink(norm, bounds[name]) * mask) for name, norm in norms.items()}
     if isinstance(max_norm, Mapping):
         raise ValueError(f"max_norm has a bound per parameter, which {method!r} cannot use; give one number")
     sensitivity(max_norm)
-    norms = sample_norms(gradients, mask)
+    joint = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
     if method == "flat":
-        factors = _shrink(norms, max_norm)
+        factors = _shrink(joint, max_norm)
     elif gamma > 0:
-        factors = max_norm / (norms + gamma)
+        factors = max_norm / (joint + gamma)
     else:
         raise ValueError(f"gamma={gamma} must be positive, so that a zero gradient stays zero; 0.01 is usual")
-    return dict.fromkeys(gradients, _known(factors * mask))
+    return dict.fromkeys(norms, _known(factors * mask))
 
 
 def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -> State:
@@ -101,7 +116,8 @@ def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -
         factor = factors[name].to(gradient.dtype)
         left_out = (factor == 0) | ~mask
         kept = gradient.masked_fill(_like(left_out, gradient), 0) if left_out.any() else gradient
-        result[name] = torch.einsum("cb,cb...->c...", factor, kept)
+        summed = torch.bmm(factor.unsqueeze(1), kept.reshape(*factor.shape, -1))
+        result[name] = summed.view(len(gradient), *gradient.shape[2:])
     return result
 
 

@@ -8,7 +8,6 @@ the single model, one client after another.
 Shape suffixes: C clients, B images a client, R = C·B rows.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from perada.engine import Engine
-from perada.fold import fold, shell
+from perada.fold import fold
 from perada.losses import real_rows, row_losses
-from perada.privacy.clipping import clip_factors, clipped_sum, noisy_mean, sensitivity
+from perada.privacy.clipping import factors_of, noisy_mean, sensitivity
+from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of
 from perada.privacy.options import Privacy
 from perada.stacked_layers import Twin
 from perada.states import State, train_mode, trained_keys
@@ -107,40 +106,35 @@ class FoldedGradients:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and not isinstance(module, Twin):  # run as one copy a row, without hooks
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
-        model = _apart(folded.model)
-        modules = dict(_layers(model))
+        model = apart(folded.model)
+        modules = dict(layers(model))
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         for key in trained_keys(engine.model):
             path, _, name = key.rpartition(".")
             self._owners[key] = modules[path], name
-        self._model = _hooked(model)
+        self._model = hooked(model)
 
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
         leaves = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
         summed = {key: torch.zeros_like(value) for key, value in leaves.items()}
+        bounds: float | dict[str, float] = self.options.max_norm
+        if self.options.clipping == "per_layer":
+            bounds = dict.fromkeys(leaves, self.options.max_norm / len(leaves) ** 0.5)
         with self._hooks():
             for x, y, counts in query.slices(self.options.physical_batch_size):
                 real = real_rows(counts, x.shape[1], x.device)
                 samples = self._samples(query, x, y, counts, real)
                 with torch.autocast(x.device.type, enabled=False):
-                    samples = {
-                        key: value.float() if value.dtype.itemsize < 4 else value for key, value in samples.items()
-                    }
-                    factors = clip_factors(samples, real, self._bounds(leaves), self.options.clipping)
-                    for key, value in clipped_sum(samples, real, factors).items():
-                        summed[key] += value
+                    norms = {key: sample.squares().sqrt().view_as(real) for key, sample in samples.items()}
+                    factors = factors_of(norms, real, bounds, self.options.clipping)
+                    for key, sample in samples.items():
+                        summed[key] += sample.summed(factors[key].to(summed[key].dtype))
         std = [sigma * sensitivity(self.options.max_norm) for sigma in query.noise_multipliers]
         return noisy_mean(summed, std, query.expected, query.noise)
 
-    def _bounds(self, leaves: State) -> float | dict[str, float]:
-        """The bound, or for clipping by layer one for each parameter."""
-        if self.options.clipping != "per_layer":
-            return self.options.max_norm
-        return dict.fromkeys(leaves, self.options.max_norm / len(leaves) ** 0.5)
-
-    def _samples(self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor) -> State:
-        """Gradient (C, B, ...) of every row's loss."""
+    def _samples(self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor) -> dict[str, Samples]:
+        """Gradient of every row's loss."""
         clients, rows = x.shape[:2]
         self._context.clients, self._context.counts, self._context.generators = clients, counts, query.dropout
         held: dict[str, nn.Parameter] = {}
@@ -157,15 +151,18 @@ class FoldedGradients:
             parameter.grad_sample, parameter._forward_counter = None, 0  # type: ignore[attr-defined]  # Opacus's
             module._parameters[name] = parameter
         train_mode(self._model)
-        with torch.enable_grad(), _quiet():
+        with torch.enable_grad(), quiet():
             logits = self._model(self.engine.format(x.flatten(0, 1)))
-            losses = row_losses(logits.float().view(clients, rows, *logits.shape[1:]), y, self.multilabel)
+            losses = row_losses(_wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
             losses.where(real, 0).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
-        samples = {}
+        samples: dict[str, Samples] = {}
         for key, parameter in held.items():
-            sample = parameter.grad if key in self._rows else parameter.grad_sample  # type: ignore[attr-defined]
-            if sample is not None and query.states[key].requires_grad:
-                samples[key] = sample.view(clients, rows, *query.states[key].shape[1:])
+            if query.states[key].requires_grad:
+                sample = samples_of(parameter)
+                if key in self._rows and parameter.grad is not None:
+                    sample = Whole(parameter.grad.view(clients * rows, *query.states[key].shape[1:]))
+                if sample is not None:
+                    samples[key] = sample
         return samples
 
     @contextmanager
@@ -177,7 +174,7 @@ class FoldedGradients:
             for module, name in self._owners.values():
                 parameter = module._parameters.get(name)
                 if parameter is not None and hasattr(parameter, "grad_sample"):
-                    parameter.grad_sample = parameter.grad = None
+                    module._parameters[name] = nn.Parameter(parameter.detach()[:0])
 
 
 class OpacusGradients:
@@ -192,7 +189,7 @@ class OpacusGradients:
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.engine, self.multilabel = options, engine, multilabel
         folded = fold(engine.model, random_only=True)
-        self._context, self._model = folded.context, _apart(folded.model)
+        self._context, self._model = folded.context, apart(folded.model)
 
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
@@ -241,15 +238,15 @@ class OpacusGradients:
         self._context.generators = query.dropout[client : client + 1]
         x, y = query.x[client, :count], query.y[client, :count]
         size = self.options.physical_batch_size or max(1, count)
-        model = _hooked(self._model)
+        model = hooked(self._model)
         try:
             train_mode(model)
             starts = range(0, max(1, count), size)
             for start in starts:
                 optimizer.zero_grad()
                 if count:
-                    with torch.enable_grad(), _quiet():
-                        logits = model(self.engine.format(x[start : start + size])).float()
+                    with torch.enable_grad(), quiet():
+                        logits = _wide(model(self.engine.format(x[start : start + size])))
                         row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel).sum().backward()  # type: ignore[no-untyped-call]
                 for leaf in leaves:  # of what no image passed
                     if leaf.grad_sample is None:  # type: ignore[attr-defined]  # Opacus's
@@ -261,84 +258,6 @@ class OpacusGradients:
             model.to_standard_module()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet", UserWarning)
-        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
-        yield
-
-
-class _Apart(nn.Module):
-    """Hands out a copy of what a hooked layer gives, which the network may then change in place."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
-        return self.layer(*args, **options).clone()
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the layer's
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-
-def _apart(module: nn.Module) -> nn.Module:
-    """A copy of the containers in which each layer that Opacus will hook is set apart."""
-    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        return _Apart(module)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return module
-    return shell(module, {name: child and _apart(child) for name, child in module._modules.items()})
-
-
-def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules by the path that they have in the network, the wrappers being none."""
-    if isinstance(module, _Apart):
-        module = module.layer
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _layers(child, f"{path}.{name}" if path else name)
-
-
-def _hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule, imported late since that takes seconds
-    """``model`` under Opacus's hooks, the stacked layers in its registry."""
-    from opacus.grad_sample import GradSampleModule, register_grad_sampler
-
-    twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
-    register_grad_sampler(list(twins))(_sample_gradients)
-    train_mode(model)
-    return GradSampleModule(model, loss_reduction="sum", strict=False)
-
-
-def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
-
-    It does not depend on the client, so that Opacus's own sampler for the layer's original gives it. Where it has none,
-    every row is taken for a client of its own.
-    """
-    from opacus.grad_sample import GradSampleModule
-
-    original = layer.original[0]
-    names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
-    samplers = GradSampleModule.GRAD_SAMPLERS
-    kind = next((kind for kind in type(original).__mro__ if kind in samplers), None)  # timm subclasses torch's
-    if kind is not None:
-        found = samplers[kind](original, activations, backprops)
-        return {getattr(layer, names[parameter]): sample for parameter, sample in found.items()}
-    rows, clients = len(backprops), layer.context.clients
-    own: dict[str, nn.Parameter] = {name: getattr(layer, name) for name in names.values() if name not in layer.frozen}
-    each = {name: value.detach().repeat_interleave(rows // clients, 0).requires_grad_() for name, value in own.items()}
-    counts, layer.context.clients, layer.context.counts = layer.context.counts, rows, None
-    try:
-        with torch.enable_grad():
-            out = functional_call(layer, each, tuple(activations))
-        gradients = torch.autograd.grad(out, list(each.values()), backprops)
-    finally:
-        layer.context.clients, layer.context.counts = clients, counts
-    return {own[name]: gradient for name, gradient in zip(each, gradients, strict=True)}
+def _wide(logits: Tensor) -> Tensor:
+    """In single precision at least."""
+    return logits.float() if logits.dtype.itemsize < 4 else logits

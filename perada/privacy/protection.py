@@ -37,6 +37,15 @@ class Protection:
         images = {} if self.images is None else self.images.account.metrics()
         return images | ({} if self.clients is None else self.clients.metrics())
 
+    def epsilons(self, num_clients: int) -> dict[str, list[float]]:
+        """ε of each client so far, by the name of the metric."""
+        result = {}
+        if self.images is not None:
+            result = {f"privacy/{name}_epsilon": values for name, values in self.images.account.epsilons().items()}
+        if self.clients is not None:
+            result["privacy/client_epsilon"] = list(self.clients.epsilons(range(num_clients)).values())
+        return result
+
     def record(self, num_clients: int) -> dict[str, Any] | None:
         """Options, noise and ε of each client in plain types; ``None`` where nothing is private."""
         record: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query, make_gradients
+from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
 from perada.states import get_state, parameter_keys, stack
 
 CLASSES = 4
@@ -35,12 +35,27 @@ class Small(nn.Module):
         return self.fc(self.last(x.mean((2, 3))))
 
 
+class Shared(nn.Module):
+    """A linear layer that is used twice, on three positions of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        x = F.adaptive_avg_pool2d(x, (2, 4)).flatten(2)
+        return self.fc(self.inner(self.inner(x).tanh()).mean(1))
+
+
 def model(kind):
     torch.manual_seed(0)
+    if kind == "shared":
+        return insert_adapter(build_backbone(Shared(), CLASSES), "full").model
     if kind == "small":
         return insert_adapter(build_backbone(Small(), CLASSES), "full").model
     size = 32 if "vit" in kind else None
-    name, adapter, *more = kind.split("/")
+    name, adapter = kind.split("/")
     options = {"norm": "group", "train_norms": False} if adapter == "residual" else {}
     backbone = build_backbone(name, CLASSES, pretrained=False, image_size=size)
     return insert_adapter(backbone, adapter, **options).model
@@ -48,6 +63,7 @@ def model(kind):
 
 KINDS = [
     "small",
+    "shared",
     "test_vit/lora",
     "test_vit/bottleneck",
     "test_vit/bias_norm",
@@ -151,3 +167,73 @@ def test_folded_equals_opacus(kind, clipping, noise):
         assert torch.equal(value, before[key])
     assert all(not hasattr(p, "grad_sample") and p.grad is None for p in net.parameters())
     assert {key for key, p in net.named_parameters() if p.requires_grad} == set(parameter_keys(net))
+
+
+@pytest.mark.parametrize("kind", ["small", "test_vit/lora", "test_resnet/residual"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+def test_one_image_moves_the_sum_by_at_most_the_bound(kind, clipping):
+    net = model(kind)
+    bound = 0.05
+    gradients = FoldedGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)
+    asked, without = query(net), query(net)
+    without.counts = (2, 0, 2)  # the first client without its last image
+    sums = [{key: value[0] * asked.expected[0] for key, value in gradients(each).items()} for each in (asked, without)]
+    moved = torch.cat([(sums[0][key] - sums[1][key]).flatten() for key in sums[0]]).norm()
+    assert 0.1 * bound < moved <= bound * (1 + 1e-5)
+
+
+def test_an_image_that_breaks_is_left_out():
+    net = model("small")
+    gradients = FoldedGradients(Privacy(0.0, max_norm=0.5), Engine(net), False)
+    asked, without = query(net), query(net)
+    asked.x[0, 2] = torch.inf
+    without.counts = (2, 0, 2)
+    answers = gradients(asked), gradients(without)
+    for key, value in answers[0].items():
+        assert value.isfinite().all()
+        assert torch.allclose(value, answers[1][key], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("kind", ["small", "test_vit/full"])
+def test_only_what_is_asked_about_counts(engine, kind):
+    """As in a phase of FedAlt, which trains the head alone: its norm alone is clipped."""
+    net = model(kind)
+    head = [key for key in parameter_keys(net) if key.startswith(("fc.", "head."))]
+    asked = query(net, untrained=set(parameter_keys(net)) - set(head))
+    answer = engine(Privacy(0.0, max_norm=0.3), Engine(net), False)(asked)
+    assert set(answer) == set(head)
+    assert_same(answer, by_hand(net, asked, "flat", 0.3))
+
+
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_physical_batch_changes_nothing(engine, size):
+    net = model("test_vit/bottleneck")
+    answers = [
+        engine(Privacy(0.0, max_norm=0.3, physical_batch_size=limit), Engine(net), False)(query(net, 0.5))
+        for limit in (None, size)
+    ]
+    assert_same(*answers)
+
+
+def test_dropout_is_each_clients_own_in_both():
+    net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 32 * 32, CLASSES))
+    net = insert_adapter(build_backbone(net, CLASSES), "full").model
+    options = Privacy(0.0, max_norm=0.3)
+    assert_same(*(make(options, Engine(net), False)(query(net)) for make in (FoldedGradients, OpacusGradients)))
+    dry = insert_adapter(build_backbone(nn.Sequential(nn.Flatten(), nn.Identity(), net[2]), CLASSES), "full").model
+    with pytest.raises(AssertionError):  # and it was there
+        assert_same(FoldedGradients(options, Engine(net), False)(query(net)), by_hand(dry, query(dry), "flat", 0.3))
+
+
+def test_in_half_precision_the_bound_still_holds():
+    net = model("test_vit/lora")
+    bound = 0.05
+    gradients = FoldedGradients(Privacy(0.0, max_norm=bound), Engine(net), False)
+    with torch.autocast("cpu", torch.bfloat16):
+        answer = gradients(query(net))
+    for client, count in enumerate(COUNTS):
+        total = torch.cat([value[client].flatten() for value in answer.values()]).norm()
+        assert total * query(net).expected[client] <= bound * count * (1 + 1e-5)
+        assert all(value.dtype == torch.float32 for value in answer.values())

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opacus's hooks on a network, and what they give for the stacked layers: every row's gradient, whole or as factors.
+
+The gradient of a linear map's weight for one image is a sum over its N positions (tokens, pixels) of outer products
+b_n a_nᵀ of backpropagated and forward activations. Where N is small, its norm and the clipped sum over images are
+cheaper to compute from a and b than from the gradients themselves, which are then never laid out (the ghost norm of
+Goodfellow 2015 and Li et al. 2022, with the sum of Bu et al. 2023).
+
+Shape suffixes: R rows (images of all clients), N positions, I inputs, O outputs.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from perada.fold import shell
+from perada.stacked_layers import Twin
+from perada.states import train_mode
+
+
+class Samples(Protocol):
+    """The gradients of R rows for one parameter."""
+
+    def squares(self) -> Tensor:
+        """Squared norm (R,) of each."""
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """Sum (C, ...) over each client's rows, each multiplied by its factor (C, B); rows of factor 0 are left out."""
+
+
+@dataclass
+class Whole:
+    """Gradients as they are.
+
+    Attributes:
+        rows: (R, ...).
+    """
+
+    rows: Tensor
+
+    def squares(self) -> Tensor:
+        """Squared norm (R,) of each."""
+        return self.rows.flatten(1).square().sum(1)
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """Sum (C, ...) over each client's rows."""
+        rows = _left_out(self.rows, factors)
+        result = torch.bmm(factors.unsqueeze(1), rows.view(*factors.shape, -1))
+        return result.view(len(factors), *rows.shape[1:])
+
+
+@dataclass
+class Factors:
+    """Gradients of a linear map's weight as factors: row r has Σ_n b_rn a_rnᵀ.
+
+    Attributes:
+        a: Inputs (R, N, I).
+        b: Gradients by the outputs (R, N, O).
+        shape: Of the weight.
+    """
+
+    a: Tensor
+    b: Tensor
+    shape: torch.Size
+
+    def squares(self) -> Tensor:
+        """Squared norm (R,) of each: Σ_nm (a_n · a_m)(b_n · b_m)."""
+        inputs, outputs = (torch.bmm(x, x.transpose(1, 2)) for x in (self.a, self.b))
+        return (inputs * outputs).sum((1, 2)).clamp(min=0)
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """Sum (C, ...) over each client's rows."""
+        clients = len(factors)
+        a = _left_out(self.a, factors).reshape(clients, -1, self.a.shape[-1])
+        b = _left_out(self.b, factors) * factors.reshape(-1, 1, 1)
+        return torch.bmm(b.reshape(clients, -1, self.b.shape[-1]).transpose(1, 2), a).view(clients, *self.shape)
+
+
+def _left_out(rows: Tensor, factors: Tensor) -> Tensor:
+    """``rows`` (R, ...) with zeros where the factor is 0, whatever stands there."""
+    wrong = factors.flatten() == 0
+    return rows.masked_fill(wrong.view(-1, *[1] * (rows.dim() - 1)), 0) if wrong.any() else rows
+
+
+def samples_of(parameter: nn.Parameter) -> Samples | None:
+    """What the hooks left in a stacked layer's parameter; ``None`` if it took no part."""
+    parts: list[tuple[Tensor, Tensor]] = getattr(parameter, "factors", [])
+    if parts:  # a layer that was used twice has more positions
+        a, b = (torch.cat([part[side] for part in parts], 1) for side in (0, 1))
+        return Factors(_single(a), _single(b), parameter.shape[1:])
+    rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
+    return None if rows is None else Whole(_single(rows))
+
+
+def _single(x: Tensor) -> Tensor:
+    """In single precision at least."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet", UserWarning)
+        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+        yield
+
+
+class _Apart(nn.Module):
+    """Hands out a copy of what a hooked layer gives, which the network may then change in place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
+        return self.layer(*args, **options).clone()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the layer's
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+def apart(module: nn.Module) -> nn.Module:
+    """A copy of the containers in which each layer that Opacus will hook is set apart."""
+    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return _Apart(module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return shell(module, {name: child and apart(child) for name, child in module._modules.items()})
+
+
+def layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules by the path that they have in the network, the wrappers being none."""
+    if isinstance(module, _Apart):
+        module = module.layer
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from layers(child, f"{path}.{name}" if path else name)
+
+
+def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule, imported late since that takes seconds
+    """``model`` under Opacus's hooks, the stacked layers in its registry."""
+    from opacus.grad_sample import GradSampleModule, register_grad_sampler
+
+    twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
+    register_grad_sampler(list(twins))(_sample_gradients)
+    train_mode(model)
+    return GradSampleModule(model, loss_reduction="sum", strict=False)
+
+
+def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
+
+    It does not depend on the client, so that Opacus's own sampler for the layer's original gives it. Where it has none,
+    every row is taken for a client of its own. Where factors are cheaper they are kept, and Opacus gets an empty
+    tensor.
+    """
+    from opacus.grad_sample import GradSampleModule
+
+    original = layer.original[0]
+    names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
+    factors = _factors(original, activations[0], backprops) if "weight" not in layer.frozen else None
+    if factors is not None:
+        weight: Any = layer.weight
+        weight.factors = [*getattr(weight, "factors", []), factors]
+        found = {weight: backprops.new_empty(len(backprops), 0)}
+        if original.bias is not None and original.bias.requires_grad:
+            found[layer.bias] = factors[1].sum(1)
+        return found
+    samplers = GradSampleModule.GRAD_SAMPLERS
+    kind = next((kind for kind in type(original).__mro__ if kind in samplers), None)  # timm subclasses torch's
+    if kind is not None:
+        samples = samplers[kind](original, activations, backprops)
+        return {getattr(layer, names[parameter]): sample for parameter, sample in samples.items()}
+    rows, clients = len(backprops), layer.context.clients
+    own: dict[str, nn.Parameter] = {name: getattr(layer, name) for name in names.values() if name not in layer.frozen}
+    each = {name: value.detach().repeat_interleave(rows // clients, 0).requires_grad_() for name, value in own.items()}
+    counts, layer.context.clients, layer.context.counts = layer.context.counts, rows, None
+    try:
+        with torch.enable_grad():
+            out = functional_call(layer, each, tuple(activations))
+        gradients = torch.autograd.grad(out, list(each.values()), backprops)
+    finally:
+        layer.context.clients, layer.context.counts = clients, counts
+    return {own[name]: gradient for name, gradient in zip(each, gradients, strict=True)}
+
+
+def _factors(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The factors a (R, N, I) and b (R, N, O) of a layer that is a linear map of positions, if they are the cheaper."""
+    if type(layer) is nn.Linear:
+        a, b = x.reshape(len(x), -1, x.shape[-1]), backprops.reshape(len(x), -1, backprops.shape[-1])
+    elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
+        if isinstance(layer.padding, str) or 2 * backprops[0, 0].numel() ** 2 >= layer.weight.numel():
+            return None
+        a = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
+        b = backprops.flatten(2).transpose(1, 2)
+    else:
+        return None
+    return (a, b) if 2 * a.shape[1] ** 2 < a.shape[2] * b.shape[2] else None
