@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from perada.backbones import build_backbone, insert_adapter
-from perada.losses import client_losses
 from perada.engine import Engine, EngineName
+from perada.losses import client_losses
 from perada.seeding import generator
 from perada.states import expand, get_state, parameter_keys, train_mode
 
@@ -40,13 +40,14 @@ def cohort_step(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
         images = CLIENTS * ROWS
         yield {
             "precision": precision,
-            "folded / single": _ratio(seconds["folded"], seconds["single"]),
-            "loop / folded": _ratio(seconds["loop"], seconds["folded"]),
+            "folded / single": ratio(seconds["folded"], seconds["single"]),
+            "loop / folded": ratio(seconds["loop"], seconds["folded"]),
             "images per second": {name: round(images / statistics.median(times)) for name, times in seconds.items()},
         }
 
 
-def _ratio(above: list[float], below: list[float]) -> float:
+def ratio(above: list[float], below: list[float]) -> float:
+    """Median of the ratios of two ways that took turns."""
     return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 3)
 
 

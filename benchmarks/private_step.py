@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of one local step: private with all clients folded, by Opacus client after client, and not private."""
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.cohort_step import ratio
+from perada.backbones import build_backbone, insert_adapter
+from perada.engine import Engine
+from perada.losses import client_losses
+from perada.privacy import Privacy
+from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
+from perada.seeding import generator
+from perada.states import State, expand, get_state, parameter_keys
+
+CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
+    "test_vit, LoRA, 20 clients × 32": ("test_vit", "lora", {}, 20, 32),
+    "test_vit, full, 20 clients × 32": ("test_vit", "full", {}, 20, 32),
+    "ResNet-18, residual with GroupNorm, 8 clients × 16": (
+        "resnet18",
+        "residual",
+        {"norm": "group", "train_norms": False},
+        8,
+        16,
+    ),
+}
+"""Backbone, adapter, its options, clients, images a client; images are 32×32."""
+
+
+def private_step(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+    """Measure each case; the ways take turns."""
+    for name, case in CASES.items():
+        ways, trained = _ways(*case, device)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(repeats + 2):
+            for way, run in ways.items():
+                began = time.perf_counter()
+                run()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if turn >= 2:
+                    seconds[way].append(time.perf_counter() - began)
+        yield {
+            "case": name,
+            "trained parameters": trained,
+            "opacus / folded": ratio(seconds["opacus"], seconds["folded"]),
+            "folded / not private": ratio(seconds["folded"], seconds["not private"]),
+            "seconds": {way: round(min(times), 4) for way, times in seconds.items()},
+        }
+
+
+def private_memory(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+    """Peak memory of one private step by logical and physical batch size, each in a process of its own, on the CPU."""
+    for logical in (32, 128, 512):
+        for physical in (None, 16):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                megabytes = pool.apply(_peak, (logical, physical))
+            yield {
+                "case": "test_vit, full, 4 clients",
+                "batch": logical,
+                "physical_batch_size": physical,
+                "peak MB beyond model and images": round(megabytes),
+            }
+
+
+def _peak(logical: int, physical: int | None) -> float:
+    """Growth of the resident set by one step in MB."""
+    ways, _ = _ways("test_vit", "full", {}, 4, 1, torch.device("cpu"))  # imports and first calls
+    for way in ways.values():
+        way()
+    ways, _ = _ways("test_vit", "full", {}, 4, logical, torch.device("cpu"), physical)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ways["folded"]()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
+
+
+def _ways(
+    backbone: str,
+    adapter: str,
+    options: dict[str, Any],
+    clients: int,
+    rows: int,
+    device: torch.device,
+    physical: int | None = None,
+) -> tuple[dict[str, Callable[[], object]], int]:
+    """The three ways to a gradient, and the number of trained parameters of a client."""
+    torch.manual_seed(0)
+    built = build_backbone(backbone, 10, pretrained=False, image_size=32 if "vit" in backbone else None)
+    model = insert_adapter(built, adapter, **options).model.to(device)
+    convolutional = "resnet" in backbone
+    if convolutional:
+        model = model.to(memory_format=torch.channels_last)
+    engine = Engine(model, "folded", channels_last=convolutional)
+    keys = set(parameter_keys(model))
+    state: State = {
+        key: value.clone().requires_grad_(key in keys) for key, value in expand(get_state(model), clients).items()
+    }
+    x = torch.randn(clients, rows, 3, 32, 32, device=device)
+    y = torch.randint(10, (clients, rows), device=device)
+    dropout, noise = ([generator(0, kind, client, device=device) for client in range(clients)] for kind in "dn")
+    query = Query(state, x, y, (rows,) * clients, list(dropout), list(noise), [1.0] * clients, [float(rows)] * clients)
+    privacy = Privacy(1.0, physical_batch_size=physical)
+    folded, opacus = FoldedGradients(privacy, engine, False), OpacusGradients(privacy, engine, False)
+
+    def not_private() -> None:
+        logits = engine.logits(state, x, training=True, generators=query.dropout)
+        client_losses(logits, y, [rows] * clients, multilabel=False).sum().backward()
+        for value in state.values():
+            value.grad = None
+
+    ways = {"folded": lambda: folded(query), "opacus": lambda: opacus(query), "not private": not_private}
+    return ways, sum(value[0].numel() for value in state.values() if value.requires_grad)
