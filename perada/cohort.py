@@ -5,6 +5,7 @@ Clients are ordered by their number of local steps, longest first, so those stil
 a stacked tensor is a view. Chunks of clients bound the memory of one forward and backward pass.
 """
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -141,8 +142,9 @@ class Cohort:
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
         self.chunks = [_Chunk(opened, kept, received, start, stop) for start, stop in bounds]
         device = next(iter(received.values())).device
+        own = secrets.randbits(63) if private is not None and private.secure else seed
         self.generators = {
-            role: [generator(seed, f"dropout-{role}", plan.round, client, device=device) for client in plan.clients]
+            role: [generator(own, f"dropout-{role}", plan.round, client, device=device) for client in plan.clients]
             for role in opened
         }
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)

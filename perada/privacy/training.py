@@ -65,6 +65,11 @@ class PrivateRound:
                     for client in plan.clients
                 ]
 
+    @property
+    def secure(self) -> bool:
+        """Whether draws must be as unknown as the noise: also dropout's masks, which go by place in the batch."""
+        return self.training.account.options.secure_rng
+
     def loss(
         self, stream: str, states: State, batch: CohortBatch, rows: slice, dropout: Sequence[torch.Generator]
     ) -> Tensor:
