@@ -95,8 +95,12 @@ class Account:
                 self.ledgers.add(client, sigma, rate, steps, sent=sent)
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Those of ``clients`` who stay within ``max_epsilon`` if they train once more."""
-        limit = self.options.max_epsilon
+        """Those of ``clients`` who stay within ``max_epsilon`` if they train once more.
+
+        Fine-tuning must stay within ``target_epsilon`` too: a run that was stopped early has fine-tuned before.
+        """
+        limits = [self.options.max_epsilon, self.options.target_epsilon if tuning else None]
+        limit = min((given for given in limits if given is not None), default=None)
         return [client for client in clients if limit is None or self._after(client, tuning) <= limit]
 
     def metrics(self) -> dict[str, float]:
