@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the benchmarks: ``python -m benchmarks [cohort_step] [privacy_audit] [--help]``."""
+"""Run the benchmarks: ``python -m benchmarks [NAME ...] [--help]``."""
 
 import argparse
 import json
@@ -10,15 +10,22 @@ import torch
 
 from benchmarks.cohort_step import cohort_step
 from benchmarks.privacy_audit import privacy_audit
+from benchmarks.private_step import private_memory, private_step
 from perada.report import table
 
-BENCHMARKS = {"cohort_step": cohort_step, "privacy_audit": privacy_audit}
+BENCHMARKS = {
+    "cohort_step": cohort_step,
+    "private_step": private_step,
+    "private_memory": private_memory,
+    "privacy_audit": privacy_audit,
+}
 
 
 def main() -> None:
     """Run what is named, print each result and a table, and write all of them as JSON."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Speed, as ratios within one run, and the audit of the reported ε."
+        prog="python -m benchmarks",
+        description="Speed, as ratios within one run, memory, and the audit of the reported ε.",
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
