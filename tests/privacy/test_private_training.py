@@ -15,6 +15,7 @@ from ..algorithms.problems import CLIENTS, PROX, QUIET, SIZES, assert_same, dist
 from . import private_loop as plain
 from .private_loop import BOUND, DISTILLED, SIGMA, train
 
+WITHOUT_KD = PerAda(PROX, distill=False)
 CASES = {
     "perada": (PerAda(PROX), plain.perada_distilled, DISTILLED),
     "perada-no-kd": (PerAda(PROX, distill=False), plain.ditto, {}),
@@ -141,9 +142,9 @@ def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_physical_batches_and_chunks_do_not_change_the_result(engine, clipping):
     options = {"engine": engine, "clipping": clipping}
-    whole = train(PerAda(PROX), private(SIGMA, **options), **DISTILLED)
-    small = train(PerAda(PROX), private(SIGMA, physical_batch_size=2, **options), **DISTILLED)
-    chunks = train(PerAda(PROX), private(SIGMA, **options), clients_per_chunk=2, **DISTILLED)
+    whole = train(WITHOUT_KD, private(SIGMA, **options), rounds=2)
+    small = train(WITHOUT_KD, private(SIGMA, physical_batch_size=2, **options), rounds=2)
+    chunks = train(WITHOUT_KD, private(SIGMA, **options), rounds=2, clients_per_chunk=2)
     for other in (small, chunks):
         assert_same(other.state("global"), whole.state("global"), "global")
         for m in CLIENTS:

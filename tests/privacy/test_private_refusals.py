@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be private is refused through ``perada.finetune``, in one line, before anything is trained."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.algorithms import Algorithm, FedAvg, FedEnsemble, PerAda
+
+from ..algorithms.problems import SIZES, network, task
+from .private_loop import once, train
+
+PRIVATE = {"noise_multiplier": 8.0, "delta": 1e-3}
+WITHOUT_KD = PerAda(distill=False)
+
+
+@pytest.fixture(autouse=True)
+def _quick_epsilon(monkeypatch):
+    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+
+
+class Started(pl.Callback):
+    """Whether a local step was begun."""
+
+    steps = 0
+
+    def on_train_batch_start(self, *_):
+        self.steps += 1
+
+
+def refused(message, algorithm=WITHOUT_KD, privacy=PRIVATE, callbacks=(), steps=0, kind=ValueError, **options):
+    started = Started()
+    with pytest.raises(kind, match=message) as raised:
+        train(algorithm, privacy, callbacks=[started, *callbacks], **options)
+    assert "\n" not in str(raised.value)
+    assert started.steps == steps
+
+
+def coloured(test=False, public=False):
+    """Two clients with coloured images of 32×32 for timm's networks."""
+    random = torch.Generator().manual_seed(0)
+
+    def images(n):
+        return TensorDataset(torch.rand(n, 3, 32, 32, generator=random), torch.arange(n) % 3)
+
+    return perada.FederatedData([images(6), images(4)], [images(3)] * 2 if test else [], num_classes=3)
+
+
+def test_batch_norm_in_the_adapter():
+    refused(
+        r"'.*' and \d+ more are BatchNorm layers in what is trained.* norm='group'",
+        net="test_resnet",
+        data=coloured(),
+        adapter="residual",
+        pretrained=False,
+        clients_per_round=2,
+        adapter_options={"norm": "batch"},
+    )
+
+
+def test_batch_norm_of_ones_own_network():
+    refused(r"'norm' and 0 more are BatchNorm layers in what is trained", net=network("net"))
+
+
+class ByHand(nn.Module):
+    """Normalises over the batch without a BatchNorm that anyone could see."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(36, 3)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.fc((x - x.mean(0)) / (x.std(0, correction=0) + 1e-3))
+
+
+def test_a_network_that_normalises_over_the_batch_by_hand():
+    refused("output in training depends on the other images of its batch", net=ByHand().double())
+
+
+def test_frozen_batch_norm_is_no_hindrance():
+    run = train(
+        WITHOUT_KD,
+        PRIVATE,
+        rounds=1,
+        net="test_resnet",
+        data=coloured(),
+        adapter="head",
+        pretrained=False,
+        clients_per_round=2,
+    )
+    assert len(run.metrics["rounds"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weighting": "samples"}, "weighting='samples' shows the clients' numbers of images.*'uniform'"),
+        ({"clip_norm": 1.0}, "clip_norm=1.0 .* leave it out: privacy.max_norm"),
+        ({"algorithm": FedEnsemble(modes=2, strata=2, assignment="loss")}, "FedEnsemble compares models .*permutation"),
+        ({"algorithm": FedEnsemble(modes=2, strata=2, keeps="best")}, "FedEnsemble compares models .*keeps='ensemble'"),
+        ({"privacy": PRIVATE | {"engine": "opacus", "clipping": "automatic"}}, "'automatic' is not among Opacus's"),
+        ({"engine": "loop", "privacy": PRIVATE | {"engine": "folded"}}, "needs a training engine that folds"),
+        ({"engine": "loop", "privacy": PRIVATE | {"clipping": "automatic"}}, "'automatic' is not among Opacus's"),
+    ],
+)
+def test_options_that_leak_or_cannot_run(options, message):
+    refused(message, **options)
+
+
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda folder: ModelCheckpoint(folder, monitor="personal/local_test", mode="max"),
+        lambda folder: ModelCheckpoint(folder, monitor="train/local_loss"),
+        lambda folder: EarlyStopping("global/global_test", mode="max"),
+    ],
+)
+def test_choosing_by_scores_on_clients_images(tmp_path, callback, level):
+    chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
+    options = {"callbacks": [callback(tmp_path)], "enable_checkpointing": True}
+    refused("chooses by '.*', a score on clients' private images", **chosen, **options)
+
+
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+def test_evaluation_on_images_held_out_of_the_private_ones(level):
+    data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
+    chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
+    refused("evaluate_on='validation' scores models on images held out", data=data, **chosen)
+
+
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+def test_a_public_set_that_holds_a_private_image(level):
+    private = task()
+    public = torch.cat([private.public[:][0], private.train[2][5][0].unsqueeze(0)])
+    data = perada.FederatedData(private.train, public=TensorDataset(public), num_classes=3)
+    chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
+    if level == "privacy":
+        refused("image 5 of client 2 is also image 7 of the public set", PerAda(), **chosen, data=data, distill_steps=2)
+    else:  # which cannot be had with distillation at all
+        refused("cannot be used with PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
+    train(WITHOUT_KD, PRIVATE, rounds=1, data=data)  # never distilled from
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": PerAda(), "distill_steps": 2}, "the teachers are single clients' updates"),
+        ({"server_rule": "median"}, "not a function of the clients' mean"),
+        ({"weighting": "samples"}, "client_privacy cannot be used with weighting='samples'"),
+        ({"algorithm": "standalone"}, "its clients send nothing"),
+        ({"algorithm": FedEnsemble(modes=2, strata=2)}, r"FedEnsemble\(modes=2\)"),
+    ],
+)
+def test_what_makes_more_of_updates_than_their_mean(options, message):
+    refused(message, privacy=None, client_privacy={"noise_multiplier": 8.0}, **options)
+
+
+class Reads(Algorithm):
+    """Looks at the logits themselves."""
+
+    def client_step(self, step):
+        step.descend("local", step.logits("local").square().mean((1, 2)))
+
+
+class Growing(Algorithm):
+    """Asks for one gradient in the first round, and for another in the second."""
+
+    def client_step(self, step):
+        for _ in range(1 + (step.round > 0)):
+            step.descend("local", step.loss("local"))
+
+
+class Other(PerAda):
+    """Turns to a stream in the second round that it left alone in the first."""
+
+    def client_step(self, step):
+        step.descend("local", step.loss("local"))
+        if step.round:
+            step.descend("personal", step.loss("personal"))
+
+
+class Fewer(Algorithm):
+    """Asks for two gradients in the first round, and for one in the second: the ledgers count two."""
+
+    def client_step(self, step):
+        for _ in range(2 - (step.round > 0)):
+            step.descend("local", step.loss("local"))
+
+
+def test_an_algorithm_that_reads_logits():
+    refused(r"privacy cannot be used with Reads: .*step\.logits.* use step\.loss", Reads())
+
+
+def test_gradients_that_the_ledgers_do_not_count_are_not_given():
+    """The rehearsal sees the first round only, so that this comes up in the step that asks for more: the third."""
+    options = {"local_steps": 2, "local_epochs": None, "steps": 3}
+    refused("asked for more gradients of 'local' than its rehearsal", Growing(), kind=RuntimeError, **options)
+    refused("personal", Other(distill=False), kind=(RuntimeError, KeyError), **options)
+
+
+def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
+    fewer, twice = Fewer(), Growing()
+    for algorithm, rounds in ((fewer, 2), (twice, 1)):
+        assert len(train(algorithm, PRIVATE, rounds=rounds).metrics["rounds"]) == rounds
+    spent = train(fewer, PRIVATE | {"accountant": "rdp"}, rounds=2).metrics["clients"]["privacy/server_epsilon"]
+    plain = train(FedAvg(), PRIVATE, rounds=2).metrics["clients"]["privacy/server_epsilon"]
+    assert all(more > less for more, less in zip(spent, plain, strict=True))
+    assert len(spent) == len(SIZES)
+
+
+def test_a_delta_that_allows_to_show_an_image_is_warned_of():
+    with pytest.warns(UserWarning, match=r"delta=0\.1 is not below 1 / 14"):
+        train("fedavg", {"noise_multiplier": 0.0, "delta": 0.1}, rounds=1)
