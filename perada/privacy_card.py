@@ -143,7 +143,7 @@ def _whole_clients(level: Record, client: int | None) -> list[str]:
     options, epsilon, noise = level["options"], _floats(level["epsilon"]), float(level["noise_multiplier"])
     intro = (
         "Differential privacy for clients as a whole: what can be learnt from the global adapter changes little, as "
-        f"bounded by ε and δ = {options['delta']:g}, if a client sends no change in any round."
+        f"bounded by ε and δ = {options['delta']:g}, if a client's part is taken out of every round's sum."
     )
     if client is None:
         figures = _table(["ε over clients: mean ± std", "largest"], [mean_and_std(epsilon), epsilon_text(max(epsilon))])

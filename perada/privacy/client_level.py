@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differential privacy for a client as a whole: what it sends is clipped and gets its share of the noise.
 
-Two federations are neighbours if one client's part in every round is taken out: it sends no change, θ = received. The
-number of clients of a round is the same in both. A client whose data are exchanged for others' counts as two such
+Two federations are neighbours if one client's part in every round is taken out of the sums: neither a change nor, with
+adaptive clipping, a vote. The number of clients of a round, by which sums are divided, is the same in both. A client whose data are exchanged for others' counts as two such
 steps. Clients are drawn in fixed number, for which no amplification is claimed: the sample rate is 1.
 """
 
