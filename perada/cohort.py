@@ -229,7 +229,7 @@ class _Step:
             return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
         states, stream = self._named(states, stream)
         generators = self._cohort.generators[stream][self._rows]
-        return private.loss(stream, states, self._batches[stream], self._rows, generators)
+        return private.loss(stream, states, self._batches, self._rows, generators)
 
     def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
         """The stack that is meant, and the stream that it draws from."""

@@ -279,7 +279,7 @@ class FederatedLoop(pl.Callback):
         ordered = sorted(able, key=lambda client: -data.train_sizes[client])
         groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
         sampling = None if images is None else images.sampling(tuning=True)
-        plans = [data.plan_for(group, trainer.max_epochs or 0, [tuning[1]]) for group in groups]
+        plans = [data.plan_for(group, federation.rounds_done, [tuning[1]]) for group in groups]
         with trainer.precision_plugin.forward_context():
             broken = federation.finetune(
                 self._progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)

@@ -2,8 +2,9 @@
 """Differential privacy for a client as a whole: what it sends is clipped and gets its share of the noise.
 
 Two federations are neighbours if one client's part in every round is taken out of the sums: neither a change nor, with
-adaptive clipping, a vote. The number of clients of a round, by which sums are divided, is the same in both. A client whose data are exchanged for others' counts as two such
-steps. Clients are drawn in fixed number, for which no amplification is claimed: the sample rate is 1.
+adaptive clipping, a vote. The number of clients of a round, by which sums are divided, is the same in both. A client
+whose data are exchanged for others' counts as two such steps. Clients are drawn in fixed number, for which no
+amplification is claimed: the sample rate is 1.
 """
 
 import math

@@ -10,7 +10,7 @@ from torch import Tensor
 from perada.engine import Engine
 from perada.privacy.account import Account
 from perada.privacy.gradients import Query, make_gradients
-from perada.rounds import CohortBatch, PrivateSampling, RoundPlan
+from perada.rounds import CohortBatch, PrivateSampling, RoundPlan, one_of
 from perada.seeding import generator
 from perada.states import State
 
@@ -71,27 +71,33 @@ class PrivateRound:
         return self.training.account.options.secure_rng
 
     def loss(
-        self, stream: str, states: State, batch: CohortBatch, rows: slice, dropout: Sequence[torch.Generator]
+        self,
+        stream: str,
+        states: State,
+        batches: dict[str, CohortBatch],
+        rows: slice,
+        dropout: Sequence[torch.Generator],
     ) -> Tensor:
         """Losses (C,) that are 0, and whose gradient by ``states`` is the noisy one.
 
         Args:
-            stream: Whose batch it is.
+            stream: Whose batch is meant.
             states: Stack (C, ...).
-            batch: The stream's batch.
+            batches: The step's batch of every stream.
             rows: Which of the round's clients.
             dropout: Their random streams.
 
         Raises:
             RuntimeError: If more gradients are asked for than the ledgers count.
         """
-        account = self.training.account
+        account, batch = self.training.account, one_of(batches)
         self._asked[batch.step, stream, rows.start] += 1
         if self._asked[batch.step, stream, rows.start] > self._queries[batch.phase].get(stream, 0):
             raise RuntimeError(
                 f"a local step asked for more gradients of {stream!r} than its rehearsal, which the ledgers count; an "
                 "algorithm must ask for the same number in every step"
             )
+        batch = batches[stream]
         clients, counts = self.plan.clients[rows], batch.counts[rows]
         width = max(1, *counts)
         noise = self._noise[stream][rows] if self._noise else None
