@@ -2,7 +2,6 @@
 """The states of the server and of all clients, and what one communication round does to them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,28 +13,12 @@ from perada.engine import Engine
 from perada.privacy.client_level import floor_variances
 from perada.privacy.training import PrivateRound
 from perada.refinement import compare, ensemble, refine
+from perada.round_report import RoundReport, round_metrics
 from perada.rounds import Phase, RoundPlan, one_of
 from perada.server import client_weights
 from perada.settings import FederationData, Loader, Settings
-from perada.states import State, clone, expand, megabytes, numel, to_device, unstack
+from perada.states import State, clone, expand, to_device, unstack
 from perada.store import ClientStore
-
-
-@dataclass
-class RoundReport:
-    """What a round did.
-
-    Attributes:
-        broken: Clients whose training became NaN or infinite and who were left out.
-        diverged: The distillation became NaN or infinite, and its starting point was kept.
-        broken_server: The server's step became NaN or infinite, and the global state stayed as it was.
-        metrics: Training losses, numbers of parameters, megabytes sent.
-    """
-
-    broken: list[int] = field(default_factory=list)
-    diverged: bool = False
-    broken_server: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Predictions(NamedTuple):
@@ -140,7 +123,7 @@ class Federation:
         protection.spend(plan)
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
-        metrics = self._metrics(cohort, updates, good)
+        metrics = round_metrics(self.settings, self.slot, self.global_state, cohort, updates, good)
         broken = [client for client in plan.clients if client not in clients]
         if clients:
             self.store.scatter(clients, _rows(kept, good))
@@ -268,32 +251,6 @@ class Federation:
     def global_models(self) -> list[State]:
         """The states whose averaged outputs are the global model's; usually one."""
         return unstack(clone(self._members()))
-
-    def _metrics(self, cohort: Cohort, updates: State, good: Tensor) -> dict[str, float]:
-        """Training loss, and what one client trains and all of them send."""
-        algorithm, settings = self.settings.algorithm, self.settings
-        full = cohort.chunks[0].full
-        received = sum(megabytes(chunk.received) for chunk in cohort.chunks)
-        if algorithm.compares:  # every client is sent all models, and takes one
-            received = megabytes(self.global_state) * len(cohort.plan.clients)
-        names = {
-            (role, name)
-            for role, state in full.items()
-            for phase in settings.phases
-            for name in algorithm.trained(role, phase.name, self.slot)
-            if name in state
-        }
-        sent = {key: value[0] for key, value in updates.items()}
-        metrics = {
-            "params/trained": float(sum(full[role][name][0].numel() for role, name in names)),
-            "params/sent": float(numel({key: value for key, value in sent.items() if key in self.slot.parameters})),
-            "comm/up_mb": megabytes(updates),
-            "comm/down_mb": received if algorithm.sends else 0.0,
-        }
-        shown = {} if settings.protection.clients is not None else cohort.mean_losses()  # no ledger counts them
-        for role, losses in shown.items():
-            metrics[f"train/{role}_loss"] = float(losses[good].mean())
-        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to go on, in types that ``torch.load(weights_only=True)`` takes."""

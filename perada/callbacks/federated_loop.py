@@ -13,12 +13,12 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from tqdm.auto import tqdm
 
 from perada.algorithms import Algorithm, PerAda
 from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, go_on
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
-from perada.callbacks.parts import federation_of, parts, prepared, warn_broken
+from perada.callbacks.finetuning import finetune
+from perada.callbacks.parts import federation_of, parts, prepared, progress, warn_broken
 from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation import Federation
@@ -177,7 +177,7 @@ class FederatedLoop(pl.Callback):
 
         def images(plan: RoundPlan) -> Iterable[CohortBatch]:
             epoch, sizes = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), data.train_sizes
-            for batch in map(one_of, self._progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}")):
+            for batch in map(one_of, progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}")):
                 left = [
                     min(rows, sizes[client] - batch.step * rows)
                     for client, rows in zip(batch.clients, batch.counts, strict=True)
@@ -199,7 +199,7 @@ class FederatedLoop(pl.Callback):
         round = cohort.plan.round
         with trainer.precision_plugin.forward_context():
             report = federation_of(module).close(
-                cohort, data, lambda steps: self._progress(trainer, steps, f"Distil {round}")
+                cohort, data, lambda steps: progress(trainer, steps, f"Distil {round}")
             )
         if report.broken:
             warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
@@ -222,7 +222,7 @@ class FederatedLoop(pl.Callback):
         if self.privacy is not None and self.privacy.max_epsilon is not None:
             trainer.should_stop |= not warn_spent(self, cohort.plan.clients)
         if round + 1 == trainer.max_epochs:
-            self._finetune(trainer, data, module)
+            finetune(self, trainer, data, module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
@@ -234,7 +234,7 @@ class FederatedLoop(pl.Callback):
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
         data, module = parts(trainer, pl_module)
         module.cohort = None  # of a round that was stopped in the middle, and counts as not begun
-        tuned = self._finetune(trainer, data, module)
+        tuned = finetune(self, trainer, data, module)
         scored = self._score(trainer, data, module) if tuned or not self._is_scored() else False
         if tuned or scored:
             for callback in trainer.checkpoint_callbacks:
@@ -264,34 +264,6 @@ class FederatedLoop(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": round, **module.scores}, step=max(0, trainer.global_step - 1))
         return True
-
-    def _finetune(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
-        """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
-        federation, tuning = federation_of(module), self.algorithm.finetuning()
-        if tuning is None or federation.finetuned or not federation.rounds_done:
-            return False
-        size = self.clients_per_round or data.num_clients
-        images = federation.settings.protection.images
-        able = range(data.num_clients) if images is None else images.account.affordable(range(data.num_clients), True)
-        if len(able) < data.num_clients:
-            missing = sorted({*range(data.num_clients)} - {*able})
-            rank_zero_warn(f"privacy: client {', '.join(map(str, missing))} cannot afford the fine-tuning")
-        ordered = sorted(able, key=lambda client: -data.train_sizes[client])
-        groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-        sampling = None if images is None else images.sampling(tuning=True)
-        plans = [data.plan_for(group, federation.rounds_done, [tuning[1]]) for group in groups]
-        with trainer.precision_plugin.forward_context():
-            broken = federation.finetune(
-                self._progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
-            )
-        if broken:
-            warn_broken("fine-tuning", broken, "it keeps the global adapter")
-        return True
-
-    @staticmethod
-    def _progress(trainer: pl.Trainer, steps: Iterable[T], description: str) -> Iterable[T]:
-        bar = trainer.progress_bar_callback
-        return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

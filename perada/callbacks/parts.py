@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a run as the federated loop sees them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from tqdm.auto import tqdm
 
 from perada.data import FederatedDataModule, RoundPlan
 from perada.federation import Federation
 from perada.module import FederatedClassifier
 from perada.rounds import AnyBatch, PrivateSampling
+
+T = TypeVar("T")
 
 
 def warn_broken(when: str, clients: list[int], consequence: str) -> None:
@@ -28,6 +32,12 @@ def prepared(
     """The local steps of a plan, on the model's device."""
     for batch in data.cohort_loader(plan, private):
         yield data.prepare(move_data_to_device(batch, module.device))
+
+
+def progress(trainer: pl.Trainer, steps: Iterable[T], description: str) -> Iterable[T]:
+    """``steps`` under a progress bar, where the trainer shows one."""
+    bar = trainer.progress_bar_callback
+    return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
 
 def federation_of(module: FederatedClassifier) -> Federation:

@@ -15,7 +15,8 @@ from perada.data import FederatedDataModule, Phase
 from perada.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, calibrate
 from perada.privacy.account import Account, Training
-from perada.privacy.client_level import ClientLevel, check_client_level
+from perada.privacy.client_level import ClientLevel
+from perada.privacy.client_level_refusals import check_client_level
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import rehearse
 from perada.privacy.training import PrivateTraining

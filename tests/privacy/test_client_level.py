@@ -14,7 +14,6 @@ from perada.algorithms import ALGORITHMS, FedAvg, FedBE, FedEnsemble, PerAda, Se
 from perada.privacy import ClientPrivacy, randomness
 from perada.privacy.client_level import (
     ClientLevel,
-    check_client_level,
     clip_updates,
     floor_variances,
     next_norm,
@@ -22,6 +21,7 @@ from perada.privacy.client_level import (
     privatize,
     split_noise,
 )
+from perada.privacy.client_level_refusals import check_client_level
 from perada.server import client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, make_rule
 from perada.states import expand

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients' fine-tuning after the last round, where the algorithm ends so."""
+
+from typing import TYPE_CHECKING
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.callbacks.parts import federation_of, prepared, progress, warn_broken
+from perada.data import FederatedDataModule
+from perada.module import FederatedClassifier
+
+if TYPE_CHECKING:
+    from perada.callbacks.federated_loop import FederatedLoop
+
+
+def finetune(
+    loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+) -> bool:
+    """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
+    federation, tuning = federation_of(module), loop.algorithm.finetuning()
+    if tuning is None or federation.finetuned or not federation.rounds_done:
+        return False
+    size = loop.clients_per_round or data.num_clients
+    images = federation.settings.protection.images
+    able = range(data.num_clients) if images is None else images.account.affordable(range(data.num_clients), True)
+    if len(able) < data.num_clients:
+        missing = sorted({*range(data.num_clients)} - {*able})
+        rank_zero_warn(f"privacy: client {', '.join(map(str, missing))} cannot afford the fine-tuning")
+    ordered = sorted(able, key=lambda client: -data.train_sizes[client])
+    groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    sampling = None if images is None else images.sampling(tuning=True)
+    plans = [data.plan_for(group, federation.rounds_done, [tuning[1]]) for group in groups]
+    with trainer.precision_plugin.forward_context():
+        broken = federation.finetune(
+            progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
+        )
+    if broken:
+        warn_broken("fine-tuning", broken, "it keeps the global adapter")
+    return True
