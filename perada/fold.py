@@ -105,6 +105,6 @@ def shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module
     """Copy a container, sharing everything it holds but its children."""
     shell = copy.copy(module)
     shell._parameters = dict(module._parameters)
-    shell._buffers = dict(module._buffers)
+    shell._buffers = module._buffers  # the very dictionary: a model that is moved puts new tensors into it
     shell._modules = children
     return shell

@@ -295,3 +295,24 @@ def test_many_states_on_the_same_images_in_parts():
         assert not out.requires_grad
         for state, logits in zip(states, out, strict=True):
             torch.testing.assert_close(logits, functional_call(model.eval(), state, (x,)))
+
+
+class Scaled(nn.Module):
+    """A container with a buffer of its own around a trained layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", ["folded", "loop"])
+def test_the_engine_follows_a_model_to_another_device(kind):
+    model = nn.Sequential(nn.Flatten(), Scaled())
+    engine = Engine(model, kind)
+    model.to("meta")
+    states = stack([get_state(model)] * 2)
+    assert engine.logits(states, torch.empty(2, 5, 3, device="meta")).device.type == "meta"
