@@ -172,12 +172,13 @@ class Cohort:
                     chunk.narrow(active)
                 self.algorithm.client_step(_Step(self, chunk, batches))
 
-    def close(self) -> tuple[Stacks, State, Tensor]:
+    def close(self) -> tuple[Stacks, State, Tensor, Tensor]:
         """Finish the round.
 
         Returns:
-            What the clients keep (C, ...), what they send (C, ...), and which of them stayed finite (C,), in the plan's
-            order.
+            What the clients keep (C, ...), what they send (C, ...), which of them stayed finite (C,), and whose update
+            counts (C,), in the plan's order. An update counts if the client stayed finite; where training is private,
+            if the update did, for the server may learn nothing of what is not sent.
         """
         trained = {
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
@@ -188,7 +189,12 @@ class Cohort:
             for value in state.values():
                 finite &= value.reshape(len(value), -1).isfinite().all(1)
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
-        return kept, update, finite
+        counts = finite
+        if self.private is not None:
+            counts = torch.ones_like(finite)
+            for value in update.values():
+                counts &= value.reshape(len(value), -1).isfinite().all(1)
+        return kept, update, finite, counts
 
     def mean_losses(self) -> dict[str, Tensor]:
         """Mean training loss (C,) of each client over the steps it took on a role, for the roles that have a loss."""

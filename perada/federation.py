@@ -119,7 +119,7 @@ class Federation:
         """
         plan = cohort.plan
         protection = self.settings.protection
-        kept, updates, finite = cohort.close()
+        kept, updates, finite, counts = cohort.close()
         protection.spend(plan)
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
@@ -129,6 +129,8 @@ class Federation:
             self.store.scatter(clients, _rows(kept, good))
         self.rounds_done = plan.round + 1
         diverged = broken_server = False
+        good = counts.nonzero().flatten()
+        clients = [plan.clients[index] for index in good.tolist()]
         if protection.clients is not None:  # all are counted, since who broke depends on their images
             updates = protection.clients.apply(updates, cohort.received, plan.round, plan.clients)
             clients, good = list(plan.clients), torch.arange(len(plan.clients), device=good.device)
@@ -204,7 +206,7 @@ class Federation:
             cohort = self._cohort(algorithm, [phase], plan, self.tuned.gather(plan.clients), factor, private)
             for batch in loader(plan):
                 cohort.step(batch)
-            kept, _, finite = cohort.close()
+            kept, _, finite, _ = cohort.close()
             protection.spend(plan, tuning=True)
             good = finite.nonzero().flatten()
             self.tuned.scatter([plan.clients[index] for index in good.tolist()], _rows(kept, good))
@@ -265,7 +267,8 @@ class Federation:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of the federation that wrote ``saved``."""
-        self.settings.protection.load_state_dict(saved.get("privacy"))
+        tuned, done = saved["tuned"] is not None, saved["rounds_done"]
+        self.settings.protection.load_state_dict(saved.get("privacy"), done, tuned)
         device = self._device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}

@@ -86,9 +86,13 @@ def _floats(values: Sequence[float | str]) -> list[float]:
 def _sample(sample: Record, client: int | None) -> list[str]:
     """Of single images."""
     options, server, release = sample["options"], _floats(sample["server"]), _floats(sample["release"])
+    neighbours = {
+        "poisson": "one image is added to a client's training images or taken out of them",
+        "shuffle": "one of a client's training images is made void, its place among the others staying",
+    }[options["sampling"]]
     intro = (
         "Differential privacy for single images: what can be learnt from the adapter changes little, as bounded by ε "
-        f"and δ = {options['delta']:g}, if one image is added to a client's training images or taken out of them."
+        f"and δ = {options['delta']:g}, if {neighbours}."
     )
     if client is None:
         figures = _table(

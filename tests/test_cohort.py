@@ -89,7 +89,7 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
     running = cohort(model, training, engine=engine, clients_per_chunk=chunk, factor=0.5)
     for batch in batches(multilabel):
         running.step(batch)
-    _, updates, finite = running.close()
+    _, updates, finite, _ = running.close()
     assert finite.all()
     clipped = 0
     for row, (steps, count) in enumerate(zip(STEPS, COUNTS, strict=True)):
@@ -126,8 +126,8 @@ def test_a_broken_client_does_not_touch_the_others(optimizer, clip_norm, engine)
         return running.close()
 
     model = network(dropout=0.3)
-    kept, updates, finite = train(broken=True)
-    kept_clean, updates_clean, finite_clean = train(broken=False)
+    kept, updates, finite, _ = train(broken=True)
+    kept_clean, updates_clean, finite_clean, _ = train(broken=False)
     assert finite.tolist() == [True, False, True, True]
     assert finite_clean.all()
     for dirty, clean in ((updates, updates_clean), (kept["personal"], kept_clean["personal"])):
@@ -215,7 +215,7 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
                 alone[m].zero_grad()
                 F.cross_entropy(alone[m](x[m]), y[m]).backward()
                 optimizers[m].step()
-    _, updates, _ = running.close()
+    _, updates, _, _ = running.close()
     for row, module in enumerate(alone):
         for key, value in get_state(module).items():
             torch.testing.assert_close(updates[key][row], value, rtol=1e-8, atol=1e-10)

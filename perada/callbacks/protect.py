@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from perada.algorithms import Algorithm
 from perada.data import FederatedDataModule, Phase
@@ -17,11 +18,13 @@ from perada.privacy import ClientPrivacy, calibrate
 from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_level_refusals import check_client_level
+from perada.privacy.probe import check_gradients
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import rehearse
 from perada.privacy.training import PrivateTraining
-from perada.rounds import sample_cohort
-from perada.states import expand, get_state
+from perada.rounds import one_of, sample_cohort
+from perada.seeding import generator
+from perada.states import State, expand, get_state
 
 if TYPE_CHECKING:
     from perada.callbacks.federated_loop import FederatedLoop
@@ -104,19 +107,32 @@ def _check_independent(data: FederatedDataModule, module: FederatedClassifier) -
             "train_norms=False (adapter_options), which leaves the network's own frozen statistics, lora, bottleneck "
             "or head, or a backbone with LayerNorm or GroupNorm"
         )
-    x = data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0)))).x)[:, :1]
-    device = next(module.model.parameters()).device
-    pair = torch.cat([x, 1 - x.flip(-1)], 1).to(device)  # the first image beside two different ones
-    states, outputs = expand(get_state(module.model), 1), []
-    for images in (pair, torch.cat([pair[:, :1], pair[:, :1]], 1)):
-        streams = [torch.Generator(device=device).manual_seed(0)]
+    x, _, states = _probe(data, module)
+    outputs = []
+    for images in (x, torch.cat([x[:, :1], x[:, :1]], 1)):  # the first image beside two different ones
+        streams = [torch.Generator(device=x.device).manual_seed(client) for client in range(len(x))]
         with torch.no_grad():
-            outputs.append(module.engine.logits(states, images, training=True, generators=streams)[0, 0])
+            outputs.append(module.engine.logits(states, images, training=True, generators=streams)[:, 0])
     if not torch.allclose(outputs[0], outputs[1], rtol=1e-2, atol=1e-2 * float(outputs[0].abs().max())):
         raise ValueError(
             "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
             "not its own (a normalisation over the batch, or the like); choose a backbone without such a layer"
         )
+
+
+def _probe(data: FederatedDataModule, module: FederatedClassifier) -> tuple[Tensor, Tensor, State]:
+    """Images (2, 2, ...) made of a client's first one, their labels, and states (2, ...) near the initial one."""
+    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
+    device = next(module.model.parameters()).device
+    x = batch.x[0, 0].to(device)
+    images = torch.stack([x, 1 - x.flip(-1), 2 * x, x.flip(-1)]).view(2, 2, *x.shape)
+    y = batch.y[0, 0].to(device)
+    source = generator(0, "probe", device=device)
+    states = {key: value.clone() for key, value in expand(get_state(module.model), 2).items()}
+    for key in module.slot.parameters:
+        noise = torch.randn(states[key].shape, generator=source, device=device, dtype=states[key].dtype)
+        states[key] = (states[key] + 0.02 * noise).requires_grad_()
+    return images, y.expand(2, 2, *y.shape), states
 
 
 def protect(
@@ -131,10 +147,12 @@ def protect(
         return Protection()
     rounds = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
     clients = data.num_clients
-    planned = None
-    if rounds is not None:
-        drawn = Counter(c for r in range(rounds) for c in sample_cohort(loop.seed, r, clients, loop.clients_per_round))
-        planned = [drawn[client] for client in range(clients)]
+
+    def planned(start: int) -> list[int]:
+        cohorts = (sample_cohort(loop.seed, r, clients, loop.clients_per_round) for r in range(start, rounds or 0))
+        drawn = Counter(client for cohort in cohorts for client in cohort)
+        return [drawn[client] for client in range(clients)]
+
     images = None
     if loop.privacy is not None:
         initial = loop.algorithm.initial(module.initial_state)
@@ -150,20 +168,22 @@ def protect(
             data.batch_size,
             training(loop.algorithm, loop.phases),
             None if tuning is None else training(tuning[0], (tuning[1],)),
-            planned,
+            None if rounds is None else planned,
         )
+        x, y, states = _probe(data, module)
+        check_gradients(loop.privacy, module.engine, states, x, y, module.multilabel)
         images = PrivateTraining(account, module.engine, module.multilabel, loop.seed)
     return Protection(
-        images, None if loop.client_privacy is None else _client_level(loop, loop.client_privacy, planned)
+        images, None if loop.client_privacy is None else _client_level(loop, loop.client_privacy, planned(0))
     )
 
 
-def _client_level(loop: "FederatedLoop", options: ClientPrivacy, planned: list[int] | None) -> ClientLevel:
+def _client_level(loop: "FederatedLoop", options: ClientPrivacy, planned: list[int]) -> ClientLevel:
     """Privacy of whole clients; with a target, the noise that the client who takes part most often needs."""
     noise = options.noise_multiplier
     if noise is None:
         assert options.target_epsilon is not None
-        if not planned or not max(planned):
+        if not max(planned):
             raise ValueError(
                 f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated "
                 "for; give max_epochs (rounds), or noise_multiplier"

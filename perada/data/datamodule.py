@@ -246,13 +246,14 @@ class FederatedDataModule(pl.LightningDataModule):
         return 0 if store is None else store.sizes[0]
 
     def check_public_overlap(self) -> None:
-        """Compare the public images with all that clients train on; images in files are all read for it.
+        """Compare the server's images with all that clients train on; images in files are all read for it.
 
         Raises:
             ValueError: If one is in both, with both places.
         """
-        if self._ready.public is not None:
-            check_overlap(self._ready.train, self._ready.public)
+        for name, store in (("public", self._ready.public), ("server_validation", self._ready.server_validation)):
+            if store is not None:
+                check_overlap(self._ready.train, store, name)
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.

@@ -38,8 +38,8 @@ def public_overlap(train: Store, public: Store) -> tuple[int, int, int] | None:
     return None
 
 
-def check_overlap(train: Store, public: Store) -> None:
-    """Refuse a public set that holds a training image.
+def check_overlap(train: Store, public: Store, name: str = "public") -> None:
+    """Refuse a set of the server's that holds a training image.
 
     Raises:
         ValueError: With the first image that does, and the remedy.
@@ -48,9 +48,9 @@ def check_overlap(train: Store, public: Store) -> None:
     if found is not None:
         client, index, other = found
         raise ValueError(
-            f"image {index} of client {client} is also image {other} of the public set: the server would distil on a "
-            "private image, which the ledgers do not count. Take such images out of the public set; where it is a "
-            "public_fraction of a dataset that holds an image twice, give another set as public"
+            f"image {index} of client {client} is also image {other} of the {name} set: the server would distil by a "
+            f"private image, which the ledgers do not count. Take such images out of the {name} set; where it is a "
+            f"fraction of a dataset that holds an image twice, give another set as {name}"
         )
 
 

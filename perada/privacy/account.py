@@ -2,7 +2,7 @@
 """What a run costs each client: its noise, its ledgers, and whether it can afford another round."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,6 +13,9 @@ from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes
 from perada.rounds import BatchSize, Phase, RoundPlan, rows_per_batch
+
+ROUNDING = 1 + 1e-9
+"""What floating-point sums may add to a limit that is met exactly."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Account:
         batch_size: Of the data.
         rounds: What a client trains in a round.
         tuning: What every client trains after the last round, if anything.
-        planned: In how many of the planned rounds each client takes part; ``None`` if that is not known.
+        planned: Gives, from a round on, in how many of the planned ones each client takes part; ``None`` if that is
+            not known.
 
     Attributes:
         noise_multipliers: σ of each client.
@@ -73,10 +77,10 @@ class Account:
         batch_size: BatchSize,
         rounds: Training,
         tuning: Training | None = None,
-        planned: Sequence[int] | None = None,
+        planned: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
-        self.rounds, self.tuning, self.planned = rounds, tuning, planned
+        self.rounds, self.tuning, self._planned = rounds, tuning, planned
         self.ledgers = Ledgers()
         self._steps = cache(self._entries)
         self._check_ledger()
@@ -95,13 +99,13 @@ class Account:
                 self.ledgers.add(client, sigma, rate, steps, sent=sent)
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Those of ``clients`` who stay within ``max_epsilon`` if they train once more.
+        """Those of ``clients`` who stay within ``max_epsilon`` and ``target_epsilon`` if they train once more.
 
-        Fine-tuning must stay within ``target_epsilon`` too: a run that was stopped early has fine-tuned before.
+        A target can be passed where a run goes on: with other options, or fine-tuning again after it was stopped early.
         """
-        limits = [self.options.max_epsilon, self.options.target_epsilon if tuning else None]
+        limits = (self.options.max_epsilon, self.options.target_epsilon)
         limit = min((given for given in limits if given is not None), default=None)
-        return [client for client in clients if limit is None or self._after(client, tuning) <= limit]
+        return [client for client in clients if limit is None or self._after(client, tuning) <= limit * ROUNDING]
 
     def metrics(self) -> dict[str, float]:
         """Mean, std and maximum of ε over clients in both ledgers; ``epsilon`` alone is the release's."""
@@ -128,8 +132,13 @@ class Account:
         """Ledgers and noise in plain types."""
         return {"ledgers": self.ledgers.state_dict(), "noise_multipliers": list(self.noise_multipliers)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], rounds_done: int, tuned: bool = False) -> None:
         """Go on from what :meth:`state_dict` gave; a calibrated σ stays what it was.
+
+        Args:
+            state: What it gave.
+            rounds_done: Rounds that it counts.
+            tuned: Whether it counts a fine-tuning after them.
 
         Raises:
             ValueError: If the rounds that are now planned would pass the target.
@@ -139,11 +148,13 @@ class Account:
         if target is None:
             return
         self.noise_multipliers = list(state["noise_multipliers"])
-        for client in range(len(self.sizes)):
-            epsilon = history_epsilon(self._whole_plan(client), self.options.delta, self.options.accountant)
-            if epsilon > target:
+        left = [0] * len(self.sizes) if self._planned is None else self._planned(rounds_done)
+        for client, rounds in enumerate(left):
+            plan = self._whole_plan(client, rounds, tuned)
+            epsilon = history_epsilon(plan, self.options.delta, self.options.accountant)
+            if epsilon > target * ROUNDING:
                 raise ValueError(
-                    f"privacy: the noise was calibrated to target_epsilon={target} for fewer rounds: with those "
+                    f"privacy: the noise was calibrated to target_epsilon={target} for another plan: with the rounds "
                     f"planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a higher "
                     "target_epsilon"
                 )
@@ -191,34 +202,33 @@ class Account:
                 history[sigma, rate] += steps
         return history_epsilon(history, self.options.delta, self.options.accountant)
 
-    def _whole_plan(self, client: int) -> Counter[tuple[float, float]]:
-        """What is spent, and what the rounds still planned will cost."""
+    def _whole_plan(self, client: int, rounds: int, tuned: bool) -> Counter[tuple[float, float]]:
+        """What is spent, and what so many rounds more and a fine-tuning will cost."""
         ledger = self.ledgers.release if self.options.ledger == "release" else self.ledgers.server
         history = Counter(ledger.history(client))
-        assert self.planned is not None
-        done: Counter[tuple[float, float]] = Counter()
-        for tuning, times in ((False, self.planned[client]), (True, 1)):
+        for tuning, times in ((False, rounds), (True, 0 if tuned else 1)):
             for sigma, rate, steps, sent in self._costs(client, tuning):
                 if self._counted(sent):
-                    done[sigma, rate] += times * steps
-        return history | done  # the larger of each count: what was trained is part of what is planned
+                    history[sigma, rate] += times * steps
+        return history
 
     def _calibrated(self) -> list[float]:
         """σ of each client for the target."""
         target, options = self.options.target_epsilon, self.options
         assert target is not None
-        if self.planned is None:
+        if self._planned is None:
             raise ValueError(
                 f"privacy: target_epsilon={target} needs a number of rounds to be calibrated for; give max_epochs "
                 "(rounds), or noise_multiplier"
             )
+        planned = self._planned(0)
         known: dict[tuple[float, int, int], float] = {}
         result = []
         for client, size in enumerate(self.sizes):
             entries = [entry for entry in self._steps(size, False) if self._counted(entry.sent)]
             after = [entry for entry in self._steps(size, True) if self._counted(entry.sent)]
             looks = max(entry.looks for entry in entries + after)  # where they differ, the noise is a little more
-            steps = max(1, self.planned[client]) * sum(e.steps for e in entries) + sum(e.steps for e in after)
+            steps = max(1, planned[client]) * sum(e.steps for e in entries) + sum(e.steps for e in after)
             key = self.rate(client) if options.sampling == "poisson" else 1.0, steps, looks
             if key not in known:
                 try:

@@ -199,20 +199,23 @@ class ClientLevel:
     def __init__(self, options: ClientPrivacy, noise_multiplier: float, seed: int) -> None:
         self.options, self.noise_multiplier, self._seed = options, noise_multiplier, seed
         self.norm, self.ledger = options.max_norm, Ledger()
+        self._count_noise = options.count_noise
 
     def check(self, clients: int) -> None:
-        """Refuse a number of clients in a round that the noise of adaptive clipping is too much for.
+        """Settle the count's noise for rounds of so many clients, and refuse it if that of the updates is too much.
 
         Raises:
             ValueError: If so.
         """
+        if self.options.count_noise is None:
+            self._count_noise = clients / 20
         self._split(clients)
 
     def _split(self, clients: int) -> tuple[float, float]:
         """z_Δ of the updates and σ_b of the count; σ_b is 0 where there is no count."""
         if self.options.clipping == "fixed":
             return self.noise_multiplier, 0.0
-        count_noise = clients / 20 if self.options.count_noise is None else self.options.count_noise
+        count_noise = clients / 20 if self._count_noise is None else self._count_noise
         return split_noise(self.noise_multiplier, count_noise), count_noise
 
     def apply(self, updates: State, received: State, round: int, clients: Sequence[int]) -> State:

@@ -78,6 +78,7 @@ def factors_of(
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; choose 'flat', 'per_layer' or 'automatic'")
+    mask = mask & torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
     if method == "per_layer":
         bounds = _bounds(max_norm, norms)
         return {name: _known(_shrink(norm, bounds[name]) * mask) for name, norm in norms.items()}

@@ -20,7 +20,7 @@ from perada.engine import Engine
 from perada.fold import fold
 from perada.losses import real_rows, row_losses
 from perada.privacy.clipping import factors_of, noisy_mean, sensitivity
-from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of
+from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of, wide
 from perada.privacy.options import Privacy
 from perada.stacked_layers import Twin
 from perada.states import State, train_mode, trained_keys
@@ -126,7 +126,10 @@ class FoldedGradients:
                 real = real_rows(counts, x.shape[1], x.device)
                 samples = self._samples(query, x, y, counts, real)
                 with torch.autocast(x.device.type, enabled=False):
-                    norms = {key: sample.squares().sqrt().view_as(real) for key, sample in samples.items()}
+                    zeros = torch.zeros(real.shape, device=real.device)  # of what no image passed
+                    norms = {
+                        key: samples[key].squares().sqrt().view_as(real) if key in samples else zeros for key in leaves
+                    }
                     factors = factors_of(norms, real, bounds, self.options.clipping)
                     for key, sample in samples.items():
                         summed[key] += sample.summed(factors[key].to(summed[key].dtype))
@@ -153,7 +156,7 @@ class FoldedGradients:
         train_mode(self._model)
         with torch.enable_grad(), quiet():
             logits = self._model(self.engine.format(x.flatten(0, 1)))
-            losses = row_losses(_wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
+            losses = row_losses(wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
             losses.where(real, 0).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
         samples: dict[str, Samples] = {}
         for key, parameter in held.items():
@@ -246,18 +249,23 @@ class OpacusGradients:
                 optimizer.zero_grad()
                 if count:
                     with torch.enable_grad(), quiet():
-                        logits = _wide(model(self.engine.format(x[start : start + size])))
+                        logits = wide(model(self.engine.format(x[start : start + size])))
                         row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel).sum().backward()  # type: ignore[no-untyped-call]
                 for leaf in leaves:  # of what no image passed
                     if leaf.grad_sample is None:  # type: ignore[attr-defined]  # Opacus's
                         leaf.grad_sample = leaf.new_zeros((len(x[start : start + size]), *leaf.shape))  # type: ignore[attr-defined]
+                _leave_out_broken(leaves)
                 optimizer.signal_skip_step(start != starts[-1])
-                optimizer.pre_step()
+                with torch.autocast(x.device.type, enabled=False):
+                    optimizer.pre_step()
             return {key: leaf.grad.clone() for key, leaf in zip(keys, leaves, strict=True) if leaf.grad is not None}
         finally:
             model.to_standard_module()
 
 
-def _wide(logits: Tensor) -> Tensor:
-    """In single precision at least."""
-    return logits.float() if logits.dtype.itemsize < 4 else logits
+def _leave_out_broken(leaves: list[nn.Parameter]) -> None:
+    """Put zeros in the place of every image's gradient that is not finite; all in single precision at least."""
+    samples = [wide(leaf.grad_sample) for leaf in leaves]  # type: ignore[attr-defined]  # Opacus's
+    finite = torch.stack([sample.flatten(1).isfinite().all(1) for sample in samples]).all(0)
+    for leaf, sample in zip(leaves, samples, strict=True):
+        leaf.grad_sample = sample.where(finite.view(-1, *[1] * (sample.dim() - 1)), 0)  # type: ignore[attr-defined]

@@ -72,8 +72,9 @@ class Factors:
 
     def squares(self) -> Tensor:
         """Squared norm (R,) of each: Σ_nm (a_n · a_m)(b_n · b_m)."""
-        inputs, outputs = (torch.bmm(x, x.transpose(1, 2)) for x in (self.a, self.b))
-        return (inputs * outputs).sum((1, 2)).clamp(min=0)
+        a, b = self.a.double(), self.b.double()  # the terms may cancel
+        squares = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp(min=0)
+        return squares.to(self.a.dtype)
 
     def summed(self, factors: Tensor) -> Tensor:
         """Sum (C, ...) over each client's rows."""
@@ -94,12 +95,12 @@ def samples_of(parameter: nn.Parameter) -> Samples | None:
     parts: list[tuple[Tensor, Tensor]] = getattr(parameter, "factors", [])
     if parts:  # a layer that was used twice has more positions
         a, b = (torch.cat([part[side] for part in parts], 1) for side in (0, 1))
-        return Factors(_single(a), _single(b), parameter.shape[1:])
+        return Factors(wide(a), wide(b), parameter.shape[1:])
     rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
-    return None if rows is None else Whole(_single(rows))
+    return None if rows is None else Whole(wide(rows))
 
 
-def _single(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """In single precision at least."""
     return x.float() if x.dtype.itemsize < 4 else x
 
@@ -108,6 +109,7 @@ def _single(x: Tensor) -> Tensor:
 def quiet() -> Iterator[None]:
     """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract", UserWarning)
         warnings.filterwarnings("ignore", "There is a performance drop because we have not yet", UserWarning)
         warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
         yield
@@ -155,8 +157,21 @@ def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule,
 
     twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
     register_grad_sampler(list(twins))(_sample_gradients)
+    register_grad_sampler(nn.Conv2d)(_convolution_gradients)
     train_mode(model)
     return GradSampleModule(model, loss_reduction="sum", strict=False)
+
+
+def _convolution_gradients(
+    layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Opacus's sampler of convolutions, which takes channels-last tensors for contiguous ones (seen in 1.6.0)."""
+    from opacus.grad_sample.conv import compute_conv_grad_sample
+
+    found: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(
+        layer, [activations[0].contiguous()], backprops.contiguous()
+    )
+    return found
 
 
 def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -170,9 +185,10 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
 
     original = layer.original[0]
     names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
-    factors = _factors(original, activations[0], backprops) if "weight" not in layer.frozen else None
+    weight: Any = None if "weight" in layer.frozen else layer.weight
+    used = weight is not None and (hasattr(weight, "factors"), hasattr(weight, "_current_grad_sample"))
+    factors = _factors(original, activations[0], backprops, used[0]) if used and used != (False, True) else None
     if factors is not None:
-        weight: Any = layer.weight
         weight.factors = [*getattr(weight, "factors", []), factors]
         found = {weight: backprops.new_empty(len(backprops), 0)}
         if original.bias is not None and original.bias.requires_grad:
@@ -196,15 +212,18 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
     return {own[name]: gradient for name, gradient in zip(each, gradients, strict=True)}
 
 
-def _factors(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The factors a (R, N, I) and b (R, N, O) of a layer that is a linear map of positions, if they are the cheaper."""
+def _factors(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> tuple[Tensor, Tensor] | None:
+    """The factors a (R, N, I) and b (R, N, O) of a layer that is a linear map of positions, if they are the cheaper.
+
+    ``always`` if there are some already, of an earlier use of the layer.
+    """
     if type(layer) is nn.Linear:
         a, b = x.reshape(len(x), -1, x.shape[-1]), backprops.reshape(len(x), -1, backprops.shape[-1])
     elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
-        if isinstance(layer.padding, str) or 2 * backprops[0, 0].numel() ** 2 >= layer.weight.numel():
+        if isinstance(layer.padding, str) or not (always or 2 * backprops[0, 0].numel() ** 2 < layer.weight.numel()):
             return None
         a = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
         b = backprops.flatten(2).transpose(1, 2)
     else:
         return None
-    return (a, b) if 2 * a.shape[1] ** 2 < a.shape[2] * b.shape[2] else None
+    return (a, b) if always or 2 * a.shape[1] ** 2 < a.shape[2] * b.shape[2] else None

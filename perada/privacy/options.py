@@ -56,14 +56,12 @@ class Privacy:
     secure_rng: bool = False
 
     def __post_init__(self) -> None:
-        _check_noise("privacy", self.noise_multiplier, self.target_epsilon)
-        check_delta(self.delta)
-        check_accountant(self.accountant)
+        _check_common("privacy", self)
         _check_choices("privacy", self, clipping=("flat", "per_layer", "automatic"), sampling=("poisson", "shuffle"))
         _check_choices("privacy", self, ledger=("release", "server"), engine=("auto", "folded", "opacus"))
         _check_positive("privacy", max_norm=self.max_norm, max_epsilon=self.max_epsilon)
         size = self.physical_batch_size
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(
                 f"privacy: physical_batch_size={size!r} cannot be used; give 1 image or more, or leave it out"
             )
@@ -106,12 +104,10 @@ class ClientPrivacy:
     secure_rng: bool = False
 
     def __post_init__(self) -> None:
-        _check_noise("client_privacy", self.noise_multiplier, self.target_epsilon)
-        check_delta(self.delta)
-        check_accountant(self.accountant)
+        _check_common("client_privacy", self)
         _check_choices("client_privacy", self, clipping=("fixed", "adaptive"))
         _check_positive("client_privacy", max_norm=self.max_norm, count_noise=self.count_noise, clip_lr=self.clip_lr)
-        if not 0 <= self.quantile <= 1:
+        if not (_is_number(self.quantile) and 0 <= self.quantile <= 1):
             raise ValueError(f"client_privacy: quantile={self.quantile!r} is no share; give 0 to 1, 0.5 is usual")
 
 
@@ -145,7 +141,7 @@ def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: f
             f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, "
             "the noise or the ε that it is calibrated for"
         )
-    if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
+    if noise_multiplier is not None and not (_is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf):
         raise ValueError(
             f"{section}: noise_multiplier={noise_multiplier!r} is negative or not finite; usual values lie from 0.5 "
             "to 5"
@@ -153,9 +149,24 @@ def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: f
     _check_positive(section, target_epsilon=target_epsilon)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_common(section: str, options: "Privacy | ClientPrivacy") -> None:
+    """What both sections have."""
+    _check_noise(section, options.noise_multiplier, options.target_epsilon)
+    if not _is_number(options.delta):
+        raise ValueError(f"{section}: delta={options.delta!r} is no number; give one between 0 and 1, such as 1e-5")
+    check_delta(options.delta)
+    check_accountant(options.accountant)
+    if not isinstance(options.secure_rng, bool):
+        raise ValueError(f"{section}: secure_rng={options.secure_rng!r} is neither true nor false")
+
+
 def _check_positive(section: str, **numbers: float | None) -> None:
     for name, value in numbers.items():
-        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(f"{section}: {name}={value!r} cannot be used; give a positive, finite number")
 
 

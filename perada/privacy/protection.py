@@ -66,8 +66,13 @@ class Protection:
             "clients": None if self.clients is None else self.clients.state_dict(),
         }
 
-    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+    def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
         """Go on from what :meth:`state_dict` gave.
+
+        Args:
+            saved: What it gave; ``None`` for a run that was not private.
+            rounds_done: Rounds that it counts.
+            tuned: Whether it counts a fine-tuning after them.
 
         Raises:
             ValueError: If what was trained so far was private in another way, or would pass its target.
@@ -82,6 +87,6 @@ class Protection:
                     f"not be accounted for; go on {with_it} {section}, or start anew"
                 )
         if self.images is not None:
-            self.images.account.load_state_dict(saved["images"])
+            self.images.account.load_state_dict(saved["images"], rounds_done, tuned)
         if self.clients is not None:
             self.clients.load_state_dict(saved["clients"])

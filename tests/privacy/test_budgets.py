@@ -207,9 +207,19 @@ def test_a_calibrated_run_goes_on_with_its_noise(tmp_path):
     assert resumed.info["privacy"]["sample"]["noise_multipliers"] == noise
     spent = resumed.metrics["clients"]["privacy/release_epsilon"]
     assert 2.99 <= max(spent) <= 3.0
-    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for fewer rounds") as raised:
+    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for another plan") as raised:
         train(WITHOUT_KD, privacy, 6, ckpt_path=path, **saving(tmp_path / "half"))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings(OVERWRITES)
+def test_a_calibrated_run_does_not_go_on_with_other_steps(tmp_path):
+    """More rounds of fewer steps: as many as were planned in all, but those trained were the longer ones."""
+    privacy = {"target_epsilon": 3.0, "delta": DELTA, "max_norm": 0.6}
+    train(WITHOUT_KD, privacy, 2, local_epochs=2, **saving(tmp_path))
+    path = str(tmp_path / "saved.ckpt")
+    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for another plan"):
+        train(WITHOUT_KD, privacy, 4, ckpt_path=path, local_epochs=1, **saving(tmp_path))
 
 
 @pytest.mark.filterwarnings(OVERWRITES)

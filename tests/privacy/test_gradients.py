@@ -11,6 +11,7 @@ from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine
 from perada.privacy import Privacy
 from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
+from perada.privacy.hooks import Factors
 from perada.states import get_state, parameter_keys, stack
 
 CLASSES = 4
@@ -182,9 +183,11 @@ def test_one_image_moves_the_sum_by_at_most_the_bound(kind, clipping):
     assert 0.1 * bound < moved <= bound * (1 + 1e-5)
 
 
-def test_an_image_that_breaks_is_left_out():
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_an_image_that_breaks_is_left_out(engine, clipping):
     net = model("small")
-    gradients = FoldedGradients(Privacy(0.0, max_norm=0.5), Engine(net), False)
+    gradients = engine(Privacy(0.0, max_norm=0.5, clipping=clipping), Engine(net), False)
     asked, without = query(net), query(net)
     asked.x[0, 2] = torch.inf
     without.counts = (2, 0, 2)
@@ -227,13 +230,60 @@ def test_dropout_is_each_clients_own_in_both():
         assert_same(FoldedGradients(options, Engine(net), False)(query(net)), by_hand(dry, query(dry), "flat", 0.3))
 
 
-def test_in_half_precision_the_bound_still_holds():
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+def test_in_half_precision_the_bound_still_holds(engine):
     net = model("test_vit/lora")
     bound = 0.05
-    gradients = FoldedGradients(Privacy(0.0, max_norm=bound), Engine(net), False)
+    gradients = engine(Privacy(0.0, max_norm=bound), Engine(net), False)
     with torch.autocast("cpu", torch.bfloat16):
         answer = gradients(query(net))
     for client, count in enumerate(COUNTS):
         total = torch.cat([value[client].flatten() for value in answer.values()]).norm()
         assert total * query(net).expected[client] <= bound * count * (1 + 1e-5)
         assert all(value.dtype == torch.float32 for value in answer.values())
+
+
+class Twice(nn.Module):
+    """A linear layer on the channels' means and on the pixels, and one that is not used at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 12)
+        self.unused = nn.Linear(3, 3)
+        self.fc = nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        pixels = F.adaptive_avg_pool2d(x, 5).flatten(2).transpose(1, 2)
+        return self.fc(self.inner(x.mean((2, 3))).tanh() + self.inner(pixels).tanh().mean(1))
+
+
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_layer_used_in_two_ways_and_one_not_at_all(engine, clipping):
+    torch.manual_seed(0)
+    net = insert_adapter(build_backbone(Twice(), CLASSES), "full").model
+    asked = query(net)
+    answer = engine(Privacy(0.0, max_norm=0.2, clipping=clipping), Engine(net), False)(asked)
+    assert_same(answer, by_hand(net, asked, clipping, 0.2))
+
+
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_convolutions_whose_activations_are_channels_last(engine, padding):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 6, 3, stride=2, padding=padding), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Conv2d(8, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
+    net = insert_adapter(build_backbone(net, CLASSES), "full").model.to(memory_format=torch.channels_last)
+    asked = query(net)
+    answer = engine(Privacy(0.0, max_norm=0.2), Engine(net, channels_last=True), False)(asked)
+    assert_same(answer, by_hand(net, asked, "flat", 0.2))
+
+
+def test_factors_whose_terms_cancel():
+    """Σ b = 0 at equal large inputs: the gradient is small, its terms are not."""
+    generator = torch.Generator().manual_seed(0)
+    a = 2400 + torch.randn(2, 4, 6, generator=generator)
+    b = torch.randn(2, 4, 5, generator=generator)
+    b -= b.mean(1, keepdim=True)
+    whole = torch.einsum("rno,rni->roi", b.double(), a.double())
+    assert torch.allclose(Factors(a, b, torch.Size([5, 6])).squares().double(), whole.square().sum((1, 2)), rtol=1e-5)

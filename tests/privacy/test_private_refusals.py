@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be private is refused through ``perada.finetune``, in one line, before anything is trained."""
 
+import warnings
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -217,3 +219,105 @@ def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
 def test_a_delta_that_allows_to_show_an_image_is_warned_of():
     with pytest.warns(UserWarning, match=r"delta=0\.1 is not below 1 / 14"):
         train("fedavg", {"noise_multiplier": 0.0, "delta": 0.1}, rounds=1)
+
+
+class Beside(nn.Module):
+    """Uses a layer's weight without calling the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.fc = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.fc(nn.functional.linear(x.mean((2, 3)), self.inner.weight, self.inner.bias).tanh())
+
+
+class Counting(nn.Module):
+    """Keeps a mean of the images that it saw in training, by a layer that nothing trains."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x):
+            if self.training:
+                self.seen.add_(x.detach().mean(0))
+            return x
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.fc = self.Mean(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.fc(self.mean(x.mean((2, 3))))
+
+
+class Attends(nn.Module):
+    """torch's own attention, whose output is a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.fc = nn.MultiheadAttention(4, 1, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = nn.functional.adaptive_avg_pool2d(x, 2).flatten(2)
+        return self.fc(self.attention(x, x, x)[0].mean(1))
+
+
+def test_a_layer_that_is_not_called():
+    message = r"the images' gradients of 'inner\.weight' do not add up"
+    refused(message, net=Beside(), data=coloured(), adapter="full", clients_per_round=2, engine="loop")
+
+
+@pytest.mark.parametrize("engine", ["loop", "folded"])
+def test_a_network_that_remembers_images(engine):
+    message = r"a pass through it in training changes 'mean\.seen'"
+    refused(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
+
+
+@pytest.mark.filterwarnings("ignore:engine='auto' takes the loop")
+def test_attention_that_opacus_cannot_hook():
+    refused("Opacus's hooks fail on it", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
+
+
+@pytest.mark.filterwarnings("ignore:engine='auto' takes the loop")
+def test_ia3():
+    options = {"pretrained": False, "image_size": 32, "clients_per_round": 2}
+    refused("Opacus's hooks fail on it", net="test_vit", data=coloured(), adapter="ia3", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_multiplier": "1"}, "noise_multiplier='1' is negative or not finite"),
+        ({"noise_multiplier": True}, "noise_multiplier=True"),
+        ({"noise_multiplier": 1.0, "delta": "1e-5"}, "delta='1e-5' is no number"),
+        ({"noise_multiplier": 1.0, "secure_rng": "no"}, "secure_rng='no' is neither true nor false"),
+        ({"noise_multiplier": 1.0, "physical_batch_size": True}, "physical_batch_size=True"),
+        ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "give one of them"),
+    ],
+)
+def test_wrong_types(options, message):
+    refused(message, privacy=options)
+
+
+def test_what_is_sent_does_not_depend_on_what_is_not():
+    """A personal adapter that diverges does not keep its client from being averaged."""
+    states = []
+    for rate in (0.1, 3e38):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the clients who diverged
+            run = train(WITHOUT_KD, {"noise_multiplier": 1.0, "delta": 1e-3}, lr_personal=rate)
+        states.append(run.state("global"))
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key])
+
+
+def test_a_validation_set_of_the_server_with_a_private_image():
+    data = coloured(public=True)
+    data.public, data.server_validation = TensorDataset(torch.zeros(5, 3, 32, 32)), data.train[0]
+    options = {"adapter": "lora", "pretrained": False, "image_size": 32, "clients_per_round": 2}
+    distilling = {"distill_steps": 2, "distill_validate_every": 1}
+    message = "image 0 of client 0 is also image 0 of the server_validation set"
+    refused(message, PerAda(), net="test_vit", data=data, **options, **distilling)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether private gradients can be had of a model: tried once, before anything is trained."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from perada.engine import Engine
+from perada.losses import row_losses
+from perada.privacy.gradients import Query, make_gradients
+from perada.privacy.options import Privacy
+from perada.states import State
+
+UNCLIPPED = 1e9
+
+
+def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, multilabel: bool) -> None:
+    """Compare the sum of all images' gradients, neither clipped nor noisy, with what one backward pass gives.
+
+    They differ where Opacus's hooks do not see how a parameter is used: it would get noise and nothing else.
+
+    Args:
+        options: What is asked for.
+        engine: Runs the model.
+        states: Stack (C, ...); what is trained requires gradients.
+        x: Images (C, B, ...).
+        y: Labels (C, B) or (C, B, K).
+        multilabel: Kind of labels.
+
+    Raises:
+        ValueError: If they differ or cannot be had, or if a pass through the model changes a tensor of it.
+    """
+    clients, rows = x.shape[:2]
+
+    def streams() -> list[torch.Generator]:
+        return [torch.Generator(x.device).manual_seed(client) for client in range(clients)]
+
+    before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
+    with torch.enable_grad():
+        logits = engine.logits(states, x, training=True, generators=streams())
+        asked = {key: value for key, value in states.items() if value.requires_grad}
+        found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
+    plain = replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=UNCLIPPED, clipping="flat")
+    plain = replace(plain, physical_batch_size=None)
+    ones = [1.0] * clients
+    query = Query(states, x, y, (rows,) * clients, streams(), streams(), [0.0] * clients, ones)
+    try:
+        got = make_gradients(plain, engine, multilabel)(query)
+    except Exception as error:  # a layer may fail under the hooks in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"privacy cannot be used with this model and adapter: Opacus's hooks fail on it ({reason}); choose the "
+            "adapter lora, bottleneck, residual (norm='group') or head"
+        ) from error
+    largest = max((float(value.abs().max()) for value in found if value is not None), default=0.0)
+    for key, expected in zip(asked, found, strict=True):
+        wanted = torch.zeros_like(asked[key]) if expected is None else expected
+        if not torch.allclose(got[key], wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()) + 1e-5 * largest):
+            raise ValueError(
+                f"privacy cannot be used with this model: the images' gradients of {key!r} do not add up to that "
+                "of their batch, since Opacus's hooks do not see how it is used (its layer is not called, or not on a "
+                "batch); choose an adapter that leaves it out, such as lora, bottleneck or head"
+            )
+    for name, buffer in engine.model.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            raise ValueError(
+                f"privacy cannot be used with this model: a pass through it in training changes {name!r}, by what no "
+                "noise covers; put that layer into evaluation mode for good, or choose another backbone"
+            )
