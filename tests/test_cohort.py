@@ -11,8 +11,8 @@ from torch import nn
 
 from perada.algorithms import Ditto, FedAvg, Standalone
 from perada.cohort import Cohort, LocalTraining
-from perada.losses import client_losses
 from perada.engine import Engine
+from perada.losses import client_losses
 from perada.module import make_slot
 from perada.rounds import CohortBatch, Phase, RoundPlan
 from perada.states import expand, get_state
