@@ -45,8 +45,9 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
     plain = replace(plain, physical_batch_size=None)
     ones = [1.0] * clients
     query = Query(states, x, y, (rows,) * clients, streams(), streams(), [0.0] * clients, ones)
+    gradients = make_gradients(plain, engine, multilabel)
     try:
-        got = make_gradients(plain, engine, multilabel)(query)
+        got = gradients(query)
     except Exception as error:  # a layer may fail under the hooks in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
