@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of differentially private training, each on its own: sampling, clipping, noise and the account of what it cost.
+"""Differentially private training: its options, and its parts: sampling, clipping, noise and the account of its cost.
 
-Nothing in perada calls them yet: training with privacy is not part of this version. Opacus is imported when an epsilon
-is first asked for, because that takes seconds.
+Opacus is imported when it is first needed, because that takes seconds.
 """
 
 from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, history_epsilon

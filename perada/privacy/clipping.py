@@ -112,14 +112,23 @@ def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -
         ValueError: If a shape is not as above.
     """
     _check(gradients, mask)
-    result = {}
-    for name, gradient in gradients.items():
-        factor = factors[name].to(gradient.dtype)
-        left_out = (factor == 0) | ~mask
-        kept = gradient.masked_fill(_like(left_out, gradient), 0) if left_out.any() else gradient
-        summed = torch.bmm(factor.unsqueeze(1), kept.reshape(*factor.shape, -1))
-        result[name] = summed.view(len(gradient), *gradient.shape[2:])
-    return result
+    return {
+        name: weighted_sum(gradient.flatten(0, 1), factors[name].to(gradient.dtype) * mask)
+        for name, gradient in gradients.items()
+    }
+
+
+def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
+    """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`."""
+    kept = left_out(rows, factors)
+    summed = torch.bmm(factors.unsqueeze(1), kept.reshape(*factors.shape, -1))
+    return summed.view(len(factors), *rows.shape[1:])
+
+
+def left_out(rows: Tensor, factors: Tensor) -> Tensor:
+    """``rows`` (C·B, ...) with zeros where the factor (C, B) is 0, whatever stands there."""
+    wrong = factors.flatten() == 0
+    return rows.masked_fill(wrong.view(-1, *[1] * (rows.dim() - 1)), 0) if wrong.any() else rows
 
 
 def sensitivity(max_norm: MaxNorm) -> float:
@@ -224,11 +233,6 @@ def _bounds(max_norm: MaxNorm, gradients: State) -> dict[str, float]:
         wrong = sorted(set(max_norm) ^ set(gradients))
         raise ValueError(f"max_norm and the gradients differ in {wrong}; give one bound for each parameter")
     return dict(max_norm)
-
-
-def _like(mask: Tensor, gradient: Tensor) -> Tensor:
-    """The mask with as many axes as the gradient."""
-    return mask.reshape(*mask.shape, *[1] * (gradient.ndim - 2))
 
 
 def _check(gradients: State, mask: Tensor) -> None:

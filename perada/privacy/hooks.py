@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from perada.fold import shell
+from perada.privacy.clipping import left_out, weighted_sum
 from perada.stacked_layers import Twin
 from perada.states import train_mode
 
@@ -51,9 +52,7 @@ class Whole:
 
     def summed(self, factors: Tensor) -> Tensor:
         """Sum (C, ...) over each client's rows."""
-        rows = _left_out(self.rows, factors)
-        result = torch.bmm(factors.unsqueeze(1), rows.view(*factors.shape, -1))
-        return result.view(len(factors), *rows.shape[1:])
+        return weighted_sum(self.rows, factors)
 
 
 @dataclass
@@ -79,15 +78,9 @@ class Factors:
     def summed(self, factors: Tensor) -> Tensor:
         """Sum (C, ...) over each client's rows."""
         clients = len(factors)
-        a = _left_out(self.a, factors).reshape(clients, -1, self.a.shape[-1])
-        b = _left_out(self.b, factors) * factors.reshape(-1, 1, 1)
+        a = left_out(self.a, factors).reshape(clients, -1, self.a.shape[-1])
+        b = left_out(self.b, factors) * factors.reshape(-1, 1, 1)
         return torch.bmm(b.reshape(clients, -1, self.b.shape[-1]).transpose(1, 2), a).view(clients, *self.shape)
-
-
-def _left_out(rows: Tensor, factors: Tensor) -> Tensor:
-    """``rows`` (R, ...) with zeros where the factor is 0, whatever stands there."""
-    wrong = factors.flatten() == 0
-    return rows.masked_fill(wrong.view(-1, *[1] * (rows.dim() - 1)), 0) if wrong.any() else rows
 
 
 def samples_of(parameter: nn.Parameter) -> Samples | None:
