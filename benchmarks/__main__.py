@@ -11,10 +11,13 @@ import torch
 from benchmarks.cohort_step import cohort_step
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.private_step import private_memory, private_step
+from benchmarks.server import distillation, evaluation
 from perada.report import table
 
 BENCHMARKS = {
     "cohort_step": cohort_step,
+    "distillation": distillation,
+    "evaluation": evaluation,
     "private_step": private_step,
     "private_memory": private_memory,
     "privacy_audit": privacy_audit,
