@@ -59,11 +59,16 @@ def evaluation(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(128, 3, 32, 32, device=device)
     for models in (8, 32):
         engine, states, _ = _models(device, models)
-        ways = {"folded": partial(engine.shared_logits, states, x), "loop": partial(_one_by_one, engine, states, x)}
+        ways = {
+            "folded": partial(engine.shared_logits, states, x),
+            "512 rows": partial(engine.shared_logits, states, x, 512),
+            "loop": partial(_one_by_one, engine, states, x),
+        }
         seconds = _turns(ways, lambda way: way(), device, repeats)
         yield {
             "models": models,
             "loop / folded": ratio(seconds["loop"], seconds["folded"]),
+            "loop / folded by 512 rows": ratio(seconds["loop"], seconds["512 rows"]),
             "images per second": round(models * len(x) / min(seconds["folded"])),
         }
 

@@ -16,17 +16,17 @@ from perada.backbones import AdapterChoice
 from perada.callbacks import FederatedLoop, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
 from perada.callbacks.checks import check_precision, check_trainer
-from perada.cohort import ClientOptimizer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
+from perada.local_training import ClientOptimizer
 from perada.module import FederatedClassifier, LRSchedule
+from perada.outcome import outcome
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
 from perada.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
-from perada.states import unstack
 
 
 def finetune(
@@ -269,34 +269,3 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     trainer = pl.Trainer(callbacks=callbacks, **(defaults | options))
     check_trainer(trainer)
     return trainer
-
-
-def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
-    """What a fitted module and its loop hold."""
-    assert module.adapted is not None and module.federation is not None
-    federation = module.federation
-    clients = loop.num_clients
-    spent = federation.settings.protection.epsilons(clients)
-    return Run(
-        module.adapted,
-        federation.global_models(),
-        (lambda client: unstack(federation.personal_states([client]))[0]) if federation.personalized else None,
-        clients,
-        {
-            "rounds": loop.history,
-            "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
-        },
-        {
-            "backbone": module.backbone if isinstance(module.backbone, str) else None,
-            "pretrained": module.pretrained,
-            "num_classes": module.num_classes,
-            "image_size": module.image_size,
-            "train_backbone": module.train_backbone,
-            "algorithm": loop.algorithm.kind,
-            "average": loop.algorithm.average,
-            "global_model": loop.algorithm.global_model,
-            "multilabel": module.multilabel,
-            "seed": loop.seed,
-            "privacy": federation.settings.protection.record(clients),
-        },
-    )

@@ -19,7 +19,6 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from perada.api import outcome
 from perada.callbacks import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
 from perada.callbacks.checks import check_precision, check_trainer
@@ -27,6 +26,7 @@ from perada.cli_messages import one_line, quiet_lightning
 from perada.cli_words import find_recipe, recipes, spelt_out
 from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
+from perada.outcome import outcome
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy_card import privacy_lines
 from perada.report import client_table, mode_line, run_report

@@ -7,96 +7,19 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Slot, Stacks
 from perada.engine import Engine
+from perada.local_training import Chunk, LocalTraining
 from perada.losses import client_losses
 from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound
 from perada.rounds import AnyBatch, Phase, RoundPlan, one_of
 from perada.seeding import generator
-from perada.states import State, clone
-
-ClientOptimizer = Literal["sgd", "adam", "adamw"]
-
-
-@dataclass(frozen=True)
-class LocalTraining:
-    """How clients train.
-
-    Attributes:
-        optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``; started afresh each round and phase.
-        lr: Learning rate by role; a role without one has that of ``local``.
-        momentum: Of SGD.
-        weight_decay: Of the optimiser.
-        clip_norm: Each client's gradient of each role is scaled down to at most this norm; ``None``: not clipped.
-        multilabel: Binary cross-entropy per label instead of cross-entropy.
-    """
-
-    optimizer: ClientOptimizer
-    lr: dict[str, float]
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-    multilabel: bool = False
-
-    def make(self, role: str, leaves: list[Tensor], factor: float) -> torch.optim.Optimizer:
-        """Optimiser of a role's stacked leaves, with its rate scaled by the schedule's ``factor``."""
-        rate = self.lr.get(role, self.lr["local"]) * factor
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
-        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return kind(leaves, lr=rate, weight_decay=self.weight_decay)
-
-
-class _Chunk:
-    """Clients ``start … stop`` of the cohort: full stacks, the leaves of those still training, their optimisers."""
-
-    def __init__(self, full: Stacks, kept: Stacks, received: State, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.full = {role: clone(_rows(state, start, stop)) for role, state in full.items()}
-        self.kept = {role: _rows(state, start, stop) for role, state in kept.items()}
-        self.received = _rows(received, start, stop)
-        self.states: Stacks = {}
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.active = 0
-
-    def begin(self, trained: dict[str, tuple[str, ...]], training: LocalTraining, factor: float) -> None:
-        """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
-        self.active = self.stop - self.start
-        self.optimizers = {}
-        for role, state in self.full.items():
-            leaves = {key: state[key].detach().requires_grad_() for key in trained[role] if key in state}
-            self.states[role] = {**state, **leaves}
-            if leaves:
-                self.optimizers[role] = training.make(role, list(leaves.values()), factor)
-
-    def narrow(self, active: int) -> None:
-        """Go on with the first ``active`` clients only; tensors and optimiser states become views."""
-        before, self.active = self.active, active
-        for role, state in self.states.items():
-            views = {key: v.detach()[:active].requires_grad_(v.requires_grad) for key, v in state.items()}
-            if role in self.optimizers:
-                _replace(self.optimizers[role], {id(state[key]): views[key] for key in state}, before)
-            self.states[role] = views
-
-
-def _replace(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
-    """Put shorter views in the place of an optimiser's parameters of ``before`` clients, and cut its state alike."""
-    for group in optimizer.param_groups:
-        shorter = [views[id(parameter)] for parameter in group["params"]]
-        for old, new in zip(group["params"], shorter, strict=True):
-            state = optimizer.state.pop(old, {})
-            optimizer.state[new] = {
-                name: value[: len(new)] if isinstance(value, Tensor) and value.shape[:1] == (before,) else value
-                for name, value in state.items()
-            }
-        group["params"] = shorter
+from perada.states import State, prefix
 
 
 class Cohort:
@@ -140,7 +63,7 @@ class Cohort:
         opened = algorithm.open(kept, received, slot)
         clients = len(plan.clients)
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
-        self.chunks = [_Chunk(opened, kept, received, start, stop) for start, stop in bounds]
+        self.chunks = [Chunk(opened, kept, received, start, stop) for start, stop in bounds]
         device = next(iter(received.values())).device
         own = secrets.randbits(63) if private is not None and private.secure else seed
         self.generators = {
@@ -208,7 +131,7 @@ class Cohort:
 class _Step:
     """One local step of one chunk's active clients; satisfies :class:`perada.algorithms.base.ClientStep`."""
 
-    def __init__(self, cohort: Cohort, chunk: _Chunk, batches: AnyBatch) -> None:
+    def __init__(self, cohort: Cohort, chunk: Chunk, batches: AnyBatch) -> None:
         batch = one_of(batches)
         rows = slice(chunk.start, chunk.start + chunk.active)
         self._cohort, self._chunk, self._rows, self._batches = cohort, chunk, rows, batches
@@ -218,8 +141,8 @@ class _Step:
         self.round = cohort.plan.round
         self.phase = cohort.phases[batch.phase].name
         self.states = chunk.states
-        self.received = _rows(chunk.received, 0, chunk.active)
-        self.kept = {role: _rows(state, 0, chunk.active) for role, state in chunk.kept.items()}
+        self.received = prefix(chunk.received, chunk.active)
+        self.kept = {role: prefix(state, chunk.active) for role, state in chunk.kept.items()}
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         cohort = self._cohort
@@ -286,10 +209,6 @@ class _Step:
         for role in roles if cohort.private is None else ():  # a loss on private images is not for free
             cohort.losses[role][self._rows] += losses
             cohort.descents[role][self._rows] += 1
-
-
-def _rows(state: State, start: int, stop: int) -> State:
-    return {key: value[start:stop] for key, value in state.items()}
 
 
 def _add_gradient(leaf: Tensor, gradient: Tensor) -> None:

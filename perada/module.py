@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from perada.algorithms.base import Slot
 from perada.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
-from perada.cohort import ClientOptimizer, Cohort, LocalTraining
+from perada.cohort import Cohort
 from perada.data import EvalBatch
 from perada.engine import Engine, EngineName
 from perada.evaluation import MetricName, Scores, predictive_entropy
 from perada.federation import Federation, Predictions
+from perada.local_training import ClientOptimizer, LocalTraining
 from perada.rounds import AnyBatch
 from perada.seeding import derive_seed
 from perada.slot import is_adapter_key, reset_parameters

@@ -141,6 +141,15 @@ def rows_per_batch(size: int, batch_size: BatchSize) -> int:
     return size if batch_size == "full" else min(size, batch_size)
 
 
+def sampling_rate(size: int, batch_size: BatchSize) -> float:
+    """Probability q = min(1, B / n) of an image to be in a Poisson batch; 1 where B is "full".
+
+    >>> [sampling_rate(8, batch_size) for batch_size in (2, 16, "full")]
+    [0.25, 1.0, 1.0]
+    """
+    return rows_per_batch(size, batch_size) / size
+
+
 def sample_cohort(
     seed: int,
     round: int,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from perada.algorithms import Algorithm
-from perada.cohort import LocalTraining
+from perada.local_training import LocalTraining
 from perada.privacy.protection import Protection
 from perada.refinement import ServerData
 from perada.rounds import AnyBatch, Phase, RoundPlan

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from perada.algorithms import Ditto, FedAvg, Standalone
-from perada.cohort import Cohort, LocalTraining
+from perada.cohort import Cohort
 from perada.engine import Engine
+from perada.local_training import LocalTraining
 from perada.losses import client_losses
 from perada.module import make_slot
 from perada.rounds import CohortBatch, Phase, RoundPlan

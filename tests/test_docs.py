@@ -27,3 +27,13 @@ def test_the_readmes_example(tmp_path, monkeypatch):
     assert run.num_clients == 20
     assert names["model"](torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert (tmp_path / "my_run" / "client_19" / "adapter_model.safetensors").is_file()
+
+
+def test_the_papers_epsilon():
+    (source,) = [block for block in code("docs/privacy.md") if "mean_epsilon" in block]
+    names: dict[str, object] = {}
+    exec(source, names)
+    for name in ("server", "release", "equal"):
+        said = re.search(rf"^{name} = .*# (.*)$", source, flags=re.MULTILINE)
+        assert said is not None
+        assert [f"{value:.2f}" for value in names[name]] == said[1].split(", ")

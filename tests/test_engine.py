@@ -10,9 +10,10 @@ from torch.utils.data import TensorDataset
 from transformers import ViTConfig, ViTForImageClassification
 
 import perada
-from perada.api import make_trainer, outcome
+from perada.api import make_trainer
 from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine
+from perada.outcome import outcome
 from perada.seeding import generator
 from perada.server import Distillation
 from perada.states import get_state, parameter_keys, stack, train_mode

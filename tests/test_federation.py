@@ -15,10 +15,10 @@ import perada
 from perada.algorithms import make_algorithm
 from perada.api import make_trainer
 from perada.callbacks import FederatedLoop
-from perada.cohort import LocalTraining
 from perada.data import Phase
 from perada.engine import Engine
 from perada.federation import Federation
+from perada.local_training import LocalTraining
 from perada.module import make_slot
 from perada.server import Distillation
 from perada.settings import Settings

@@ -12,9 +12,10 @@ from torch import nn
 
 from perada import FederatedClassifier, FederatedDataModule, finetune
 from perada.algorithms import make_algorithm
-from perada.api import make_trainer, outcome
+from perada.api import make_trainer
 from perada.callbacks import FederatedLoop
 from perada.module import make_slot
+from perada.outcome import outcome
 from perada.states import get_state
 
 

@@ -238,7 +238,7 @@ class FederatedLoop(pl.Callback):
         scored = self._score(trainer, data, module) if tuned or not self._is_scored() else False
         if tuned or scored:
             for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
                     newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
                     if newest:
                         trainer.save_checkpoint(newest, callback.save_weights_only)

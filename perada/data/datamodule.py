@@ -18,7 +18,7 @@ from perada.data.loaders import EvalBatches, RoundBatches, loader
 from perada.data.overlap import check_overlap
 from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation, check_least
-from perada.data.private_batches import PrivateRoundBatches, sampling_rate
+from perada.data.private_batches import PrivateRoundBatches
 from perada.data.schedule import Schedule
 from perada.data.store import TensorStore, length
 from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan
@@ -196,10 +196,6 @@ class FederatedDataModule(pl.LightningDataModule):
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients, in the given phases or those of every round."""
         return make_plan(round, clients, self._ready.train.sizes, phases or self._schedule.phases, self.batch_size)
-
-    def sampling_rate(self, client: int) -> float:
-        """Probability q = min(1, batch size / images) of a client's image to be in a Poisson batch."""
-        return sampling_rate(self._ready.train.sizes[client], self.batch_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve the trainer's current round (round 0 without a trainer); ``len()`` is its number of steps."""

@@ -8,17 +8,16 @@ from torch.utils.data import Dataset
 from perada.data.loaders import pad
 from perada.data.store import Store
 from perada.privacy.sampling import poisson_batches, shuffled_batches
-from perada.rounds import BatchSize, CohortBatch, PrivateSampling, RoundPlan, active_steps, rows_per_batch
+from perada.rounds import (
+    BatchSize,
+    CohortBatch,
+    PrivateSampling,
+    RoundPlan,
+    active_steps,
+    rows_per_batch,
+    sampling_rate,
+)
 from perada.seeding import derive_seed
-
-
-def sampling_rate(size: int, batch_size: BatchSize) -> float:
-    """Probability q = min(1, B / n) of an image to be in a Poisson batch; 1 where B is "full".
-
-    >>> [sampling_rate(8, batch_size) for batch_size in (2, 16, "full")]
-    [0.25, 1.0, 1.0]
-    """
-    return rows_per_batch(size, batch_size) / size
 
 
 class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):

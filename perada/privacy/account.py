@@ -12,7 +12,7 @@ from perada.privacy.calibration import calibrate
 from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes
-from perada.rounds import BatchSize, Phase, RoundPlan, rows_per_batch
+from perada.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
 
 ROUNDING = 1 + 1e-9
 """What floating-point sums may add to a limit that is met exactly."""
@@ -90,7 +90,7 @@ class Account:
 
     def rate(self, client: int) -> float:
         """Probability q of an image of the client to be in a batch."""
-        return rows_per_batch(self.sizes[client], self.batch_size) / self.sizes[client]
+        return sampling_rate(self.sizes[client], self.batch_size)
 
     def spend(self, plan: RoundPlan, tuning: bool = False) -> None:
         """Write down what the clients of ``plan`` trained."""

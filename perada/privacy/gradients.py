@@ -225,7 +225,7 @@ class OpacusGradients:
         """One step of Opacus's optimizer, up to the gradient."""
         from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 
-        leaves = [parameters[key] for key in keys]
+        leaves: list[Any] = [parameters[key] for key in keys]  # Opacus gives them attributes
         per_layer = self.options.clipping == "per_layer"
         kind: Any = DPPerLayerOptimizer if per_layer else DPOptimizer
         bound = self.options.max_norm
@@ -250,10 +250,11 @@ class OpacusGradients:
                 if count:
                     with torch.enable_grad(), quiet():
                         logits = wide(model(self.engine.format(x[start : start + size])))
-                        row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel).sum().backward()  # type: ignore[no-untyped-call]
+                        losses = row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel)
+                        losses.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
                 for leaf in leaves:  # of what no image passed
-                    if leaf.grad_sample is None:  # type: ignore[attr-defined]  # Opacus's
-                        leaf.grad_sample = leaf.new_zeros((len(x[start : start + size]), *leaf.shape))  # type: ignore[attr-defined]
+                    if leaf.grad_sample is None:
+                        leaf.grad_sample = leaf.new_zeros((len(x[start : start + size]), *leaf.shape))
                 _leave_out_broken(leaves)
                 optimizer.signal_skip_step(start != starts[-1])
                 with torch.autocast(x.device.type, enabled=False):
@@ -263,9 +264,9 @@ class OpacusGradients:
             model.to_standard_module()
 
 
-def _leave_out_broken(leaves: list[nn.Parameter]) -> None:
+def _leave_out_broken(leaves: list[Any]) -> None:
     """Put zeros in the place of every image's gradient that is not finite; all in single precision at least."""
-    samples = [wide(leaf.grad_sample) for leaf in leaves]  # type: ignore[attr-defined]  # Opacus's
+    samples = [wide(leaf.grad_sample) for leaf in leaves]
     finite = torch.stack([sample.flatten(1).isfinite().all(1) for sample in samples]).all(0)
     for leaf, sample in zip(leaves, samples, strict=True):
-        leaf.grad_sample = sample.where(finite.view(-1, *[1] * (sample.dim() - 1)), 0)  # type: ignore[attr-defined]
+        leaf.grad_sample = sample.where(finite.view(-1, *[1] * (sample.dim() - 1)), 0)

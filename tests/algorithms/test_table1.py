@@ -11,9 +11,9 @@ import pytest
 
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.backbones import build_backbone, insert_adapter
-from perada.cohort import LocalTraining
 from perada.engine import Engine
 from perada.federation import Federation
+from perada.local_training import LocalTraining
 from perada.module import make_slot
 from perada.rounds import Phase, RoundPlan
 from perada.server import Distillation

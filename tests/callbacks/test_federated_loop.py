@@ -18,8 +18,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import perada
 from perada.algorithms import make_algorithm
-from perada.api import make_trainer, outcome
+from perada.api import make_trainer
 from perada.callbacks import FederatedLoop, RoundProgressBar
+from perada.outcome import outcome
 from perada.server import Distillation
 
 

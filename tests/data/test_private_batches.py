@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import CohortBatch, FederatedData, FederatedDataModule, Phase
 from perada.privacy import passes, poisson_batches
-from perada.rounds import PrivateSampling
+from perada.rounds import PrivateSampling, sampling_rate
 
 SIZES = (7, 20, 3, 11, 20)
 B = 4
@@ -96,12 +96,11 @@ def test_full_batches_hold_every_image_in_every_step():
     module = datamodule(batch_size="full")
     for (_, client), batches in drawn(module.train_dataloader()).items():
         assert batches == [list(range(SIZES[client]))] * 30
-    assert [module.sampling_rate(client) for client in range(5)] == [1.0] * 5
 
 
 def test_sampling_rate():
-    module = datamodule()
-    assert [module.sampling_rate(client) for client in range(5)] == [4 / 7, 4 / 20, 1.0, 4 / 11, 4 / 20]
+    """q = B / n, at most 1: what batches are drawn with and what the ledgers count."""
+    assert [sampling_rate(size, 4) for size in (7, 20, 4, 3)] == [4 / 7, 4 / 20, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("private", [PERADA, replace(PERADA, sampling="shuffle")])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what was fitted to a :class:`~perada.run.Run`."""
+
+from perada.callbacks import FederatedLoop
+from perada.module import FederatedClassifier
+from perada.run import Run
+from perada.states import unstack
+
+
+def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
+    """What a fitted module and its loop hold."""
+    assert module.adapted is not None and module.federation is not None
+    federation = module.federation
+    clients = loop.num_clients
+    spent = federation.settings.protection.epsilons(clients)
+    return Run(
+        module.adapted,
+        federation.global_models(),
+        (lambda client: unstack(federation.personal_states([client]))[0]) if federation.personalized else None,
+        clients,
+        {
+            "rounds": loop.history,
+            "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
+        },
+        {
+            "backbone": module.backbone if isinstance(module.backbone, str) else None,
+            "pretrained": module.pretrained,
+            "num_classes": module.num_classes,
+            "image_size": module.image_size,
+            "train_backbone": module.train_backbone,
+            "algorithm": loop.algorithm.kind,
+            "average": loop.algorithm.average,
+            "global_model": loop.algorithm.global_model,
+            "multilabel": module.multilabel,
+            "seed": loop.seed,
+            "privacy": federation.settings.protection.record(clients),
+        },
+    )
