@@ -10,6 +10,7 @@ from torch import Tensor
 from perada.engine import Engine
 from perada.privacy.account import Account
 from perada.privacy.gradients import Query, make_gradients
+from perada.privacy.sampling import expected_batch_size
 from perada.rounds import CohortBatch, PrivateSampling, RoundPlan, one_of
 from perada.seeding import generator
 from perada.states import State
@@ -110,7 +111,7 @@ class PrivateRound:
                 list(dropout),
                 noise,
                 [account.noise_multipliers[client] for client in clients],
-                [account.rate(client) * account.sizes[client] for client in clients],
+                [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients],
             )
         )
         total = torch.zeros(len(counts), device=batch.x.device)
