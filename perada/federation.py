@@ -12,6 +12,7 @@ from perada.cohort import Cohort
 from perada.engine import Engine
 from perada.privacy.client_level import floor_variances
 from perada.privacy.training import PrivateRound
+from perada.ranks import Ranks
 from perada.refinement import compare, ensemble, refine
 from perada.round_report import RoundReport, round_metrics
 from perada.rounds import Phase, RoundPlan, one_of
@@ -44,11 +45,19 @@ class Federation:
         initial: Gives the k-th random initial state; everyone starts from that of 0 unless there are several models.
         settings: How the rounds go.
         num_clients: M.
+        ranks: The processes that share the work.
     """
 
     def __init__(
-        self, engine: Engine, slot: Slot, initial: Callable[[int], State], settings: Settings, num_clients: int
+        self,
+        engine: Engine,
+        slot: Slot,
+        initial: Callable[[int], State],
+        settings: Settings,
+        num_clients: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
         self.global_state = settings.algorithm.initial(initial)
         self.server_state: dict[str, State] = {}
@@ -221,6 +230,10 @@ class Federation:
         if self.settings.algorithm.inference == "global":
             return expand(self.global_state, len(clients))
         return self.settings.algorithm.personal(self.store.gather(clients), self.global_state)
+
+    def owned(self) -> list[int]:
+        """The clients whose personal states this process holds, in order; each client has one owner."""
+        return list(range(self.ranks.rank, self.num_clients, self.ranks.size))
 
     @property
     def finetuned(self) -> bool:
