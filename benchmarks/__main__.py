@@ -3,18 +3,27 @@
 
 import argparse
 import json
+import logging
+import os
 import platform
+import subprocess
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.cohort_step import cohort_step
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.private_step import private_memory, private_step
+from benchmarks.round import round_profile, round_resnet, round_vit
 from benchmarks.server import distillation, evaluation
 from perada.report import table
 
 BENCHMARKS = {
+    "round_resnet": round_resnet,
+    "round_vit": round_vit,
+    "round_profile": round_profile,
     "cohort_step": cohort_step,
     "distillation": distillation,
     "evaluation": evaluation,
@@ -22,6 +31,7 @@ BENCHMARKS = {
     "private_memory": private_memory,
     "privacy_audit": privacy_audit,
 }
+"""Each takes the device, how often the ways take turns, and whether a glance is enough; it yields rows of a table."""
 
 
 def main() -> None:
@@ -32,26 +42,40 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=15, help="Interleaved pairs; the median ratio is reported.")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="Turns that the ways take; the median ratio is reported."
+    )
+    parser.add_argument("--quick", action="store_true", help="Tiny models, one turn: shows that the benchmarks run.")
     parser.add_argument("--output", type=Path, default=Path("lightning_logs/benchmarks.json"))
     given = parser.parse_args()
-    machine = torch.cuda.get_device_name() if given.device == "cuda" else f"{platform.machine()} CPU"
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)  # in Lightning
     results = []
     for name in given.names or BENCHMARKS:
         own = []
-        for result in BENCHMARKS[name](torch.device(given.device), given.repeats):
-            about = {
-                "benchmark": name,
-                "machine": machine,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            }
-            print(json.dumps(result | about, ensure_ascii=False), flush=True)
+        for result in BENCHMARKS[name](torch.device(given.device), 1 if given.quick else given.repeats, given.quick):
+            row = {"benchmark": name} | result | about(given.device)
+            print(json.dumps(row, ensure_ascii=False), flush=True)
             own.append({key: str(value) for key, value in result.items() if not isinstance(value, dict)})
-            results.append(result | about)
-        print(table(list(own[0]), [list(row.values()) for row in own]))
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(results, indent=1))
+            results.append(row)
+        columns = list(dict.fromkeys(key for row in own for key in row))
+        print(table(columns, [[row.get(key, "") for key in columns] for row in own]), flush=True)
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps(results, indent=1))
+
+
+def about(device: str) -> dict[str, Any]:
+    """What a figure depends on; the load is the number of threads that wanted to run in the last minute."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "machine": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+    }
 
 
 if __name__ == "__main__":

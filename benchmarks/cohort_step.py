@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One local step of 8 clients × 64 images, folded, against one step of a single model on the same 512 images.
+"""One local step of many clients × 64 images, folded, against one step of a single model on the same images.
 
-The single model is the limit: the same network, adapter and images, one batch, nothing per client. The loop over
-clients (one model, one client after another, batch 64) is what simulators do otherwise.
+By number of clients, by adapter and its size. The single model is the limit: the same network, adapter and images, one
+batch, nothing per client. The loop over clients (one model, one client after another, batch 64) is what simulators do
+otherwise.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,54 +14,71 @@ import timm
 import torch
 import torch.nn.functional as F
 
+from benchmarks.timing import alone, growth, ratio, take_turns
 from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine, EngineName
 from perada.losses import client_losses
 from perada.seeding import generator
 from perada.states import expand, get_state, parameter_keys, train_mode
 
-CLIENTS, ROWS, CLASSES = 8, 64, 10
+ROWS, CLASSES = 64, 10
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "residual": ("residual", {}, (1, 4, 8, 16)),
+    "lora, r=4": ("lora", {"r": 4}, (8,)),
+    "lora, r=16": ("lora", {"r": 16}, (8,)),
+    "head": ("head", {}, (8,)),
+}
+"""Adapter, its options, numbers of clients."""
 
 
-def cohort_step(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measure in fp32 and in bf16, both with channels_last; the three ways take turns."""
-    for precision in ("fp32", "bf16"):
-        torch.manual_seed(0)
-        steps = {name: _step(name, precision == "bf16", device) for name in ("folded", "loop", "single")}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(repeats + 2):
-            for name, step in steps.items():
-                began = time.perf_counter()
-                step()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                if turn >= 2:
-                    seconds[name].append(time.perf_counter() - began)
-        images = CLIENTS * ROWS
-        yield {
-            "precision": precision,
-            "folded / single": ratio(seconds["folded"], seconds["single"]),
-            "loop / folded": ratio(seconds["loop"], seconds["folded"]),
-            "images per second": {name: round(images / statistics.median(times)) for name, times in seconds.items()},
-        }
+def cohort_step(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """ResNet-18 at 32×32 in fp32 and in bf16, both with channels_last; the three ways take turns."""
+    for name, (adapter, options, numbers) in CASES.items():
+        for clients in (2,) if quick else numbers:
+            for bf16 in (False, True):
+                case = (adapter, options, clients, "test_resnet" if quick else "resnet18", bf16, device)
+                steps = {way: _step(way, *case) for way in ("folded", "loop", "single")}
+                seconds = take_turns(steps, device, repeats, warm_up=2)
+                memory = {} if quick else {way: round(alone(_peak, way, *case)) for way in ("folded", "loop")}
+                yield {
+                    "adapter": name,
+                    "clients": clients,
+                    "precision": "bf16" if bf16 else "fp32",
+                    "folded / single": ratio(seconds["folded"], seconds["single"]),
+                    "loop / folded": ratio(seconds["loop"], seconds["folded"]),
+                    "images per second": round(clients * ROWS / statistics.median(seconds["folded"])),
+                    **{f"peak MB, {way}": megabytes for way, megabytes in memory.items()},
+                }
 
 
-def ratio(above: list[float], below: list[float]) -> float:
-    """Median of the ratios of two ways that took turns."""
-    return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 3)
+def _peak(way: str, *case: Any) -> float:
+    """Growth of memory by the second step in MB."""
+    step = _step(way, *case)
+    step()
+    return growth(step, case[-1])
 
 
-def _step(name: str, bf16: bool, device: torch.device) -> Callable[[], None]:
-    """A function that takes one SGD step on all 512 images in the way ``name``."""
+def _step(
+    way: str,
+    adapter: str,
+    options: dict[str, Any],
+    clients: int,
+    backbone: str,
+    bf16: bool,
+    device: torch.device,
+) -> Callable[[], None]:
+    """A function that takes one SGD step on all images in the way named."""
     torch.manual_seed(0)
-    backbone = build_backbone(timm.create_model("resnet18", num_classes=CLASSES))
-    model = insert_adapter(backbone, "residual").model.to(device)
-    x = torch.randn(CLIENTS, ROWS, 3, 32, 32, device=device)
-    y = torch.randint(0, CLASSES, (CLIENTS, ROWS), device=device)
+    built = build_backbone(timm.create_model(backbone, num_classes=CLASSES))
+    if adapter == "residual" and backbone != "resnet18":
+        options = options | {"target_modules": r"layer.*conv\d"}
+    model = insert_adapter(built, adapter, **options).model.to(device)
+    x = torch.randn(clients, ROWS, 3, 32, 32, device=device)
+    y = torch.randint(0, CLASSES, (clients, ROWS), device=device)
     model = model.to(memory_format=torch.channels_last)
-    if name == "single":
+    if way == "single":
         return _single(model, x, y, bf16)
-    return _stacked(model, x, y, bf16, name)  # type: ignore[arg-type]  # the names are the engine's
+    return _stacked(model, x, y, bf16, way)  # type: ignore[arg-type]  # the names are the engine's
 
 
 def _single(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> Callable[[], None]:
@@ -84,10 +101,10 @@ def _stacked(
 ) -> Callable[[], None]:
     """All clients in one pass, or for the loop one pass after another, as a cohort does it."""
     engine = Engine(model, kind, channels_last=True)
-    trained = set(parameter_keys(model))
-    size = CLIENTS if kind == "folded" else 1
+    trained, clients = set(parameter_keys(model)), len(x)
+    size = clients if kind == "folded" else 1
     chunks = []
-    for start in range(0, CLIENTS, size):
+    for start in range(0, clients, size):
         state = {
             key: value.clone().requires_grad_(key in trained) for key, value in expand(get_state(model), size).items()
         }

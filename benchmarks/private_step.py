@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of one local step: private with all clients folded, by Opacus client after client, and not private."""
 
-import multiprocessing
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cohort_step import ratio
+from benchmarks.timing import alone, growth, ratio, take_turns
 from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine
 from perada.losses import client_losses
@@ -32,19 +29,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
 """Backbone, adapter, its options, clients, images a client; images are 32×32."""
 
 
-def private_step(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+def private_step(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Measure each case; the ways take turns."""
-    for name, case in CASES.items():
-        ways, trained = _ways(*case, device)
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(repeats + 2):
-            for way, run in ways.items():
-                began = time.perf_counter()
-                run()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                if turn >= 2:
-                    seconds[way].append(time.perf_counter() - began)
+    for name, (*model, clients, rows) in list(CASES.items())[: 1 if quick else None]:
+        ways, trained = _ways(*model, *((2, 4) if quick else (clients, rows)), device)
+        seconds = take_turns(ways, device, repeats, warm_up=2)
         yield {
             "case": name,
             "trained parameters": trained,
@@ -54,17 +43,15 @@ def private_step(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]
         }
 
 
-def private_memory(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+def private_memory(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Peak memory of one private step by logical and physical batch size, each in a process of its own, on the CPU."""
-    for logical in (32, 128, 512):
+    for logical in (32,) if quick else (32, 128, 512):
         for physical in (None, 16):
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                megabytes = pool.apply(_peak, (logical, physical))
             yield {
                 "case": "test_vit, full, 4 clients",
                 "batch": logical,
                 "physical_batch_size": physical,
-                "peak MB beyond model and images": round(megabytes),
+                "peak MB beyond model and images": round(alone(_peak, logical, physical)),
             }
 
 
@@ -74,16 +61,7 @@ def _peak(logical: int, physical: int | None) -> float:
     for way in ways.values():
         way()
     ways, _ = _ways("test_vit", "full", {}, 4, logical, torch.device("cpu"), physical)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (Linux)
-    before = _status("VmRSS")
-    ways["folded"]()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> float:
-    """A figure of this process's memory in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1000
+    return growth(ways["folded"], torch.device("cpu"))
 
 
 def _ways(

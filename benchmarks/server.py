@@ -1,75 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server does: distillation with the teachers' logits computed once or in every step, and evaluation."""
 
-import time
+import copy
+import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor
 
-from benchmarks.cohort_step import ratio
-from perada.backbones import build_backbone, insert_adapter
+from benchmarks.naive import Naive
+from benchmarks.timing import ratio, take_turns
+from benchmarks.workload import Workload
 from perada.engine import Engine
 from perada.rounds import batch_indices
-from perada.server import Distillation, ensemble_logits
-from perada.states import State, expand, get_state, parameter_keys
+from perada.server import ensemble_logits
+from perada.states import State, clone, expand, get_state, parameter_keys, unstack
 
-TEACHERS, PUBLIC, BATCH, CLASSES = 8, 256, 64, 10
+KINDS = ("fp32", "bf16")
 
 
-def distillation(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-    """ResNet-18 with residual adapters, 8 teachers, 256 public images of 32×32 in batches of 64."""
-    engine, states, parameters = _models(device, TEACHERS)
-    student = {key: value[0] for key, value in states.items()}
-    x = torch.randn(PUBLIC, 3, 32, 32, device=device)
-    for passes in (1, 3, 10):
-        steps = passes * PUBLIC // BATCH
-        indices = batch_indices(PUBLIC, BATCH, steps, 0, "public").to(device)
-        options = Distillation(steps=steps, batch_size=BATCH)
+def distillation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """8 teachers, 256 public images of 32×32 in batches of 64, ResNet-18 with residual adapters.
 
-        def run(batches: Callable[[], Iterator[tuple[Tensor, Tensor]]], options: Distillation = options) -> None:
-            options.run(engine, student, parameters, batches())
-
-        def once(indices: Tensor = indices) -> Iterator[tuple[Tensor, Tensor]]:
-            logits = torch.cat([ensemble_logits(engine, states, part) for part in x.split(BATCH)])
-            for rows in indices:
-                yield x[rows], logits[rows]
-
-        def every_step(indices: Tensor = indices) -> Iterator[tuple[Tensor, Tensor]]:
-            for rows in indices:
-                yield x[rows], ensemble_logits(engine, states, x[rows])
-
-        def given(indices: Tensor = indices) -> Iterator[tuple[Tensor, Tensor]]:
-            for rows in indices:
-                yield x[rows], torch.zeros(BATCH, CLASSES, device=device)
-
-        seconds = _turns({"once": once, "every step": every_step, "student alone": given}, run, device, repeats)
+    The naive way is in fp32 and runs the teachers one after another in every step. perada runs them folded, by default
+    each image once. The student alone, with logits that are given, is what no way of running the teachers can undercut.
+    """
+    for passes in (3,) if quick else (1, 3, 10):
+        work = _workload(quick, passes)
+        x = torch.randn(work.public, 3, work.side, work.side, device=device)
+        indices = batch_indices(work.public, work.public_batch, work.distillation.steps, 0, "public").to(device)
+        engine, states = _models(work, device, work.sampled)
+        naive = Naive(work, copy.deepcopy(engine.model), work.data(), device)
+        naive.global_state = unstack(states)[0]
+        ways: dict[str, Callable[[], object]] = {"naive": partial(naive.distil, unstack(states), indices.cpu())}
+        for kind in KINDS:
+            for way in ("once", "every step", "student"):
+                own = partial(_distil, work, engine, states, x, indices, way, kind == "bf16")
+                ways[f"{way}, {kind}"] = own
+        seconds = take_turns(ways, device, repeats)
         yield {
             "images seen": passes,
-            "teachers every step / once": ratio(seconds["every step"], seconds["once"]),
-            "once / student alone": ratio(seconds["once"], seconds["student alone"]),
+            **{f"naive fp32 / perada {kind}": ratio(seconds["naive"], seconds[f"once, {kind}"]) for kind in KINDS},
+            **{
+                f"every step / once, {kind}": ratio(seconds[f"every step, {kind}"], seconds[f"once, {kind}"])
+                for kind in KINDS
+            },
+            **{
+                f"once / student, {kind}": ratio(seconds[f"once, {kind}"], seconds[f"student, {kind}"])
+                for kind in KINDS
+            },
+            "seconds": {way: round(statistics.median(times), 4) for way, times in seconds.items()},
         }
 
 
-def evaluation(device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+def _distil(
+    work: Workload, engine: Engine, states: State, x: Tensor, indices: Tensor, teachers: str, bf16: bool
+) -> None:
+    """Distil as perada does, with the teachers' logits computed ``once``, in ``every step``, or given (``student``)."""
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        if teachers == "once":
+            logits = torch.cat([ensemble_logits(engine, states, part) for part in x.split(256)])
+        for rows in indices:
+            if teachers == "once":
+                yield x[rows], logits[rows]
+            elif teachers == "every step":
+                yield x[rows], ensemble_logits(engine, states, x[rows])
+            else:
+                yield x[rows], torch.zeros(len(rows), work.classes, device=x.device)
+
+    student = {key: value[0] for key, value in states.items()}
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+        work.distillation.run(engine, student, parameter_keys(engine.model), batches())
+
+
+def evaluation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Personal models of ResNet-18 with residual adapters on the same 128 images: folded, or one after another."""
-    x = torch.randn(128, 3, 32, 32, device=device)
-    for models in (8, 32):
-        engine, states, _ = _models(device, models)
-        ways = {
+    x = torch.randn(8 if quick else 128, 3, 32, 32, device=device)
+    for models in (2,) if quick else (8, 32):
+        engine, states = _models(_workload(quick), device, models)
+        ways: dict[str, Callable[[], object]] = {
             "folded": partial(engine.shared_logits, states, x),
             "512 rows": partial(engine.shared_logits, states, x, 512),
             "loop": partial(_one_by_one, engine, states, x),
         }
-        seconds = _turns(ways, lambda way: way(), device, repeats)
+        seconds = take_turns(ways, device, repeats)
         yield {
             "models": models,
             "loop / folded": ratio(seconds["loop"], seconds["folded"]),
             "loop / folded by 512 rows": ratio(seconds["loop"], seconds["512 rows"]),
-            "images per second": round(models * len(x) / min(seconds["folded"])),
+            "images per second": round(models * len(x) / statistics.median(seconds["folded"])),
         }
 
 
@@ -79,25 +102,13 @@ def _one_by_one(engine: Engine, states: State, x: Tensor) -> Tensor:
     return torch.cat([engine.shared_logits(row, x) for row in rows])
 
 
-def _models(device: torch.device, count: int) -> tuple[Engine, State, tuple[str, ...]]:
-    torch.manual_seed(0)
-    built = build_backbone(timm.create_model("resnet18", num_classes=CLASSES))
-    model = insert_adapter(built, "residual").model.to(device).to(memory_format=torch.channels_last)
-    states = {key: value.clone() for key, value in expand(get_state(model), count).items()}
-    return Engine(model, "folded", channels_last=True), states, parameter_keys(model)
+def _workload(quick: bool, passes: int = 3) -> Workload:
+    work = Workload(passes=passes)
+    return replace(work, backbone="test_resnet", public=32, public_batch=16, clients=2, sampled=2) if quick else work
 
 
-def _turns(
-    ways: dict[str, Any], run: Callable[[Any], object], device: torch.device, repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of each way; they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            run(way)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+def _models(work: Workload, device: torch.device, count: int) -> tuple[Engine, State]:
+    """The engine, and a stack of equal states."""
+    module = work.module()
+    model = module.model.to(device)
+    return Engine(model, "folded", channels_last=True), clone(expand(get_state(model), count))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole round of perada against the naive way and the limit, and where its time goes.
+
+perada runs as a user runs it, by :func:`perada.finetune`. At the end of each of its rounds the other ways take their
+turn, with the same clients and images.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.naive import Limit, Naive
+from benchmarks.timing import clock, ratio
+from benchmarks.workload import Workload
+
+Precision = Literal["32-true", "bf16-mixed"]
+Way = Callable[[pl.LightningDataModule, int], dict[str, float]]
+RESNET = Workload()
+VIT = Workload(
+    "vit_small_patch16_224", "lora", {}, side=224, clients=8, sampled=4, batch=8, steps=2, public=16, public_batch=8
+)
+VIT_GPU = replace(VIT, sampled=8, batch=32, steps=4, public=128, public_batch=32)
+
+
+class Turns(pl.Callback):
+    """Times the rounds of perada, and lets the other ways run theirs between them.
+
+    Attributes:
+        seconds: Of each way and each part of a round, a number for each round after the first.
+    """
+
+    def __init__(self, others: dict[str, Way], device: torch.device) -> None:
+        self.others, self.device = others, device
+        self.seconds: dict[str, dict[str, list[float]]] = {name: {} for name in ("perada", *others)}
+        self.began = self.trained = 0.0
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Note the end of the last local step, which this optimiser without effect only counts."""
+        if trainer.is_last_batch:
+            self.trained = clock(self.device)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the end of the round, and run the others'."""
+        ended = clock(self.device)
+        own = {"local": self.trained - self.began, "server": ended - self.trained, "round": ended - self.began}
+        data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
+        for name in ("perada", *self.others):
+            parts = own if name == "perada" else self.others[name](data, trainer.current_epoch)
+            for part, value in parts.items() if trainer.current_epoch else ():  # the first is to warm up
+                self.seconds[name].setdefault(part, []).append(value)
+        self.began = clock(self.device)
+
+
+def round_resnet(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """ResNet-18 with residual adapters, 32×32, 20 clients, 8 a round, batches of 64."""
+    small = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16, steps=2, public=32, public_batch=16)
+    for passes in (3,) if quick else (3, 10):
+        yield from _compare(replace(small if quick else RESNET, passes=passes), device, repeats)
+
+
+def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """ViT-S/16 with LoRA at 224×224; on a CPU 4 clients a round with batches of 8, on a GPU 8 with batches of 32."""
+    work = VIT if device.type == "cpu" else VIT_GPU
+    yield from _compare(replace(work, backbone="test_vit", side=160) if quick else work, device, repeats)
+
+
+def round_profile(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """The operations that take the most time of perada's second round, without what they call."""
+    work = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16) if quick else RESNET
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    for precision in ("32-true", "bf16-mixed"):
+        profiler = profile(activities=activities)
+
+        class Profile(pl.Callback):
+            def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+                profiler.stop() if trainer.current_epoch else profiler.start()  # noqa: B023 - used before the loop goes on
+
+        work.finetune(work.data(), device, rounds=2, precision=precision, callbacks=[Profile()])
+        on_gpu = device.type == "cuda"
+        times = {e.key: e.self_device_time_total if on_gpu else e.self_cpu_time_total for e in profiler.key_averages()}
+        for name in sorted(times, key=lambda name: -times[name])[:15]:
+            yield {
+                "precision": precision,
+                "operation": name,
+                "share": round(times[name] / sum(times.values()), 3),
+                "milliseconds": round(times[name] / 1e3, 1),
+            }
+
+
+def _compare(work: Workload, device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+    """One row for each precision of perada."""
+    for precision in ("32-true", "bf16-mixed"):
+        bf16 = precision == "bf16-mixed"
+        data = work.data()
+        naive = Naive(work, work.module().model, data, device)
+        limit = Limit(work, work.module().model, device, bf16)
+        others: dict[str, Way] = {"naive fp32": naive.round, "limit": lambda *_, limit=limit: {"local": limit.local()}}
+        if bf16:
+            others["naive bf16"] = Naive(work, work.module().model, data, device, bf16=True).round
+        turns = Turns(others, device)
+        work.finetune(data, device, rounds=1 + repeats, precision=precision, callbacks=[turns])
+        yield _row(work, precision, turns.seconds)
+
+
+def _row(work: Workload, precision: str, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Ratios of the ways, and the medians of their seconds."""
+    own = seconds["perada"]
+    images = 2 * work.sampled * work.batch * work.steps
+    return {
+        "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",
+        "clients": f"{work.sampled} × {work.batch}",
+        "public images seen": work.passes,
+        "precision": precision,
+        **{
+            f"{name} / perada, {part}": ratio(times, own[part])
+            for name, parts in seconds.items()
+            for part, times in parts.items()
+            if name.startswith("naive")
+        },
+        "perada / limit, local": ratio(own["local"], seconds["limit"]["local"]),
+        "local images per second": round(images / statistics.median(own["local"])),
+        "seconds": {
+            name: {part: round(statistics.median(times), 4) for part, times in parts.items()}
+            for name, parts in seconds.items()
+        },
+    }

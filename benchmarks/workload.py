@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round is measured on: model, federation and numbers of steps, the same for every way."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.data import FederatedData, FederatedDataModule
+from perada.module import FederatedClassifier
+from perada.run import Run
+from perada.server import Distillation
+
+PROX, LR, LR_SERVER = 1.0, 0.01, 1e-3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """PerAda on random images.
+
+    Attributes:
+        backbone: timm's name, whose weights are random, or a network.
+        adapter: Its name, and its ``options``.
+        side: Of the images in pixels.
+        clients: M.
+        sampled: Clients C a round.
+        batch: Images in a local step.
+        steps: Local steps a round.
+        public: Public images.
+        public_batch: Images in a step of the distillation.
+        passes: How often the distillation sees each public image in a round; 0 for none.
+    """
+
+    backbone: str | nn.Module = "resnet18"
+    adapter: str = "residual"
+    options: dict[str, Any] = field(default_factory=dict)
+    side: int = 32
+    clients: int = 20
+    sampled: int = 8
+    batch: int = 64
+    steps: int = 4
+    public: int = 256
+    public_batch: int = 64
+    passes: int = 3
+    classes: int = 10
+
+    @property
+    def distillation(self) -> Distillation:
+        """How the server distils."""
+        steps = self.passes * self.public // self.public_batch
+        return Distillation(steps=steps, batch_size=self.public_batch, lr=LR_SERVER)
+
+    def data(self, dtype: torch.dtype = torch.float32) -> FederatedData:
+        """One epoch of ``steps`` batches for each client, and the public images; nothing to evaluate on."""
+        random = torch.Generator().manual_seed(0)
+
+        def images(count: int) -> torch.Tensor:
+            return torch.randn(count, 3, self.side, self.side, generator=random).to(dtype)
+
+        size = self.batch * self.steps
+        labels = torch.arange(size) % self.classes
+        train = [TensorDataset(images(size), labels) for _ in range(self.clients)]
+        return FederatedData(train, public=TensorDataset(images(self.public)))
+
+    def module(self) -> FederatedClassifier:
+        """The built model, in its first state."""
+        module = FederatedClassifier(self.backbone, self.adapter, self.options, False, image_size=self._image_size)
+        module.build(self.classes, False, 0)
+        return module
+
+    def finetune(self, data: FederatedData | FederatedDataModule, device: torch.device, **options: Any) -> Run:
+        """Run rounds of perada; ``options`` are those of :func:`perada.finetune` that are not the workload's."""
+        distillation = self.distillation
+        return perada.finetune(
+            self.backbone,
+            data,
+            adapter=self.adapter,
+            adapter_options=self.options,
+            pretrained=False,
+            image_size=self._image_size,
+            algorithm_options={"prox_strength": PROX},
+            num_classes=self.classes,
+            clients_per_round=self.sampled,
+            batch_size=self.batch,
+            lr_personal=LR,
+            lr_local=LR,
+            distill_steps=distillation.steps,
+            distill_batch_size=distillation.batch_size,
+            lr_server=LR_SERVER,
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            **options,
+        )
+
+    @property
+    def _image_size(self) -> int | None:
+        return self.side if isinstance(self.backbone, str) and "vit" in self.backbone else None

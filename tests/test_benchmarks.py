@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks compare perada with computes the same, and every benchmark runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.naive import Naive
+from benchmarks.round import Turns
+from benchmarks.workload import Workload
+
+
+def test_the_naive_round_computes_what_perada_computes():
+    """Three rounds in float64 without dropout, personal, local and distilled states."""
+    backbone = timm.create_model("test_resnet", num_classes=3, zero_init_last=False).double()
+    options = {"dropout": 0.0, "target_modules": r"layer.*conv\d"}
+    size = {"clients": 5, "sampled": 3, "batch": 4, "steps": 2, "public": 8, "public_batch": 4, "passes": 3}
+    work = Workload(backbone, "residual", options, side=32, classes=3, **size)
+    device, data = torch.device("cpu"), work.data(torch.float64)
+    naive = Naive(work, work.module().model, data, device)
+    start = {key: value.clone() for key, value in naive.global_state.items()}
+    turns = Turns({"naive": naive.round}, device)
+    run = work.finetune(data, device, rounds=3, callbacks=[turns])
+    assert len(naive.personal) >= 4 and len(turns.seconds["naive"]["round"]) == 2
+    moved = 0.0
+    for expected, found in [
+        (naive.global_state, run.state("global")),
+        *((state, run.state("personal", client)) for client, state in naive.personal.items()),
+    ]:
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-8)
+            moved = max(moved, float((value - start[key]).abs().max()))
+    assert moved > 0.01
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs(tmp_path):
+    """Each in its quick mode, as the command runs it."""
+    output = tmp_path / "benchmarks.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--device", "cpu", "--output", str(output)]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(output.read_text())
+    assert {row["benchmark"] for row in rows} == set(BENCHMARKS)
+    for row in rows:
+        assert {"machine", "threads", "load", "commit", "torch"} < row.keys()
+        ratios = [value for name, value in row.items() if " / " in name]
+        assert all(value > 0 for value in ratios)
+        assert ratios or row["benchmark"] in ("round_profile", "private_memory", "privacy_audit")
+    whole = [row for row in rows if row["benchmark"] == "round_resnet"]
+    assert [row["precision"] for row in whole] == ["32-true", "bf16-mixed"]
+    for row in whole:
+        own = row["seconds"]["perada"]
+        assert own["round"] == pytest.approx(own["local"] + own["server"], abs=2e-4)
+        assert row["perada / limit, local"] == pytest.approx(own["local"] / row["seconds"]["limit"]["local"], rel=0.05)
