@@ -27,6 +27,7 @@ from perada.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
+from perada.store import StoreKind
 
 
 def finetune(
@@ -69,6 +70,7 @@ def finetune(
     engine: EngineName = "auto",
     privacy: Privacy | dict[str, Any] | None = None,
     client_privacy: ClientPrivacy | dict[str, Any] | None = None,
+    client_store: StoreKind = "auto",
     seed: int = 0,
     eval_every: int = 1,
     trainer: pl.Trainer | None = None,
@@ -122,6 +124,8 @@ def finetune(
             or a dictionary of its fields.
         client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
             or a dictionary of its fields.
+        client_store: Where clients' states are held between rounds: ``device``, ``host`` or ``disk`` (in the run's
+            folder); ``auto`` chooses by their size.
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
@@ -181,6 +185,7 @@ def finetune(
         ),
         privacy=options_of(Privacy, "privacy", privacy),
         client_privacy=options_of(ClientPrivacy, "client_privacy", client_privacy),
+        client_store=client_store,
         seed=seed,
     )
     module = FederatedClassifier(

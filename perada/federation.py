@@ -2,6 +2,7 @@
 """The states of the server and of all clients, and what one communication round does to them."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Federation:
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
         self.global_state = settings.algorithm.initial(initial)
         self.server_state: dict[str, State] = {}
-        self.store = ClientStore(settings.algorithm.kept(self.global_state, slot))
+        self.store = settings.storage.open(settings.algorithm.kept(self.global_state, slot))
         self.tuned: ClientStore | None = None
         self.rounds_done = 0
 
@@ -207,7 +208,7 @@ class Federation:
         tuning = self.settings.algorithm.finetuning()
         assert tuning is not None
         algorithm, phase = tuning
-        self.tuned = ClientStore(algorithm.kept(self.global_state, self.slot))
+        self.tuned = self._tuned_store(algorithm)
         broken = []
         for plan in groups:
             protection = self.settings.protection
@@ -221,6 +222,10 @@ class Federation:
             self.tuned.scatter([plan.clients[index] for index in good.tolist()], _rows(kept, good))
             broken += [client for client, fine in zip(plan.clients, finite.tolist(), strict=True) if not fine]
         return broken
+
+    def _tuned_store(self, algorithm: Algorithm) -> ClientStore:
+        storage = replace(self.settings.storage, clients=self.num_clients)
+        return storage.open(algorithm.kept(self.global_state, self.slot), "tuned")
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
@@ -285,13 +290,13 @@ class Federation:
         device = self._device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
-        self.store.load_state_dict(saved["clients"], device)
+        self.store.load_state_dict(saved["clients"])
         self.tuned = None
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.finetuning()
             assert tuning is not None
-            self.tuned = ClientStore(tuning[0].kept(self.global_state, self.slot))
-            self.tuned.load_state_dict(saved["tuned"], device)
+            self.tuned = self._tuned_store(tuning[0])
+            self.tuned.load_state_dict(saved["tuned"])
         self.rounds_done = saved["rounds_done"]
 
 

@@ -12,6 +12,7 @@ from perada.refinement import ServerData
 from perada.rounds import AnyBatch, Phase, RoundPlan
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
+from perada.store import Storage
 
 Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
 """Gives the prepared local steps of a plan."""
@@ -37,6 +38,7 @@ class Settings:
         clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
         rule: How the server aggregates.
         protection: What makes the run private.
+        storage: Where the clients' states are held.
     """
 
     algorithm: Algorithm
@@ -48,3 +50,4 @@ class Settings:
     clients_per_chunk: int | None = None
     rule: ServerRule = field(default_factory=Mean)
     protection: Protection = field(default_factory=Protection)
+    storage: Storage = field(default_factory=Storage)

@@ -105,10 +105,10 @@ def test_ckpt_path_last_goes_on_bit_for_bit(folder):
     paths = version(folder / "whole", 0), version(folder, 1)
     whole, resumed = (torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths)
     assert whole["history"] == resumed["history"]
-    assert whole["federation"]["clients"].keys() == resumed["federation"]["clients"].keys()
-    for client, kept in whole["federation"]["clients"].items():
-        other = resumed["federation"]["clients"][client]["personal"]
-        assert all(torch.equal(value, other[key]) for key, value in kept["personal"].items())
+    kept, other = whole["federation"]["clients"]["rows"], resumed["federation"]["clients"]["rows"]
+    assert kept
+    assert kept.keys() == other.keys()
+    assert all(torch.equal(row, other[client]) for client, row in kept.items())
     partitions = [json.loads((path / "partition.json").read_text()) for path in paths]
     assert partitions[0] == partitions[1]
 
@@ -336,3 +336,16 @@ def test_programs_say_nothing_about_themselves(folder, capsys, caplog):
     with caplog.at_level(logging.WARNING):
         main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
     assert caplog.records == []
+
+
+def test_a_run_folder_with_its_clients_in_files_can_be_moved_and_exported(folder, capsys):
+    main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir=device"])
+    main(["fit", "--config", "tiny.yaml", "--federated.client_store=disk"])
+    version(folder, 0).rename(folder / "moved")
+    for run, output in (("device/lightning_logs/version_0", "one"), ("moved", "two")):
+        main(["export", run, "--output", output])
+    one, two = perada.Run.load("one"), perada.Run.load("two")
+    for client in range(4):
+        wanted = one.state("personal", client)
+        assert all(torch.equal(value, wanted[key]) for key, value in two.state("personal", client).items())
+    assert len({tuple(two.state("personal", client)["fc.bias"].tolist()) for client in range(4)}) > 1

@@ -15,6 +15,7 @@ from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
 from perada.server import ServerRule
 from perada.states import trained_keys
+from perada.store import locate
 
 
 class RoundCheckpoint(ModelCheckpoint):
@@ -104,6 +105,13 @@ def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
                 f"the checkpoint belongs to another run: its {name} {difference}; go on with the configuration that "
                 "wrote it"
             )
+
+
+def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
+    """Let the saved states of a federation name its clients' files where they are now, beside the checkpoint."""
+    for name in ("clients", "tuned"):
+        if path is not None and states[name] is not None:
+            states[name] = locate(states[name], Path(path))
 
 
 def go_on(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:

@@ -2,33 +2,40 @@
 """The communication round as an epoch of Lightning's training loop."""
 
 import json
-from collections.abc import Iterable
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.callbacks.checkpoint import belonging, check_belongs, frozen_digest, go_on
+from perada.callbacks.checkpoint import belonging, check_belongs, find_clients, frozen_digest, go_on
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.callbacks.finetuning import finetune
-from perada.callbacks.parts import federation_of, parts, prepared, progress, warn_broken
+from perada.callbacks.parts import (
+    compared,
+    federation_of,
+    log_history,
+    parts,
+    progress,
+    run_folder,
+    storage,
+    warn_broken,
+)
 from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
-from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
+from perada.data import CohortBatch, FederatedDataModule
 from perada.federation import Federation
 from perada.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.protection import Protection
-from perada.rounds import one_of
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
 from perada.settings import Settings
+from perada.store import Storage, StoreKind
 
 T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
@@ -54,6 +61,7 @@ class FederatedLoop(pl.Callback):
         distillation: How the server distils, where the algorithm does.
         privacy: Differential privacy of the clients' images in all that they train; none by default.
         client_privacy: Differential privacy of whole clients in what they send; none by default.
+        client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -76,6 +84,7 @@ class FederatedLoop(pl.Callback):
         distillation: Distillation | None = None,
         privacy: Privacy | None = None,
         client_privacy: ClientPrivacy | None = None,
+        client_store: StoreKind = "auto",
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
@@ -91,6 +100,7 @@ class FederatedLoop(pl.Callback):
         self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
         self.distillation = distillation or Distillation()
         self.privacy, self.client_privacy = privacy, client_privacy
+        self.client_store = Storage(client_store)
         self.protection: Protection | None = None
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
@@ -136,6 +146,7 @@ class FederatedLoop(pl.Callback):
                 module.clients_per_chunk,
                 self.server_rule,
                 self.protection or Protection(),
+                storage(self, trainer),
             )
             module.federation = Federation(module.engine, module.slot, module.initial_state, settings, self.num_clients)
         elif module.federation.settings.algorithm is not self.algorithm:
@@ -157,13 +168,9 @@ class FederatedLoop(pl.Callback):
         self._begin(trainer, pl_module)
         data, module = parts(trainer, pl_module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
-        if trainer.loggers and trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-            folder = Path(trainer.log_dir)
-            for logger in trainer.loggers:
-                if isinstance(logger, CSVLogger):
-                    for record in self.history:  # of the rounds before a resumed one, so that the folder holds them all
-                        values = {name: value for name, value in record.items() if name not in ("round", "step")}
-                        logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
+        folder = run_folder(trainer)
+        if folder is not None:
+            log_history(trainer, self.history)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "partition.json").write_text(json.dumps(data.partition_dict()))
             if self.arguments:
@@ -174,18 +181,8 @@ class FederatedLoop(pl.Callback):
         data, module = parts(trainer, pl_module)
         plan = data.plan(trainer.current_epoch)
         factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
-
-        def images(plan: RoundPlan) -> Iterable[CohortBatch]:
-            epoch, sizes = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), data.train_sizes
-            for batch in map(one_of, progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}")):
-                left = [
-                    min(rows, sizes[client] - batch.step * rows)
-                    for client, rows in zip(batch.clients, batch.counts, strict=True)
-                ]
-                yield batch._replace(counts=tuple(left))  # what fills the last batch was compared already
-
         with trainer.precision_plugin.forward_context():
-            module.cohort = federation_of(module).open(plan, factor, images)
+            module.cohort = federation_of(module).open(plan, factor, partial(compared, trainer, data, module))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -289,6 +286,7 @@ class FederatedLoop(pl.Callback):
                 "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
             )
         check_belongs(saved["belongs"], self._belonging(*parts(trainer, pl_module)))
+        find_clients(saved["federation"], trainer.ckpt_path)
         self._loaded = saved
         if trainer.state.fn == "fit":
             go_on(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
