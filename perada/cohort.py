@@ -14,7 +14,9 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, Slot, Stacks
 from perada.engine import Engine
 from perada.local_training import Chunk, LocalTraining
+from perada.loss_scaling import LossScales
 from perada.losses import client_losses
+from perada.masked_optimizers import MaskedOptimizer
 from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound
 from perada.rounds import AnyBatch, Phase, RoundPlan, one_of
@@ -38,6 +40,7 @@ class Cohort:
         seed: The run's seed, for dropout.
         clients_per_chunk: Clients in one forward and backward pass; ``None``: all of them.
         private: Gives the losses where training is private.
+        scales: The clients' loss scales, in float16.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class Cohort:
         seed: int = 0,
         clients_per_chunk: int | None = None,
         private: PrivateRound | None = None,
+        scales: LossScales | None = None,
     ) -> None:
-        self.private = private
+        self.private, self.scales = private, scales
         self.engine, self.algorithm, self.slot, self.plan, self.phases = engine, algorithm, slot, plan, phases
         self.kept, self.received, self.training, self.factor = kept, received, training, factor
         size = 1 if engine.kind == "loop" else clients_per_chunk or len(plan.clients)
@@ -87,7 +91,7 @@ class Cohort:
             name = self.phases[batch.phase].name
             for chunk in self.chunks:
                 trained = {role: self.algorithm.trained(role, name, self.slot) for role in chunk.full}
-                chunk.begin(trained, self.training, self.factor)
+                chunk.begin(trained, self.training, self.factor, masked=self.scales is not None)
         for chunk in self.chunks:
             active = min(len(batch.clients), chunk.stop) - chunk.start
             if active > 0:
@@ -149,8 +153,10 @@ class _Step:
         if cohort.private is not None:
             raise no_logits(cohort.algorithm)
         states, stream = self._named(states, stream)
-        generators = cohort.generators[stream][self._rows]
-        return cohort.engine.logits(states, self._x, training=True, counts=self._counts, generators=generators)
+        generators, scales = cohort.generators[stream][self._rows], cohort.scales
+        states = states if scales is None else scales.enter(states, self._rows)
+        logits = cohort.engine.logits(states, self._x, training=True, counts=self._counts, generators=generators)
+        return logits if scales is None else scales.leave(logits, self._rows)
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
         private = self._cohort.private
@@ -189,8 +195,9 @@ class _Step:
         if loss is not None:
             self._observe(roles, loss.detach())
             loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
-        for name in roles:
-            leaves = {key: value for key, value in self.states[name].items() if value.requires_grad}
+        trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
+        stepping = self._stepping(trained, loss is not None)
+        for leaves in trained:
             for key, value in leaves.items():
                 if pull is not None:
                     _add_gradient(value, (value.detach() - pull[1][key].detach()).mul_(pull[0]))
@@ -200,7 +207,18 @@ class _Step:
             if gradients and self._cohort.training.clip_norm is not None:
                 _clip(gradients, self._cohort.training.clip_norm)
         for optimizer in optimizers:
-            optimizer.step()
+            if isinstance(optimizer, MaskedOptimizer):
+                optimizer.step_rows(stepping)
+            else:
+                optimizer.step()
+
+    def _stepping(self, trained: list[State], scaled: bool) -> Tensor:
+        """Which clients take the step (C,), after a backward pass that was ``scaled``: all, but in float16."""
+        scales = self._cohort.scales
+        if scales is None or not scaled:
+            return torch.ones_like(self._cohort.broken[self._rows])
+        leaves = [leaf for state in trained for leaf in state.values()]
+        return scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
 
     def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
         """Note the losses of the step for the round's report."""

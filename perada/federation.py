@@ -11,6 +11,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.cohort import Cohort
 from perada.engine import Engine
+from perada.loss_scaling import KeptScales
 from perada.privacy.client_level import floor_variances
 from perada.privacy.training import PrivateRound
 from perada.ranks import Ranks
@@ -65,6 +66,7 @@ class Federation:
         self.store = settings.storage.open(settings.algorithm.kept(self.global_state, slot))
         self.tuned: ClientStore | None = None
         self.rounds_done = 0
+        self.scales = KeptScales(settings.loss_scaling)
 
     def open(self, plan: RoundPlan, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
@@ -112,6 +114,7 @@ class Federation:
             seed=seed,
             clients_per_chunk=self.settings.clients_per_chunk,
             private=private,
+            scales=self.scales.open("clients", len(plan.clients), self._device),
         )
 
     def _members(self) -> State:
@@ -131,6 +134,7 @@ class Federation:
         protection = self.settings.protection
         kept, updates, finite, counts = cohort.close()
         protection.spend(plan)
+        self.scales.close("clients", cohort.scales, finite, self.ranks)
         good = finite.nonzero().flatten()
         clients = [plan.clients[index] for index in good.tolist()]
         metrics = round_metrics(self.settings, self.slot, self.global_state, cohort, updates, good)
@@ -150,7 +154,7 @@ class Federation:
             def distill(student: State, teachers: State, average_from: float | None = None) -> State:
                 nonlocal diverged
                 options, multilabel = self.settings.distillation, self.settings.training.multilabel
-                parameters = self.slot.parameters
+                parameters, scales = self.slot.parameters, self.scales.open("student", 1, self._device)
                 refined = refine(
                     self.engine,
                     options,
@@ -162,7 +166,12 @@ class Federation:
                     multilabel=multilabel,
                     average_from=average_from,
                     progress=progress,
+                    scales=scales,
                 )
+                if scales is not None:
+                    self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
+                    skipped = metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
+                    metrics["server/skipped_steps"] = skipped
                 finite = all(bool(value.isfinite().all()) for value in refined.values())
                 diverged |= not finite
                 return refined if finite else student
@@ -280,6 +289,7 @@ class Federation:
             "clients": self.store.state_dict(),
             "tuned": None if self.tuned is None else self.tuned.state_dict(),
             "rounds_done": self.rounds_done,
+            "loss_scales": self.scales.state_dict(),
             "privacy": self.settings.protection.state_dict(),
         }
 
@@ -298,6 +308,7 @@ class Federation:
             self.tuned = self._tuned_store(tuning[0])
             self.tuned.load_state_dict(saved["tuned"])
         self.rounds_done = saved["rounds_done"]
+        self.scales.load_state_dict(saved.get("loss_scales", {}))
 
 
 def _rows(stacks: Stacks, rows: Tensor) -> Stacks:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Stacks
+from perada.masked_optimizers import MaskedAdam, MaskedSGD
 from perada.states import State, clone
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
@@ -33,9 +34,20 @@ class LocalTraining:
     clip_norm: float | None = None
     multilabel: bool = False
 
-    def make(self, role: str, leaves: list[Tensor], factor: float) -> torch.optim.Optimizer:
-        """Optimiser of a role's stacked leaves, with its rate scaled by the schedule's ``factor``."""
+    def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
+        """Optimiser of a role's stacked leaves.
+
+        Args:
+            role: Whose rate it has.
+            leaves: (C, ...).
+            factor: The schedule's factor of the rate.
+            masked: Some clients may skip a step.
+        """
         rate = self.lr.get(role, self.lr["local"]) * factor
+        if masked and self.optimizer == "sgd":
+            return MaskedSGD(leaves, rate, self.momentum, self.weight_decay)
+        if masked:
+            return MaskedAdam(leaves, rate, self.weight_decay, decoupled=self.optimizer == "adamw")
         if self.optimizer == "sgd":
             return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
@@ -54,7 +66,9 @@ class Chunk:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.active = 0
 
-    def begin(self, trained: dict[str, tuple[str, ...]], training: LocalTraining, factor: float) -> None:
+    def begin(
+        self, trained: dict[str, tuple[str, ...]], training: LocalTraining, factor: float, masked: bool = False
+    ) -> None:
         """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
         self.active = self.stop - self.start
         self.optimizers = {}
@@ -62,7 +76,7 @@ class Chunk:
             leaves = {key: state[key].detach().requires_grad_() for key in trained[role] if key in state}
             self.states[role] = {**state, **leaves}
             if leaves:
-                self.optimizers[role] = training.make(role, list(leaves.values()), factor)
+                self.optimizers[role] = training.make(role, list(leaves.values()), factor, masked)
 
     def narrow(self, active: int) -> None:
         """Go on with the first ``active`` clients only; tensors and optimiser states become views."""

@@ -196,12 +196,12 @@ class FederatedClassifier(pl.LightningModule):
         if self.cohort is None:
             raise RuntimeError("no round is open: add perada.callbacks.FederatedLoop to the Trainer's callbacks")
         self.cohort.step(batch)
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
-        optimizer.step()  # counts local steps for loggers and checkpoints
+        steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress  # for loggers and checkpoints
+        steps.increment_ready()
+        steps.increment_completed()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """An optimiser without effect: clients' optimisers live for one round, Lightning counts steps by this one."""
+        """An optimiser without effect, which Lightning asks for: clients' optimisers live for one round."""
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

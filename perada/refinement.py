@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.engine import Engine
+from perada.loss_scaling import LossScales
 from perada.losses import client_losses
 from perada.rounds import CohortBatch
 from perada.server import Distillation, ensemble_logits
@@ -40,6 +41,7 @@ def refine(
     multilabel: bool,
     average_from: float | None = None,
     progress: Callable[[Tensor], Iterable[Tensor]] = iter,
+    scales: LossScales | None = None,
 ) -> State:
     """Distil the ensemble of ``teachers`` into ``student``; each public image passes the teachers once.
 
@@ -54,6 +56,7 @@ def refine(
         multilabel: Whether labels are 0/1 per class.
         average_from: See :meth:`perada.server.Distillation.run`.
         progress: Wraps the steps in a progress bar.
+        scales: The student's loss scale, in float16.
     """
     alone = all(len(teachers[key]) == 1 and torch.equal(value, teachers[key][0]) for key, value in student.items())
     if alone or not options.active(round):
@@ -86,6 +89,7 @@ def refine(
             multilabel=multilabel,
             validate=accuracy if options.validate_every else None,
             average_from=average_from,
+            scales=scales,
         )
 
 

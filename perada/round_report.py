@@ -60,4 +60,6 @@ def round_metrics(
         "comm/down_mb": received if algorithm.sends else 0.0,
     }
     shown = {} if settings.protection.clients is not None else cohort.mean_losses()  # no ledger counts them
+    if cohort.scales is not None:
+        metrics["train/skipped_steps"] = float(cohort.scales.skipped.sum())
     return metrics | {f"train/{role}_loss": float(losses[finite].mean()) for role, losses in shown.items()}

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from perada.algorithms import Algorithm
 from perada.local_training import LocalTraining
+from perada.loss_scaling import LossScaling
 from perada.privacy.protection import Protection
 from perada.refinement import ServerData
 from perada.rounds import AnyBatch, Phase, RoundPlan
@@ -39,6 +40,7 @@ class Settings:
         rule: How the server aggregates.
         protection: What makes the run private.
         storage: Where the clients' states are held.
+        loss_scaling: How losses are scaled, in float16; ``None``: they are not.
     """
 
     algorithm: Algorithm
@@ -51,3 +53,4 @@ class Settings:
     rule: ServerRule = field(default_factory=Mean)
     protection: Protection = field(default_factory=Protection)
     storage: Storage = field(default_factory=Storage)
+    loss_scaling: LossScaling | None = None

@@ -204,7 +204,7 @@ def emptied(tiny):
         ({"privacy": {"epsilon": 1}}, "privacy has no option 'epsilon'"),
         ({"pretrained": "missing.safetensors", "backbone": "test_resnet"}, "missing.safetensors"),
         ({"backbone": "test_resnet", "pretrained": True}, "pretrained: false"),
-        ({"precision": "16-mixed"}, "precision='16-mixed'"),
+        ({"precision": "16-true"}, "precision='16-true'"),
         ({"devices": 2}, "devices=2"),
         ({"ckpt_path": "nowhere.ckpt"}, "ckpt_path='nowhere.ckpt' is not there"),
         ({"ckpt_path": "last"}, "there is no checkpoint below"),

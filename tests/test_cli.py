@@ -301,7 +301,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--federated.clients_per_round=5"), "clients_per_round is 5 and there are 4 clients"),
         ((*FIT, "--federated.distillation.lr=-1"), "lr=-1.0 cannot be used"),
         ((*FIT, "--trainer.devices=2"), "devices=2"),
-        ((*FIT, "--trainer.precision=16-mixed"), "precision='16-mixed'"),
+        ((*FIT, "--trainer.precision=16-true"), "precision='16-true'"),
         ((*FIT, "--trainer.accumulate_grad_batches=2"), "accumulate_grad_batches=2"),
         ((*FIT, "--trainer.gradient_clip_val=1"), "gradient_clip_val=1"),
         ((*FIT, "--trainer.max_epochs=-2"), "max_epochs"),

@@ -53,7 +53,8 @@ class APFL(Algorithm):
         trained = tuple(key for key, value in own.items() if value.requires_grad)
         step.descend("personal", step.loss(_mixture(own, local, leaf, trained), stream="personal"))
         if leaf.grad is not None:
-            alpha.sub_(self.lr_alpha * leaf.grad).clamp_(0, 1)
+            gradient = leaf.grad.nan_to_num(0, 0, 0)  # not finite in a step that is skipped for overflow
+            alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
         step.descend("local", step.loss("local"))
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:

@@ -52,9 +52,10 @@ def check_precision(precision: object) -> None:
     Raises:
         ValueError: If so.
     """
-    if str(precision) not in ("None", "32", "32-true", "bf16-mixed"):
-        reason = "clients' losses are not scaled" if str(precision).startswith("16") else "it casts whole models"
-        raise ValueError(f"precision={precision!r} cannot be used: {reason}; give 'bf16-mixed' or '32-true'")
+    if str(precision) not in ("None", "32", "32-true", "bf16-mixed", "16-mixed", "16"):
+        raise ValueError(
+            f"precision={precision!r} cannot be used: it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'"
+        )
 
 
 def check_images(data: FederatedDataModule, module: FederatedClassifier) -> None:

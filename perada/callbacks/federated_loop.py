@@ -29,6 +29,7 @@ from perada.callbacks.parts import (
 from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
 from perada.data import CohortBatch, FederatedDataModule
 from perada.federation import Federation
+from perada.loss_scaling import LossScaling
 from perada.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.protection import Protection
@@ -147,6 +148,7 @@ class FederatedLoop(pl.Callback):
                 self.server_rule,
                 self.protection or Protection(),
                 storage(self, trainer),
+                LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
             )
             module.federation = Federation(module.engine, module.slot, module.initial_state, settings, self.num_clients)
         elif module.federation.settings.algorithm is not self.algorithm:

@@ -46,6 +46,11 @@ def check_private(
         check_client_level(loop.algorithm, loop.server_rule, loop.weighting, distils)
     if loop.privacy is None and loop.client_privacy is None:
         return
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            "privacy: precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on "
+            "clients' images, which no ledger counts; give precision='bf16-mixed'"
+        )
     _check_selection(loop, trainer, data)
     if loop.algorithm.distills and distils:
         data.check_public_overlap()

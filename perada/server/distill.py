@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.engine import Engine
+from perada.loss_scaling import LossScales
+from perada.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.states import State
 
 ServerOptimizer = Literal["adam", "sgd"]
+ONLY = slice(0, 1)
+"""The student among the states that are scaled."""
 
 
 def ensemble_logits(engine: Engine, teachers: State, x: Tensor) -> Tensor:
@@ -120,6 +124,7 @@ class Distillation:
         multilabel: bool = False,
         validate: Callable[[State], float] | None = None,
         average_from: float | None = None,
+        scales: LossScales | None = None,
     ) -> State:
         """Distil into ``student``.
 
@@ -134,24 +139,30 @@ class Distillation:
             validate: Score of a state, higher is better; used as :attr:`validate_every` says.
             average_from: The result is the mean of the student's states after the steps whose index is at least this
                 share of :attr:`steps`, instead of the last state (stochastic weight averaging).
+            scales: The student's loss scale, in float16.
 
         Returns:
             The refined state.
         """
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
         leaves = [state[key].requires_grad_() for key in parameters if key in state]
-        kinds: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-        optimizer = kinds[self.optimizer](leaves, lr=self.lr)  # type: ignore[call-arg]  # the base class takes no lr
+        optimizer = self._make_optimizer(leaves, scales is not None)
         best = (validate(student), student) if validate and self.validate_every else None
         averages: State = {}
         first = self.steps if average_from is None else math.ceil(round(average_from * self.steps, 9))
         for step, (x, teacher) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate(step)
-            loss = distillation_loss(engine.logits(state, x.unsqueeze(0))[0], teacher, self.temperature, multilabel)
+            logits = engine.logits(state if scales is None else scales.enter(state, ONLY), x.unsqueeze(0))
+            logits = logits if scales is None else scales.leave(logits, ONLY)
+            loss = distillation_loss(logits[0], teacher, self.temperature, multilabel)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
-            optimizer.step()
+            if scales is not None and isinstance(optimizer, MaskedOptimizer):
+                gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+                optimizer.step_rows(scales.update(gradients, ONLY))
+            else:
+                optimizer.step()
             if step >= first:
                 for key, value in _first({key: state[key] for key in parameters if key in state}).items():
                     averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
@@ -159,6 +170,12 @@ class Distillation:
                 reached = _first(state) | averages
                 best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
         return best[1] if best else _first(state) | averages
+
+    def _make_optimizer(self, leaves: list[Tensor], masked: bool) -> torch.optim.Optimizer:
+        if masked:
+            return MaskedAdam(leaves, self.lr) if self.optimizer == "adam" else MaskedSGD(leaves, self.lr)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD
+        return kind(leaves, lr=self.lr)
 
 
 def _whole(value: object, least: int) -> bool:

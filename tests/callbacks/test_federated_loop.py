@@ -342,7 +342,7 @@ def test_limit_val_batches_zero_evaluates_nothing(tiny, tmp_path):
     ("options", "message"),
     [
         ({"devices": 2}, "devices=2"),
-        ({"precision": "16-mixed"}, "precision='16-mixed'.*bf16-mixed"),
+        ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
         ({"precision": "bf16-true"}, "precision='bf16-true'"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*batch_size"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0.*clip_norm"),
