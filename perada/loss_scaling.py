@@ -164,4 +164,3 @@ class KeptScales:
 def _like(rows: Tensor, value: Tensor) -> Tensor:
     """(C,) in a shape that broadcasts over (C, ...)."""
     return rows.view(-1, *[1] * (value.dim() - 1))
-

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perada.states import send
+
 
 def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
     """Loss of every image.
@@ -39,9 +41,8 @@ def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: 
     losses = row_losses(logits, y, multilabel)
     if all(count == y.shape[1] for count in counts):
         return losses.mean(1)
-    return losses.where(real_rows(counts, y.shape[1], losses.device), 0).sum(1) / torch.tensor(
-        counts, device=losses.device
-    )
+    real = real_rows(counts, y.shape[1], losses.device)
+    return losses.where(real, 0).sum(1) / send(torch.tensor(counts), losses.device)
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
@@ -50,4 +51,4 @@ def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]
     """
-    return torch.arange(rows, device=device) < torch.tensor(counts, device=device).unsqueeze(1)
+    return torch.arange(rows, device=device) < send(torch.tensor(counts), device).unsqueeze(1)

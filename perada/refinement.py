@@ -13,7 +13,7 @@ from perada.loss_scaling import LossScales
 from perada.losses import client_losses
 from perada.rounds import CohortBatch
 from perada.server import Distillation, ensemble_logits
-from perada.states import State, expand, unstack
+from perada.states import State, expand, send, unstack
 
 
 class ServerData(Protocol):
@@ -70,7 +70,7 @@ def refine(
             [ensemble_logits(engine, teachers, data.public_images(part, device)) for part in used.split(256)]
         )
         for step, rows in enumerate(progress(indices)):
-            yield data.public_images(rows, device), logits[positions[step].to(device)]
+            yield data.public_images(rows, device), logits[send(positions[step], device)]
 
     def accuracy(state: State) -> float:
         right = total = 0

@@ -151,6 +151,13 @@ def to_device(state: State, device: torch.device) -> State:
     return {key: value.to(device) for key, value in state.items()}
 
 
+def send(value: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to ``device``. The host does not wait until a GPU has done all that it was asked before."""
+    if torch.device(device).type == "cuda" and value.device.type == "cpu":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
+
+
 def numel(state: State) -> int:
     """Number of scalars in a state."""
     return sum(value.numel() for value in state.values())

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import perada
 from perada.algorithms import make_algorithm
+from perada.backbones import build_backbone, insert_adapter
 from perada.cohort import Cohort
 from perada.engine import Engine
 from perada.local_training import LocalTraining
@@ -271,3 +273,57 @@ def test_float16_is_refused_where_training_is_private(tiny):
 def test_a_disabled_scaler_scales_nothing(tiny):
     run = finetune(tiny, 1, **plugin(enabled=False))
     assert "train/skipped_steps" not in run.metrics["rounds"][0]
+
+
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "bincount", "allclose")
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts the operations whose result's value or shape the host must wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+            for part in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
+        )
+        if by_mask or name.startswith(READS):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
+@pytest.mark.parametrize("adapter", ["residual", "full"])
+def test_local_steps_read_nothing_from_the_device(scaling, adapter):
+    """PerAda with momentum, clipping, dropout and BatchNorm, on clients of unequal batches."""
+    options = {"dropout": 0.3} if adapter == "residual" else {}
+    model = insert_adapter(build_backbone("test_resnet", CLASSES, pretrained=False), adapter, **options).model
+    training = LocalTraining("sgd", {"local": 0.1, "personal": 0.1}, momentum=0.9, clip_norm=1.0)
+    running = cohort(model, training, "perada", options=scaling)
+    made = [batch._replace(x=torch.randn(*batch.x.shape[:2], 3, 16, 16)) for batch in batches()[:5]]
+    with torch.autocast("cpu", torch.float16, enabled=scaling is not None, cache_enabled=False), DeviceReads() as reads:
+        for batch in made:
+            running.step(batch)
+    assert reads.found == []
+    assert scaling is None or running.scales.skipped.sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
+def test_distillation_reads_nothing_from_the_device(scaling, kind):
+    """But torch's Adam its step counts, which are on the host wherever the parameters are."""
+    model = build_backbone("test_resnet", CLASSES, pretrained=False).model
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    state, keys = get_state(model), parameter_keys(model)
+    scales = scaling and LossScales(scaling, 1, None, torch.device("cpu"))
+    pairs = [(torch.randn(4, 3, 16, 16), torch.randn(4, CLASSES)) for _ in range(3)]
+    options = Distillation(3, lr=0.05, optimizer=kind)
+    with torch.autocast("cpu", torch.float16, enabled=scaling is not None, cache_enabled=False), DeviceReads() as reads:
+        options.run(Engine(model, "folded"), state, keys, iter(pairs), scales=scales, average_from=0.5)
+    steps = len(keys) * len(pairs) if kind == "adam" and scaling is None else 0
+    assert reads.found == ["_local_scalar_dense"] * steps

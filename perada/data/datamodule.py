@@ -22,6 +22,7 @@ from perada.data.private_batches import PrivateRoundBatches
 from perada.data.schedule import Schedule
 from perada.data.store import TensorStore, length
 from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan
+from perada.states import send
 
 if TYPE_CHECKING:
     from perada.backbones import ImageConfig
@@ -265,7 +266,7 @@ class FederatedDataModule(pl.LightningDataModule):
         assert store is not None
         self._cache(store)
         images, _ = store.take(torch.zeros_like(indices), indices, (self._seed, -2))
-        return self.prepare(images.to(device))
+        return self.prepare(send(images, device))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
@@ -273,7 +274,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if store is not None:
             self._cache(store)
             for x, y, _ in loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers):
-                yield self.prepare(x.to(device)), y.to(device)
+                yield self.prepare(send(x, device)), send(y, device)
 
     def partition_dict(self) -> dict[str, Any]:
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""

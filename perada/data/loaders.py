@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.data.store import MapStore, Store
+from perada.data.store import MapStore, Store, TensorStore
 from perada.rounds import BatchSize, CohortBatch, EvalBatch, RoundPlan, active_steps, batch_indices
 from perada.seeding import generator
+from perada.states import send
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
     if min(counts) == longest:
         return rows.view(len(counts), longest, *rows.shape[1:])
     padded = rows.new_zeros(len(counts), longest, *rows.shape[1:])
-    padded[real_rows(counts, rows.device)] = rows
+    places = torch.cat([torch.arange(count) + client * longest for client, count in enumerate(counts)])
+    padded.flatten(0, 1).index_copy_(0, send(places, rows.device), rows)
     return padded
 
 
@@ -68,7 +70,7 @@ def real_rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
     >>> real_rows((2, 1), torch.device("cpu")).tolist()
     [[True, True], [True, False]]
     """
-    return torch.arange(max(1, *counts), device=device) < torch.tensor(counts, device=device)[:, None]
+    return torch.arange(max(1, *counts), device=device) < send(torch.tensor(counts), device)[:, None]
 
 
 class EvalBatches(Dataset[EvalBatch]):
@@ -101,7 +103,9 @@ def loader(batches: Dataset[T], store: Store, num_workers: int) -> DataLoader[T]
     workers = num_workers if isinstance(store, MapStore) else 0
     # Its own generator, or each iterator would take a number from the global stream.
     own = generator(0, "loader")
-    return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_is, generator=own)
+    # Where training is on a GPU, what the host reads is copied there without a wait.
+    pin = torch.cuda.is_initialized() and not (isinstance(store, TensorStore) and store.images.is_cuda)  # type: ignore[no-untyped-call]  # torch has no types there
+    return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_is, generator=own, pin_memory=pin)
 
 
 def _as_is(batch: Any) -> Any:  # noqa: ANN401 - the default would turn tuples into lists

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from perada.data.datasets import ImageSet
 from perada.data.transforms import check_dtype, resize_uint8, to_image
 from perada.seeding import derive_seed
+from perada.states import send
 
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
 
@@ -110,7 +111,7 @@ class TensorStore:
         Returns:
             Images (N, ...) and labels (N,) or (N, K), None if unlabelled.
         """
-        rows = self.table[self.starts[owners] + indices].to(self.images.device)
+        rows = send(self.table[self.starts[owners] + indices], self.images.device)
         return self.images[rows], None if self.labels is None else self.labels[rows]
 
     def client_labels(self) -> list[Tensor]:

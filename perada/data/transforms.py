@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as vision
 
+from perada.states import send
+
 if TYPE_CHECKING:
     from perada.backbones import ImageConfig
 
@@ -90,7 +92,7 @@ def prepare_images(images: Tensor, image: "ImageConfig | None" = None, size: int
 
 def _per_channel(values: Sequence[float], channels: int, device: torch.device) -> Tensor:
     """Normalisation constants as (channels, 1, 1); a one-channel model takes the average of an RGB model's."""
-    constants = torch.tensor(values, dtype=torch.float32, device=device)
+    constants = send(torch.tensor(values, dtype=torch.float32), device)
     if channels == 1:
         constants = constants.mean(0, keepdim=True)
     return constants.view(-1, 1, 1)
@@ -121,7 +123,7 @@ def augment(images: Tensor, crops: Tensor, padding: int) -> Tensor:
     """
     number, channels, height, width = images.shape
     padded = functional.pad(images, (padding,) * 4)
-    crops = crops.to(images.device)
+    crops = send(crops, images.device)
     rows = crops[:, 0, None] + torch.arange(height, device=images.device)
     columns = torch.arange(width, device=images.device).expand(number, width)
     columns = crops[:, 1, None] + torch.where(crops[:, 2, None] > 0, width - 1 - columns, columns)
