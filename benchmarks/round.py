@@ -39,10 +39,15 @@ class Turns(pl.Callback):
         self.seconds: dict[str, dict[str, list[float]]] = {name: {} for name in ("perada", *others)}
         self.began = self.trained = 0.0
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Go before the loop, which closes the round at the end of its last batch."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        callbacks.sort(key=lambda callback: callback is not self)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Note the end of the last local step, which this optimiser without effect only counts."""
+        """Note the end of the last local step."""
         if trainer.is_last_batch:
             self.trained = clock(self.device)
 
