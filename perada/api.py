@@ -57,6 +57,7 @@ def finetune(
     clients_per_chunk: int | None = None,
     channels_last: bool | None = None,
     metric: Literal["auto", "accuracy", "auroc"] = "auto",
+    global_test_clients: int | None = None,
     prox_strength: float | None = None,
     weighting: Weighting = "uniform",
     server_rule: str | ServerRule = "mean",
@@ -107,6 +108,7 @@ def finetune(
         clients_per_chunk: Clients in one forward and backward pass, to bound memory.
         channels_last: Memory format of images and convolutions; chosen by the backbone by default.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+        global_test_clients: Clients, drawn from the seed, whose models are scored on everyone's images; all by default.
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``fedavgm``, ``fedadam``,
@@ -207,6 +209,7 @@ def finetune(
         clients_per_chunk=clients_per_chunk,
         channels_last=channels_last,
         metric=metric,
+        global_test_clients=global_test_clients,
     )
     loop.arguments = ["# perada.finetune(...)", *(f"{name}: {_yaml(value)}" for name, value in arguments.items())]
     if trainer is None:

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,27 +15,13 @@ from perada.loss_scaling import KeptScales
 from perada.privacy.client_level import floor_variances
 from perada.privacy.training import PrivateRound
 from perada.ranks import Ranks
-from perada.refinement import compare, ensemble, refine
+from perada.refinement import compare, refine
 from perada.round_report import RoundReport, round_metrics
 from perada.rounds import Phase, RoundPlan, one_of
 from perada.server import client_weights
 from perada.settings import FederationData, Loader, Settings
 from perada.states import State, clone, expand, to_device, unstack
 from perada.store import ClientStore
-
-
-class Predictions(NamedTuple):
-    """Logits of the models on the same B images.
-
-    Attributes:
-        personal: (M, B, K), or (1, B, K) where all clients predict with the global model.
-        shared: (1, B, K) of the global model; ``None`` where there is none.
-        members: (P, B, K) of the models that it averages; usually one.
-    """
-
-    personal: Tensor
-    shared: Tensor | None
-    members: Tensor | None
 
 
 class Federation:
@@ -81,7 +67,7 @@ class Federation:
         if loader and settings.algorithm.compares:
             multilabel = settings.training.multilabel
             batches = map(one_of, loader(plan))
-            losses = compare(self.engine, self._members(), batches, len(plan.clients), multilabel)
+            losses = compare(self.engine, self.members(), batches, len(plan.clients), multilabel)
         private = settings.protection.open(plan, self._device)
         return self._cohort(settings.algorithm, settings.phases, plan, kept, factor, private, losses)
 
@@ -117,7 +103,8 @@ class Federation:
             scales=self.scales.open("clients", len(plan.clients), self._device),
         )
 
-    def _members(self) -> State:
+    def members(self) -> State:
+        """The global models (K, ...) whose outputs are averaged; usually one."""
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
     def close(
@@ -259,27 +246,9 @@ class Federation:
         """Whether clients predict with states of their own by now."""
         return self.settings.algorithm.inference == "personal" or self.finetuned
 
-    def logits(self, x: Tensor, group: int = 32) -> Predictions:
-        """Logits of the clients' models and of the global one on the same images.
-
-        Args:
-            x: Images (B, channels, height, width).
-            group: Clients whose states are gathered at once.
-        """
-        algorithm, members, shared = self.settings.algorithm, None, None
-        if algorithm.global_model:
-            members = self.engine.shared_logits(self._members(), x)
-            shared = ensemble(members, algorithm.average, self.settings.training.multilabel).unsqueeze(0)
-        if not self.personalized and shared is not None:
-            return Predictions(shared, shared, members)
-        clients = self.num_clients
-        groups = [range(start, min(start + group, clients)) for start in range(0, clients, group)]
-        personal = torch.cat([self.engine.shared_logits(self.personal_states(part), x) for part in groups])
-        return Predictions(personal, shared, members)
-
     def global_models(self) -> list[State]:
         """The states whose averaged outputs are the global model's; usually one."""
-        return unstack(clone(self._members()))
+        return unstack(clone(self.members()))
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to go on, in types that ``torch.load(weights_only=True)`` takes."""

@@ -13,10 +13,11 @@ from perada.backbones import AdaptedModel, AdapterChoice, build_backbone, insert
 from perada.cohort import Cohort
 from perada.data import EvalBatch
 from perada.engine import Engine, EngineName
-from perada.evaluation import MetricName, Scores, predictive_entropy
-from perada.federation import Federation, Predictions
+from perada.evaluation import MetricName
+from perada.federation import Federation
 from perada.local_training import ClientOptimizer, LocalTraining
 from perada.rounds import AnyBatch
+from perada.scoring import Evaluation, own_logits, sample_clients, shared_logits
 from perada.seeding import derive_seed
 from perada.slot import is_adapter_key, reset_parameters
 from perada.states import State, get_state, parameter_keys, to_device, trained_keys
@@ -51,6 +52,8 @@ class FederatedClassifier(pl.LightningModule):
         clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
         channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+        global_test_clients: Clients, drawn from the seed, whose personal models are scored on everyone's images: as
+            many passes over all test images. All by default; 0 for none.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -78,6 +81,7 @@ class FederatedClassifier(pl.LightningModule):
         clients_per_chunk: int | None = None,
         channels_last: bool | None = None,
         metric: Literal["auto"] | MetricName = "auto",
+        global_test_clients: int | None = None,
     ) -> None:
         super().__init__()
         for name, value, allowed in (
@@ -102,6 +106,11 @@ class FederatedClassifier(pl.LightningModule):
                 clients_per_chunk is None or clients_per_chunk >= 1,
                 "give 1 or more, or leave it out",
             ),
+            (
+                "global_test_clients",
+                global_test_clients is None or global_test_clients >= 0,
+                "give 0 or more, or leave it out for all",
+            ),
         ):
             if not fits:
                 raise ValueError(f"{name}={locals()[name]!r} cannot be used; {remedy}")
@@ -112,7 +121,7 @@ class FederatedClassifier(pl.LightningModule):
         self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
         self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
         self.engine_name, self.clients_per_chunk, self.channels_last = engine, clients_per_chunk, channels_last
-        self.metric = metric
+        self.metric, self.global_test_clients = metric, global_test_clients
         self.automatic_optimization = False
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None
@@ -211,18 +220,13 @@ class FederatedClassifier(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start counting."""
         metric: MetricName = ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
-        self._personal, self._global, self._members = (Scores(metric, self.multilabel) for _ in range(3))
-        self._entropies: list[Tensor] = []
+        federation = self._states()
+        everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
+        self._evaluation = Evaluation(federation, metric, everywhere)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
-        """Run every personal model and the global one on a batch of the test set."""
-        predicted = self._predict(batch.x)
-        self._personal.update(predicted.personal, batch.y, batch.owner)
-        if predicted.shared is not None:
-            self._global.update(predicted.shared, batch.y, batch.owner)
-        if predicted.members is not None and predicted.shared is not None and len(predicted.members) > 1:
-            self._members.update(predicted.members, batch.y, batch.owner)
-            self._entropies.append(predictive_entropy(predicted.shared[0], self.multilabel).cpu())
+        """Run the personal models and the global one on a batch of the test set."""
+        self._evaluation.step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
         """Log mean and standard deviation over clients."""
@@ -232,21 +236,7 @@ class FederatedClassifier(pl.LightningModule):
 
     def score(self) -> None:
         """Compute ``scores`` and ``per_client`` of what the validation steps have counted."""
-        self.scores = {}
-        self.per_client = {
-            "personal/local_test": self._personal.local_test(self._num_clients),
-            "personal/global_test": self._personal.global_test().expand(self._num_clients),
-        }
-        for name, scores in self.per_client.items():
-            known = scores[~scores.isnan()]
-            spread = float(known.std(correction=0)) if len(known) else math.nan
-            self.scores |= {name: float(known.mean()), f"{name}_std": spread}
-        if self._global:
-            self.scores["global/global_test"] = float(self._global.global_test()[0])
-        if self._members:
-            members = self._members.global_test()
-            self.scores |= {"global/best_mode": float(members.max()), "global/worst_mode": float(members.min())}
-            self.scores["global/entropy"] = float(torch.cat(self._entropies).mean())
+        self.scores, self.per_client = self._evaluation.result()
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
@@ -254,19 +244,20 @@ class FederatedClassifier(pl.LightningModule):
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> dict[str, Tensor]:
         """Logits (B, K) of the owner's personal model and of the global one, with the owner of each image."""
-        personal, shared, _ = self._predict(batch.x)
-        rows = batch.owner if len(personal) > 1 else torch.zeros_like(batch.owner)
-        own = personal[rows, torch.arange(len(rows), device=rows.device)]
-        return {"owner": batch.owner, "y": batch.y, "personal": own} | ({} if shared is None else {"global": shared[0]})
+        federation, found = self._states(), {"owner": batch.owner, "y": batch.y}
+        shared = shared_logits(federation, batch.x) if federation.settings.algorithm.global_model else None
+        if federation.personalized:
+            own = own_logits(federation, batch)
+            own = batch.x.new_zeros(len(batch.x), self.num_classes or 0) if own is None else own
+            federation.ranks.sum_([own])
+        else:
+            own = shared
+        return found | {name: logits for name, logits in (("personal", own), ("global", shared)) if logits is not None}
 
-    @property
-    def _num_clients(self) -> int:
-        return int(self.trainer.datamodule.num_clients)  # type: ignore[attr-defined]  # set by Lightning
-
-    def _predict(self, x: Tensor) -> Predictions:
+    def _states(self) -> Federation:
         if self.federation is None:
             raise RuntimeError("there are no states: add perada.callbacks.FederatedLoop to the Trainer's callbacks")
-        return self.federation.logits(x)
+        return self.federation
 
 
 def make_slot(model: nn.Module, head: str) -> Slot:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores against scikit-learn."""
+"""Scores against scikit-learn and torchmetrics."""
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
+from torchmetrics.functional.classification import multiclass_accuracy, multilabel_accuracy
 
 from perada.evaluation import Scores
+from perada.ranks import Ranks
 
 MODELS, IMAGES, CLASSES = 3, 60, 4
 
@@ -22,14 +24,22 @@ def task(multilabel):
     return logits, y, owner
 
 
-def collected(metric, logits, y, owner):
-    """In batches of unequal sizes, as evaluation adds them."""
-    scores = Scores(metric, y.dim() == 2)
+def collected(metric, logits, y, owner, local=False):
+    """All models on all images, or the first on those of each owner; in batches of unequal sizes."""
+    models, groups = (1, MODELS) if local else (len(logits), 1)
+    scores = Scores(metric, y.dim() == 2, models, groups)
     assert not scores
     for rows in torch.arange(len(y)).split(25):
-        scores.update(logits[:, rows], y[rows], owner[rows])
+        scores.update(logits[:models, rows], y[rows], owner[rows] if local else None)
     assert scores
-    return scores
+    found = scores.compute()
+    assert found.shape == (models, groups)
+    return found.flatten()
+
+
+def owners_logits(logits, owner):
+    """Logits (1, B, K) of each image by the model of its owner."""
+    return logits[owner, torch.arange(len(owner))].unsqueeze(0)
 
 
 def reference(metric, logits, y):
@@ -47,37 +57,91 @@ def reference(metric, logits, y):
 @pytest.mark.parametrize("metric", ["accuracy", "auroc"])
 def test_scores_equal_scikit_learns(metric, multilabel):
     logits, y, owner = task(multilabel)
-    scores = collected(metric, logits, y, owner)
     expected = [reference(metric, model, y) for model in logits]
-    assert scores.global_test().tolist() == pytest.approx(expected, abs=1e-6)
+    assert collected(metric, logits, y, owner).tolist() == pytest.approx(expected, abs=1e-6)
     local = [reference(metric, logits[m, owner == m], y[owner == m]) for m in range(MODELS)]
-    assert scores.local_test(MODELS).tolist() == pytest.approx(local, abs=1e-6)
+    found = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+    assert found.tolist() == pytest.approx(local, abs=1e-6)
     assert len(set(expected + local)) == 2 * MODELS
 
 
-def test_one_model_serves_all_clients():
-    logits, y, owner = task(False)
-    scores = collected("accuracy", logits[:1], y, owner)
-    local = [accuracy_score(y[owner == m], logits[0, owner == m].argmax(1)) for m in range(MODELS)]
-    assert scores.local_test(MODELS).tolist() == pytest.approx(local)
-    assert scores.global_test().shape == (1,)
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_accuracy_is_torchmetrics_to_the_last_digit(multilabel):
+    logits, y, owner = task(multilabel)
+    single = {"num_labels": CLASSES} if multilabel else {"num_classes": CLASSES}
+    accuracy = multilabel_accuracy if multilabel else multiclass_accuracy
+
+    def scored(model, rows):
+        predicted = model[rows].sigmoid() if multilabel else model[rows].argmax(-1)
+        return accuracy(predicted, y[rows].long(), **single, average="micro")
+
+    everywhere = [scored(model, slice(None)) for model in logits]
+    assert torch.equal(collected("accuracy", logits, y, owner), torch.stack(everywhere))
+    own = torch.stack([scored(logits[m], owner == m) for m in range(MODELS)])
+    assert torch.equal(collected("accuracy", owners_logits(logits, owner), y, owner, local=True), own)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc"])
-def test_a_client_without_test_images_has_no_score(metric):
+def test_a_group_without_images_has_no_score(metric):
     logits, y, owner = task(False)
     owner[owner == 1] = 0
-    local = collected(metric, logits, y, owner).local_test(MODELS)
-    assert local.isnan().tolist() == [False, True, False]
+    assert collected(metric, logits, y, owner, local=True).isnan().tolist() == [False, True, False]
+
+
+class Together(Ranks):
+    """One of two processes, each of which counted for itself."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def sum_(self, tensors):
+        for tensor in tensors:
+            tensor.add_(self.other._counts)
+
+    def gather(self, value):
+        return [value, self.other._pieces]
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_what_two_processes_count_adds_up(metric, multilabel):
+    """Each runs some models on all images, or all models on some images, or counts some of the images only."""
+    logits, y, owner = task(multilabel)
+    whole = collected(metric, logits, y, owner)
+    whole_local = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+
+    def merged(add, **options):
+        parts = [Scores(metric, multilabel, **options) for _ in range(2)]
+        for rank, scores in enumerate(parts):
+            add(scores, rank)
+        parts[0].merge(Together(parts[1]))
+        return parts[0].compute().flatten()
+
+    def some_models(scores, rank):
+        models = [0, 2] if rank == 0 else [1]
+        for rows in torch.arange(IMAGES).split(25):
+            scores.update(logits[models][:, rows], y[rows], models=models)
+
+    def some_batches(scores, rank):
+        for rows in torch.arange(IMAGES).split(10)[rank::2]:
+            scores.update(logits[:, rows], y[rows])
+
+    def some_images(scores, rank):
+        counted = owner != 1 if rank == 0 else owner == 1
+        scores.update(owners_logits(logits, owner), y, owner, counted=counted)
+
+    assert torch.equal(merged(some_models, models=MODELS), whole)
+    assert torch.equal(merged(some_batches, models=MODELS), whole)
+    assert torch.equal(merged(some_images, groups=MODELS), whole_local)
 
 
 def test_auroc_is_the_mean_over_the_classes_that_occur_both_ways():
     logits, y, owner = task(True)
     y[:, 1], y[:, 3] = 0, 1
     expected = np.mean([roc_auc_score(y[:, k], logits[0, :, k].sigmoid()) for k in (0, 2)])
-    assert collected("auroc", logits[:1], y, owner).global_test().tolist() == pytest.approx([expected], abs=1e-6)
+    assert collected("auroc", logits[:1], y, owner).tolist() == pytest.approx([expected], abs=1e-6)
     y[:] = 1
-    assert collected("auroc", logits[:1], y, owner).global_test().isnan().all()
+    assert collected("auroc", logits[:1], y, owner).isnan().all()
 
 
 def test_auroc_ranks_confident_predictions():
@@ -85,4 +149,4 @@ def test_auroc_ranks_confident_predictions():
     logits, y, owner = task(True)
     expected = roc_auc_score(y, logits[0].numpy(), average="macro")
     confident = collected("auroc", logits[:1] + 20, y, owner)
-    assert confident.global_test().tolist() == pytest.approx([expected], abs=1e-6)
+    assert confident.tolist() == pytest.approx([expected], abs=1e-6)

@@ -27,8 +27,8 @@ MODULES = {module_name(path): path for room in ("perada", "adapters") for path i
 ROOMS = """
 states seeding ranks rounds stacked_layers fold losses engine loss_scaling masked_optimizers server algorithms privacy
 local_training cohort store refinement settings round_report adapters slot twins backbone_weights backbones evaluation
-data progress federation module callbacks strategies privacy_card export report run outcome pretrain api studies compare
-perada
+data progress federation scoring module callbacks strategies privacy_card export report run outcome pretrain api studies
+compare perada
 cli_words cli_messages cli
 """.split()
 TORCH_ONLY = set(ROOMS[: ROOMS.index("adapters")])

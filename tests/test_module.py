@@ -33,6 +33,7 @@ from perada.states import get_state
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"clip_norm": 0.0}, "clip_norm=0.0"),
         ({"lr_every": 0}, "lr_every=0"),
+        ({"global_test_clients": -1}, "global_test_clients=-1 cannot be used; give 0 or more"),
         ({"clients_per_chunk": 0}, "clients_per_chunk=0 cannot be used; give 1 or more"),
     ],
 )

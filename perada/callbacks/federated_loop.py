@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
@@ -255,7 +254,7 @@ class FederatedLoop(pl.Callback):
         module.on_validation_epoch_start()
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             for index, batch in enumerate(islice(batches, count)):
-                module.validation_step(data.prepare(move_data_to_device(batch, module.device)), index)
+                module.validation_step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
         module.score()
         if self.history:
             self.history[-1] |= module.scores

@@ -111,8 +111,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_least(1, image_size=image_size, num_classes=num_classes)
         check_least(0, num_workers=num_workers, crop_padding=crop_padding)
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
-        self.image_size, self.device_cache_mb = image_size, device_cache_mb
-        self._num_classes = num_classes
+        self.image_size, self.device_cache_mb, self._num_classes = image_size, device_cache_mb, num_classes
         self._checked: Checked | None = None
         self._record: dict[str, Any] = {}
         self._preparation = Preparation(None, image_size, crop_padding, flip)
@@ -187,8 +186,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if image is not None:
             data.check_channels(image.input_size[0])
         self._schedule = schedule
-        secure = private is not None and private.secure
-        self._preparation = replace(self._preparation, image=image, seed=seed, secure=secure)
+        self._preparation = replace(self._preparation, image=image, seed=seed, secure=bool(private and private.secure))
 
     def plan(self, round: int) -> RoundPlan:
         """Draw a round's clients: a function of the run's seed, the round and who may take part (refused if none)."""
@@ -211,8 +209,9 @@ class FederatedDataModule(pl.LightningDataModule):
         store, private = self._ready.train, private or self._schedule.private
         self._cache(store)
         if private is not None:
-            private_batches = PrivateRoundBatches(store, plan, self.batch_size, self._seed, private)
-            return loader(private_batches, store, self.num_workers)
+            return loader(
+                PrivateRoundBatches(store, plan, self.batch_size, self._seed, private), store, self.num_workers
+            )
         return loader(RoundBatches(store, plan, self.batch_size, self._seed), store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
@@ -281,16 +280,17 @@ class FederatedDataModule(pl.LightningDataModule):
         self.setup()
         return self._record
 
+    def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
+        """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""
+        moved: BatchT = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return moved._replace(owner=batch.owner) if isinstance(batch, EvalBatch) else moved
+
     def on_after_batch_transfer(self, batch: BatchT, dataloader_idx: int) -> BatchT:
         """Prepare a batch once it is on the device."""
         return self.prepare(batch)
 
     def prepare(self, batch: BatchT) -> BatchT:
-        """Make a batch that is on its device ready for the model; the Trainer's batches are so already.
-
-        It may be a cohort batch, a dict of them, a batch of test data, or images (B, ...); see
-        :class:`~perada.data.preparation.Preparation`.
-        """
+        """Make a batch on its device ready for the model (see :class:`.Preparation`); the Trainer's are so already."""
         return self._preparation(batch)
 
     def _cache(self, store: object) -> None:
