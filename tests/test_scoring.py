@@ -43,12 +43,11 @@ def images(tiny):
 def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
     _, module, run = fitted(tiny)
     batch = images(tiny)
-    seen = []
+    seen, engine = [], module.federation.engine
+    run_all = engine.logits
     for rows in (slice(None), slice(2, 19), slice(16, 17)):
         part = EvalBatch(*(values[rows] for values in batch))
         with monkeypatch.context() as patch:
-            engine = module.federation.engine
-            run_all = engine.logits
             patch.setattr(engine, "logits", lambda states, x: seen.append(x.shape[:2].numel()) or run_all(states, x))
             found = own_logits(module.federation, part)
         assert len(part.x) <= sum(seen) < 2 * len(part.x)

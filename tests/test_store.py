@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from perada.store import ClientStore, DiskStore, HostStore, Storage, locate
+from perada.store import ClientStore, DiskStore, HostStore, Storage, joined, locate, restricted
 
 
 def kept(clients, seed=1):
@@ -105,6 +105,23 @@ def test_a_saved_store_goes_on_in_one_of_any_kind(tmp_path, before, after):
     third.load_state_dict(again.state_dict())
     assert_same(third.gather([4, 9]), kept(2, seed=5))
     assert_same(store.gather([4, 7]), kept(2))  # what the first one holds is as it was
+
+
+@kinds
+def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
+    """As they do between processes: by their rows, while training; by what was saved, afterwards."""
+    one, two = stores(tmp_path)[kind], stores(tmp_path)[kind]
+    one.scatter([1, 2, 3], kept(3))
+    two.put([3], one.rows([3]))
+    one.drop([3, 4])
+    assert sorted(one.written) == [1, 2]
+    saved = joined([one.state_dict(), two.state_dict()])
+    third, fourth = stores(tmp_path / "three")[kind], stores(tmp_path / "four")[kind]
+    third.load_state_dict(restricted(saved, {1, 3}))
+    fourth.load_state_dict(restricted(saved, {2}))
+    assert_same(third.gather([1, 3]), {r: {k: v[[0, 2]] for k, v in s.items()} for r, s in kept(3).items()})
+    assert_same(fourth.gather([2]), rows_of(kept(3), 1))
+    assert (sorted(third.written), sorted(fourth.written)) == ([1, 3], [2])
 
 
 def test_a_store_of_other_tensors_is_refused():

@@ -7,7 +7,7 @@ of a round, or of a group in evaluation, are ever stacked.
 
 from perada.store.choice import Storage
 from perada.store.disk import DiskStore
-from perada.store.files import locate
+from perada.store.files import joined, locate, restricted
 from perada.store.memory import ClientStore, HostStore, StoreKind
 
-__all__ = ["ClientStore", "DiskStore", "HostStore", "Storage", "StoreKind", "locate"]
+__all__ = ["ClientStore", "DiskStore", "HostStore", "Storage", "StoreKind", "joined", "locate", "restricted"]

@@ -42,8 +42,15 @@ class DiskStore(ClientStore):
         self._outdated: list[Path] = []
         self._named: list[set[Path]] = [set(), set()]  # the files of the last two checkpoints
 
-    def _write_all(self, clients: Sequence[int], rows: Tensor) -> None:
-        super()._write_all(clients, rows.cpu())
+    def put(self, clients: Sequence[int], rows: Tensor) -> None:
+        """Write files of the clients' rows (C, size)."""
+        super().put(clients, rows.cpu())
+
+    def drop(self, clients: Sequence[int]) -> None:
+        """Forget what ``clients`` keep; their files go when no checkpoint needs them."""
+        for client in clients:
+            if client in self.written:
+                self._outdate(self.written.pop(client))
 
     def _write(self, client: int, row: Tensor) -> None:
         self._count += 1  # with the session, no name is ever used twice
@@ -53,16 +60,14 @@ class DiskStore(ClientStore):
             file.write(self.layout.header)
             file.write(row.contiguous().cpu().numpy().data)
         part.replace(path)
-        self._replace(client, path)
+        self.drop([client])
+        self.written[client] = path
 
-    def _replace(self, client: int, path: Path) -> None:
-        before, self.written[client] = self.written.get(client), path
-        if before is None or not self.prune or before.parent != self.folder:
-            return
-        if self.temporary:
-            before.unlink()
-        else:
-            self._outdated.append(before)
+    def _outdate(self, path: Path) -> None:
+        if self.temporary and path.parent == self.folder:
+            path.unlink()
+        elif self.prune and path.parent == self.folder:
+            self._outdated.append(path)
 
     def _read(self, client: int) -> Tensor:
         return read_row(self.written[client], self.layout)

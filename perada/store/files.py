@@ -3,6 +3,7 @@
 
 import os
 import shutil
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ def named_files(saved: dict[str, Any]) -> dict[int, Path]:
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
     return files
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One saved store of those that several processes saved, each of clients of its own."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            whole[name] = whole[name] | value if name in ("rows", "files") and name in whole else value
+    return whole
+
+
+def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
+    """What a saved store says of some clients."""
+    return saved | {
+        name: {client: held for client, held in saved[name].items() if client in clients}
+        for name in ("rows", "files")
+        if name in saved
+    }
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -34,19 +34,29 @@ class ClientStore:
 
     def gather(self, clients: Sequence[int]) -> Stacks:
         """Copy out what ``clients`` keep, stacked in that order, on the device."""
-        rows = self._initial.new_empty(len(clients), self.layout.size)
-        for row, client in zip(rows, clients, strict=True):
-            row.copy_(self._read(client) if client in self.written else self._initial, non_blocking=True)
-        return self.layout.unpack(rows)
+        return self.layout.unpack(self.rows(clients))
 
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
         """Store what ``clients`` keep from now on, (C, ...) by role; the tensors are copied."""
         if len(clients) and self.layout.size:
-            self._write_all(clients, self.layout.pack(stacks, len(clients)))
+            self.put(clients, self.layout.pack(stacks, len(clients)))
 
-    def _write_all(self, clients: Sequence[int], rows: Tensor) -> None:
+    def rows(self, clients: Sequence[int]) -> Tensor:
+        """Copies of the clients' rows of bytes, (C, size), on the device."""
+        rows = self._initial.new_empty(len(clients), self.layout.size)
+        for row, client in zip(rows, clients, strict=True):
+            row.copy_(self._read(client) if client in self.written else self._initial, non_blocking=True)
+        return rows
+
+    def put(self, clients: Sequence[int], rows: Tensor) -> None:
+        """Store copies of the clients' rows (C, size), as :meth:`rows` gave them."""
         for client, row in zip(clients, rows, strict=True):
             self._write(client, row)
+
+    def drop(self, clients: Sequence[int]) -> None:
+        """Forget what ``clients`` keep: it is the initial again, or kept elsewhere."""
+        for client in clients:
+            self.written.pop(client, None)
 
     def _write(self, client: int, row: Tensor) -> None:
         self.written[client] = row.to(self._initial.device, copy=True)
