@@ -18,7 +18,7 @@ from benchmarks.timing import alone, growth, ratio, take_turns
 from perada.backbones import build_backbone, insert_adapter
 from perada.engine import Engine, EngineName
 from perada.losses import client_losses
-from perada.seeding import generator
+from perada.seeding import Streams
 from perada.states import expand, get_state, parameter_keys, train_mode
 
 ROWS, CLASSES = 64, 10
@@ -109,13 +109,13 @@ def _stacked(
             key: value.clone().requires_grad_(key in trained) for key, value in expand(get_state(model), size).items()
         }
         optimizer = torch.optim.SGD([value for value in state.values() if value.requires_grad], lr=0.01)
-        generators = [generator(0, "dropout", client, device=x.device) for client in range(start, start + size)]
-        chunks.append((slice(start, start + size), state, optimizer, generators))
+        streams = Streams.derived(0, "dropout", clients=range(start, start + size), device=x.device)
+        chunks.append((slice(start, start + size), state, optimizer, streams))
 
     def step() -> None:
-        for rows, state, optimizer, generators in chunks:
+        for rows, state, optimizer, streams in chunks:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-                logits = engine.logits(state, x[rows], training=True, generators=generators)
+                logits = engine.logits(state, x[rows], training=True, streams=streams)
                 loss = client_losses(logits, y[rows], [ROWS] * size, multilabel=False).sum()
             loss.backward()
             optimizer.step()

@@ -12,7 +12,7 @@ from perada.engine import Engine
 from perada.losses import client_losses
 from perada.privacy import Privacy
 from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
-from perada.seeding import generator
+from perada.seeding import Streams, generator
 from perada.states import State, expand, get_state, parameter_keys
 
 CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
@@ -87,13 +87,14 @@ def _ways(
     }
     x = torch.randn(clients, rows, 3, 32, 32, device=device)
     y = torch.randint(10, (clients, rows), device=device)
-    dropout, noise = ([generator(0, kind, client, device=device) for client in range(clients)] for kind in "dn")
-    query = Query(state, x, y, (rows,) * clients, list(dropout), list(noise), [1.0] * clients, [float(rows)] * clients)
+    dropout = Streams.derived(0, "dropout", clients=range(clients), device=device)
+    noise = [generator(0, "noise", client, device=device) for client in range(clients)]
+    query = Query(state, x, y, (rows,) * clients, dropout, noise, [1.0] * clients, [float(rows)] * clients)
     privacy = Privacy(1.0, physical_batch_size=physical)
     folded, opacus = FoldedGradients(privacy, engine, False), OpacusGradients(privacy, engine, False)
 
     def not_private() -> None:
-        logits = engine.logits(state, x, training=True, generators=query.dropout)
+        logits = engine.logits(state, x, training=True, streams=query.dropout)
         client_losses(logits, y, [rows] * clients, multilabel=False).sum().backward()
         for value in state.values():
             value.grad = None

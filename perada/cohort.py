@@ -6,6 +6,7 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from perada.masked_optimizers import MaskedOptimizer
 from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound
 from perada.rounds import AnyBatch, Phase, RoundPlan, one_of
-from perada.seeding import generator
+from perada.seeding import Streams
 from perada.states import State, prefix
 
 
@@ -70,8 +71,8 @@ class Cohort:
         self.chunks = [Chunk(opened, kept, received, start, stop) for start, stop in bounds]
         device = next(iter(received.values())).device
         own = secrets.randbits(63) if private is not None and private.secure else seed
-        self.generators = {
-            role: [generator(own, f"dropout-{role}", plan.round, client, device=device) for client in plan.clients]
+        self.streams = {
+            role: Streams.derived(own, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
             for role in opened
         }
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
@@ -139,6 +140,7 @@ class _Step:
         batch = one_of(batches)
         rows = slice(chunk.start, chunk.start + chunk.active)
         self._cohort, self._chunk, self._rows, self._batches = cohort, chunk, rows, batches
+        self._passes: Counter[str] = Counter()
         self._counts = batch.counts[rows]
         width = max(self._counts)
         self._x, self._y = batch.x[rows, :width], batch.y[rows, :width]
@@ -153,9 +155,11 @@ class _Step:
         if cohort.private is not None:
             raise no_logits(cohort.algorithm)
         states, stream = self._named(states, stream)
-        generators, scales = cohort.generators[stream][self._rows], cohort.scales
+        scales = cohort.scales
         states = states if scales is None else scales.enter(states, self._rows)
-        logits = cohort.engine.logits(states, self._x, training=True, counts=self._counts, generators=generators)
+        logits = cohort.engine.logits(
+            states, self._x, training=True, counts=self._counts, streams=self._streams(stream)
+        )
         return logits if scales is None else scales.leave(logits, self._rows)
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
@@ -163,14 +167,19 @@ class _Step:
         if private is None or not isinstance(self._batches, dict):
             return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
         states, stream = self._named(states, stream)
-        generators = self._cohort.generators[stream][self._rows]
-        return private.loss(stream, states, self._batches, self._rows, generators)
+        return private.loss(stream, states, self._batches, self._rows, self._streams(stream))
+
+    def _streams(self, stream: str) -> Streams:
+        """Random streams of the step's next pass that draws from ``stream``."""
+        self._passes[stream] += 1
+        step = self._cohort.streams[stream][self._rows].fork("step", one_of(self._batches).step)
+        return step.fork("pass", self._passes[stream])
 
     def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
         """The stack that is meant, and the stream that it draws from."""
         if isinstance(states, str):
             return self.states[states], stream or states
-        return states, stream or next(iter(self._cohort.generators))
+        return states, stream or next(iter(self._cohort.streams))
 
     def restart(self, role: str, start: State) -> None:
         with torch.no_grad():

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.fold import fold
+from perada.fold import draws, fold
+from perada.prefix import Prefix, find_prefix
+from perada.seeding import Streams
 from perada.states import State, train_mode
 
 EngineName = Literal["auto", "folded", "loop"]
@@ -48,7 +50,34 @@ class Engine:
             if kind == "auto":
                 warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
+        self.prefix: Prefix | None = None
+        self._single = model
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
+
+    def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
+        """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
+
+        Args:
+            image: An example (channels, height, width), prepared, on the model's device.
+            least_share: Share of a forward pass's floating-point operations that features must save.
+        """
+        if self.prefix is not None:  # whatever was built since then knows it
+            return self.prefix
+        looped = self.kind == "loop"
+
+        def build(prefix: Prefix) -> nn.Module:
+            return fold(self.model, random_only=True, prefix=prefix).model
+
+        self.prefix = find_prefix(self.model, build, image, draws, least_share)
+        if self.prefix is not None:
+            self._fold = fold(self.model, random_only=looped, prefix=self.prefix)
+            self._single = build(self.prefix)
+        return self.prefix
+
+    def features(self, x: Tensor) -> Tensor:
+        """Features (B, F) of images (B, channels, height, width), which may stand for them in every other method."""
+        assert self.prefix is not None
+        return self.prefix.features(self._single, self.format(x))
 
     def logits(
         self,
@@ -57,16 +86,16 @@ class Engine:
         *,
         training: bool = False,
         counts: Sequence[int] | None = None,
-        generators: Sequence[torch.Generator] = (),
+        streams: Streams | None = None,
     ) -> Tensor:
         """Logits of C states, each on its own images.
 
         Args:
             states: Stack with leading axis C; in training, running statistics in it are updated in place.
-            x: Images (C, B, channels, height, width).
+            x: Images (C, B, channels, height, width), or their features (C, B, F).
             training: Training mode: batch statistics, dropout.
             counts: Real rows of each client; the rest of its B rows is padding. ``None``: all are real.
-            generators: One random stream per client, needed in training where there is dropout.
+            streams: The clients' random streams for this pass, needed in training where there is dropout.
 
         Returns:
             Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
@@ -79,7 +108,7 @@ class Engine:
         else:
             module.eval()
         run = self._folded if self.kind == "folded" else self._loop
-        logits = run(module, states, x, real, list(generators))
+        logits = run(module, states, x, real, streams)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def shared_logits(self, states: State, x: Tensor, rows: int = 2048) -> Tensor:
@@ -107,11 +136,11 @@ class Engine:
         states: State,
         x: Tensor,
         counts: tuple[int, ...] | None,
-        generators: list[torch.Generator],
+        streams: Streams | None,
     ) -> Tensor:
         clients, rows = x.shape[:2]
-        context = self._fold.context
-        context.clients, context.counts, context.generators = clients, counts, generators
+        self._fold.context.begin(clients, counts, streams)
+        self._fold.context.together = x.is_cuda
         tensors = {
             key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
             for key, value in states.items()
@@ -120,7 +149,9 @@ class Engine:
         return logits.view(clients, rows, *logits.shape[1:])
 
     def format(self, x: Tensor) -> Tensor:
-        """Images in the engine's memory format."""
+        """What to give to the model for images, in the engine's memory format, or for features of images."""
+        if self.prefix is not None:
+            x = self.prefix.feed(x)
         return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
 
     def _loop(
@@ -129,13 +160,12 @@ class Engine:
         states: State,
         x: Tensor,
         counts: tuple[int, ...] | None,
-        generators: list[torch.Generator],
+        streams: Streams | None,
     ) -> Tensor:
-        context = self._fold.context
         outputs = []
         for client, images in enumerate(x):
             real = images if counts is None else images[: counts[client]]
-            context.clients, context.counts, context.generators = 1, None, generators[client : client + 1]
+            self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
             logits = functional_call(
                 module, {key: value[client] for key, value in states.items()}, (self.format(real),)
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from perada.prefix import Constant, Prefix
 from perada.stacked_layers import (
     FoldContext,
     StackedBatchNorm,
@@ -56,13 +57,14 @@ class Fold:
     missing: dict[str, str]
 
 
-def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
+def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None = None) -> Fold:
     """Build the stacked twin of ``model``, sharing all its frozen modules.
 
     Args:
         model: The single model; ``requires_grad`` tells what is trained.
         random_only: Replace only the layers that draw random numbers (for the loop over clients, which runs the single
             model but must draw from the same streams).
+        prefix: Modules whose outputs may be given instead of computed.
 
     Returns:
         The folded model. Where ``missing`` is not empty the model cannot be run stacked.
@@ -79,7 +81,9 @@ def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
 
     def replace(module: nn.Module, path: str) -> nn.Module:
         kind = type(module)
-        if kind in RANDOM_TWINS and drop_rate(module) > 0:
+        if prefix is not None and path in prefix.shapes:
+            return Constant(module, path, prefix)
+        if draws(module):
             return RANDOM_TWINS[kind](module, context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if random_only or not trained:
@@ -99,6 +103,11 @@ def fold(model: nn.Module, *, random_only: bool = False) -> Fold:
 
     folded = visit(model, "")
     return Fold(folded, context, frozenset(rows), missing)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in training."""
+    return type(module) in RANDOM_TWINS and drop_rate(module) > 0
 
 
 def shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:

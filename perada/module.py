@@ -51,6 +51,9 @@ class FederatedClassifier(pl.LightningModule):
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
         clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
         channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution.
+        cache_features: Keep what the frozen part before everything trained makes of images that are always the same, so
+            that it runs once for each; by default where it is a tenth of the model, at least, and fits the data's
+            ``device_cache_mb``.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
         global_test_clients: Clients, drawn from the seed, whose personal models are scored on everyone's images: as
             many passes over all test images. All by default; 0 for none.
@@ -80,6 +83,7 @@ class FederatedClassifier(pl.LightningModule):
         engine: EngineName = "auto",
         clients_per_chunk: int | None = None,
         channels_last: bool | None = None,
+        cache_features: bool | None = None,
         metric: Literal["auto"] | MetricName = "auto",
         global_test_clients: int | None = None,
     ) -> None:
@@ -121,7 +125,7 @@ class FederatedClassifier(pl.LightningModule):
         self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
         self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
         self.engine_name, self.clients_per_chunk, self.channels_last = engine, clients_per_chunk, channels_last
-        self.metric, self.global_test_clients = metric, global_test_clients
+        self.cache_features, self.metric, self.global_test_clients = cache_features, metric, global_test_clients
         self.automatic_optimization = False
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None

@@ -6,8 +6,12 @@ or on having been stopped and resumed.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+_GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of SplitMix64
 
 
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
@@ -38,3 +42,52 @@ def generator(seed: int, purpose: str, *ids: int, device: torch.device | str = "
     True
     """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *ids))
+
+
+class Streams:
+    """Random streams of C clients, in which each draw is a pure function of its place.
+
+    A client's numbers depend neither on the other clients nor on the device, and all clients' are drawn at once.
+    SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream with seed s is the mixed s + i·γ.
+
+    Args:
+        seeds: Seeds (C,), int64.
+    """
+
+    def __init__(self, seeds: Tensor) -> None:
+        self.seeds = seeds
+
+    @classmethod
+    def derived(
+        cls, seed: int, purpose: str, *ids: int, clients: Sequence[int], device: torch.device | str = "cpu"
+    ) -> "Streams":
+        """Streams of ``clients`` with the seeds of :func:`derive_seed`."""
+        seeds = [derive_seed(seed, purpose, *ids, client) for client in clients]
+        return cls(torch.tensor(seeds, dtype=torch.int64, device=device))
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, clients: slice) -> "Streams":
+        return Streams(self.seeds[clients])
+
+    def fork(self, purpose: str, index: int) -> "Streams":
+        """Other streams of the same clients, for the ``index``-th of what they are for.
+
+        >>> streams = Streams.derived(0, "dropout", clients=[4, 7])
+        >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))
+        False
+        """
+        return Streams(self.seeds + derive_seed(index, purpose))
+
+    def bits(self, count: int) -> Tensor:
+        """The first ``count`` draws of each client, uniform over all 16-bit integers: int16 (C, count)."""
+        places = torch.arange((count + 3) // 4, device=self.seeds.device)
+        z = places * _GAMMA + self.seeds.unsqueeze(1)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+            shifted = z >> shift
+            shifted &= (1 << (64 - shift)) - 1  # the sign bit is no number here
+            z ^= shifted
+            if factor != 1:
+                z *= factor
+        return z.view(torch.int16)[:, :count]

@@ -9,11 +9,13 @@ splits the batch by client. Outputs and gradients are those of C separate models
 Shape suffixes: R = C·B rows, C clients, B images a client, D features.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from perada.seeding import Streams
 
 
 @dataclass
@@ -23,12 +25,32 @@ class FoldContext:
     Attributes:
         clients: Number of clients C in the batch.
         counts: Real rows of each client, the rest being padding; ``None`` when every row is real.
-        generators: One random stream per client, for dropout; ``None`` outside training.
+        streams: The clients' random streams, for dropout.
+        draws: How many layers have drawn from them in this pass.
+        together: Normalise all clients' batches by one call where they are full: two copies more, but not a kernel for
+            each client, which is what a GPU waits for.
     """
 
     clients: int = 1
     counts: tuple[int, ...] | None = None
-    generators: list[torch.Generator] = field(default_factory=list)
+    streams: Streams | None = None
+    draws: int = 0
+    together: bool = False
+
+    def begin(self, clients: int, counts: tuple[int, ...] | None, streams: Streams | None) -> None:
+        """Start a pass."""
+        self.clients, self.counts, self.streams, self.draws = clients, counts, streams, 0
+
+    def next_streams(self) -> Streams:
+        """The streams of the next layer that draws.
+
+        Raises:
+            RuntimeError: If the pass was given none.
+        """
+        if self.streams is None:
+            raise RuntimeError("the model drops at random in training, and no streams were given to draw from")
+        self.draws += 1
+        return self.streams.fork("layer", self.draws)
 
 
 def _per_client(x_R: Tensor, clients: int) -> Tensor:
@@ -137,28 +159,75 @@ class StackedBatchNorm(Twin):
         """Normalise (R, D, ...) per client; in training mode the running statistics are updated in place."""
         norm = self.original[0]
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-        clients = self.context.clients
-        counts = self.context.counts
-        batch_statistics = self.training or self.running_mean is None
+        momentum = norm.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        weight, bias = self.stacked("weight"), self.stacked("bias")
+        means, variances = self.running_mean, self.running_var
+        if momentum is None and self.training and means is not None and variances is not None:
+            batch = torch.zeros_like(means), torch.zeros_like(variances)
+            out = self._normalise(x_R, *batch, 1.0)
+            assert self.num_batches_tracked is not None
+            share = 1 / self.num_batches_tracked.view(-1, 1)  # without a momentum these are cumulative means
+            for running, own in zip((means, variances), batch, strict=True):
+                running.lerp_(own, share.to(own.dtype))
+            return out
+        return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
+
+    def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
+        """Normalise with running statistics (C, D), which training mode updates."""
+        norm = self.original[0]
+        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        weights, biases = self.stacked("weight"), self.stacked("bias")
+        use_batch = self.training or means is None
+        clients, counts = self.context.clients, self.context.counts
+        if self.context.together and counts is None and clients > 1:
+            stacks = means, variances, weights, biases
+            return batch_norm_together(x_R, clients, *stacks, use_batch, momentum, norm.eps)
         outputs = []
         for index, x in enumerate(x_R.chunk(clients)):
-            mean, var, scale, shift = (
-                None if value is None else value[index] for value in (self.running_mean, self.running_var, weight, bias)
-            )
             real = x if counts is None else x[: counts[index]]
-            out = F.batch_norm(real, mean, var, scale, shift, batch_statistics, self._momentum(index), norm.eps)
+            mean, variance, weight, bias = (
+                None if value is None else value[index] for value in (means, variances, weights, biases)
+            )
+            out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
         return torch.cat(outputs)
 
-    def _momentum(self, client: int) -> float:
-        """Weight of the batch in the running statistics; without a momentum these are a cumulative mean."""
-        momentum = self.original[0].momentum
-        if momentum is None and self.training and self.num_batches_tracked is not None:
-            return 1 / float(self.num_batches_tracked[client])
-        return 0.0 if momentum is None else float(momentum)  # type: ignore[arg-type]  # typed Tensor | Module
+
+def batch_norm_together(
+    x_R: Tensor,
+    clients: int,
+    means: Tensor | None,
+    variances: Tensor | None,
+    weights: Tensor | None,
+    biases: Tensor | None,
+    use_batch: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """C batch normalisations as one over C·D channels.
+
+    Args:
+        x_R: Rows (R, D, ...), all of them real.
+        clients: C.
+        means: Running means (C, D).
+        variances: Running variances (C, D).
+        weights: Scales (C, D).
+        biases: Shifts (C, D).
+        use_batch: Normalise by the statistics of the batch, and update the running ones in place.
+        momentum: Of the running statistics.
+        eps: Added to the variance.
+
+    Returns:
+        (R, D, ...).
+    """
+    x_RSD = x_R.movedim(1, -1)  # channels last, so that those of all clients can lie side by side
+    x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
+    mean, variance = (v if v is None else v.view(-1) if use_batch else v.flatten() for v in (means, variances))
+    weight, bias = (None if value is None else value.flatten() for value in (weights, biases))
+    out = F.batch_norm(x_BSCD.flatten(-2).movedim(-1, 1), mean, variance, weight, bias, use_batch, momentum, eps)
+    out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
+    return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
 
 
 class StackedLayerNorm(Twin):
@@ -200,18 +269,12 @@ class StackedDropout(Twin):
 
     def mask(self, x_R: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return 0 or 1/(1-p) for every row: (R, *shape)."""
-        context = self.context
-        rows = x_R.shape[0] // context.clients
-        counts = context.counts or (rows,) * context.clients
-        size = int(torch.Size(shape).numel())
-        keep = torch.zeros(context.clients, rows * size, dtype=torch.bool, device=x_R.device)
+        rows = x_R.shape[0] // self.context.clients
         threshold = round(self.p * 2**16) - 2**15
-        for index, count in enumerate(counts):
-            draws = torch.empty((count * size + 3) // 4, dtype=torch.int64, device=x_R.device)
-            draws.random_(-(2**63), None, generator=context.generators[index])
-            keep[index, : count * size] = draws.view(torch.int16)[: count * size] >= threshold
-        scale = 0.0 if self.p >= 1 else 1 / (1 - self.p)
-        return keep.view(x_R.shape[0], *shape).to(x_R.dtype) * scale
+        if threshold >= 2**15:
+            return x_R.new_zeros(x_R.shape[0], *shape)
+        keep = self.context.next_streams().bits(rows * int(torch.Size(shape).numel())) >= threshold
+        return keep.view(x_R.shape[0], *shape).to(x_R.dtype) * (1 / (1 - self.p))
 
 
 class StackedChannelDropout(StackedDropout):

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import perada.twins  # noqa: F401  # registers the twins of timm's layers
 from perada.fold import fold
+from perada.seeding import Streams
 from perada.states import get_state, parameter_keys, stack, train_mode
 
 CLIENTS, ROWS = 3, 4
@@ -56,8 +57,8 @@ def freeze(layer, trained):
 
 @pytest.mark.parametrize("trained", ["all", "weight", "bias"])
 @pytest.mark.parametrize("counts", [None, (4, 2, 3)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_twin_equals_separate_modules(name, counts, trained):
+@pytest.mark.parametrize(("name", "together"), [(n, t) for n in LAYERS for t in (False, True) if "batch" in n or not t])
+def test_twin_equals_separate_modules(name, together, counts, trained):
     make, shape = LAYERS[name]
     single = nn.Sequential(make().double())
     if not freeze(single[0], trained):
@@ -82,7 +83,7 @@ def test_twin_equals_separate_modules(name, counts, trained):
     stacked = {k: v.requires_grad_(k in keys) for k, v in stack([get_state(m) for m in separate]).items()}
     folded = fold(single)
     assert not folded.missing
-    folded.context.clients, folded.context.counts = CLIENTS, counts
+    folded.context.clients, folded.context.counts, folded.context.together = CLIENTS, counts, together
     out = torch.zeros_like(weight)
     for step in range(2):  # two steps: a cumulative mean of statistics differs from the second on
         out = functional_call(train_mode(folded.model), stacked, (x.flatten(0, 1) * (1 + step),)).view_as(weight)
@@ -146,12 +147,12 @@ def test_a_norm_whose_activation_is_trained_has_no_twin():
 
 
 def streams(*seeds):
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    return Streams.derived(0, "test", clients=seeds)
 
 
 def drop(layer, x, seeds, counts=None):
     folded = fold(nn.Sequential(layer))
-    folded.context.clients, folded.context.counts, folded.context.generators = len(seeds), counts, streams(*seeds)
+    folded.context.begin(len(seeds), counts, streams(*seeds))
     return folded.model.train()(x.flatten(0, 1)).view_as(x)
 
 
@@ -190,7 +191,7 @@ def test_masks_do_not_depend_on_the_other_clients(layer, shape):
     assert torch.equal(drop(layer, x[2:, :5], (7,))[0], together[2, :5])
     # In the loop over clients the single model, with its random layers alone replaced, draws the same masks.
     looped = fold(nn.Sequential(layer), random_only=True)
-    looped.context.generators = streams(5)
+    looped.context.begin(1, None, streams(5))
     assert torch.equal(looped.model.train()(x[0]), together[0])
     dropped = (together[0] == 0).double().mean()
     assert 0 < dropped < 1

@@ -14,6 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from perada.algorithms import Algorithm, PerAda
 from perada.callbacks.checkpoint import belonging, check_belongs, find_clients, frozen_digest, go_on
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
+from perada.callbacks.features import use_features
 from perada.callbacks.finetuning import finetune
 from perada.callbacks.parts import (
     compared,
@@ -120,7 +121,9 @@ class FederatedLoop(pl.Callback):
         configure_rounds(self, data, module)
         self.algorithm.check(module.slot, data.num_clients)
         self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
+        data.use_features(None)
         check_images(data, module)
+        use_features(trainer, data, module)
         check_distillation(self.algorithm, self.distillation, data)
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it

@@ -23,7 +23,7 @@ from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import rehearse
 from perada.privacy.training import PrivateTraining
 from perada.rounds import one_of, sample_cohort
-from perada.seeding import generator
+from perada.seeding import Streams, generator
 from perada.states import State, expand, get_state
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def _check_independent(data: FederatedDataModule, module: FederatedClassifier) -
     x, _, states = _probe(data, module)
     outputs = []
     for images in (x, torch.cat([x[:, :1], x[:, :1]], 1)):  # the first image beside two different ones
-        streams = [torch.Generator(device=x.device).manual_seed(client) for client in range(len(x))]
+        streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
         with torch.no_grad():
-            outputs.append(module.engine.logits(states, images, training=True, generators=streams)[:, 0])
+            outputs.append(module.engine.logits(states, images, training=True, streams=streams)[:, 0])
     if not torch.allclose(outputs[0], outputs[1], rtol=1e-2, atol=1e-2 * float(outputs[0].abs().max())):
         raise ValueError(
             "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from perada.data.datasets import ImageSet
 from perada.data.division import Division
+from perada.data.features import FeatureCache
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.holdout import EvaluateOn, check_share, hold_out
 from perada.data.loaders import EvalBatches, RoundBatches, loader
@@ -20,7 +21,7 @@ from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation, check_least
 from perada.data.private_batches import PrivateRoundBatches
 from perada.data.schedule import Schedule
-from perada.data.store import TensorStore, length
+from perada.data.store import MapStore, Samples, TensorStore, length
 from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan
 from perada.states import send
 
@@ -54,7 +55,7 @@ class FederatedDataModule(pl.LightningDataModule):
         crop_padding: Shift training images at random by up to so many pixels; 0 for not.
         flip: Mirror half of the training images.
         num_classes: Number of classes; null for what the dataset says.
-        device_cache_mb: Sets of tensors up to this size are kept on the accelerator.
+        device_cache_mb: Sets of tensors up to this size are kept on the accelerator, and features of their images.
 
     Raises:
         ValueError: If an option is out of range or two exclude each other; the data are checked by ``setup``.
@@ -116,6 +117,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._record: dict[str, Any] = {}
         self._preparation = Preparation(None, image_size, crop_padding, flip)
         self._schedule = Schedule()
+        self._features: FeatureCache | None = None
 
     def prepare_data(self) -> None:
         """Fetch what is to be downloaded."""
@@ -206,8 +208,7 @@ class FederatedDataModule(pl.LightningDataModule):
         Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
         drawn, by default as :meth:`configure_rounds` was told.
         """
-        store, private = self._ready.train, private or self._schedule.private
-        self._cache(store)
+        store, private = self._served(self._ready.train), private or self._schedule.private
         if private is not None:
             return loader(
                 PrivateRoundBatches(store, plan, self.batch_size, self._seed, private), store, self.num_workers
@@ -216,10 +217,9 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
-        store = self._ready.test
-        if store is None:
+        if self._ready.test is None:
             return []
-        self._cache(store)
+        store = self._served(self._ready.test)
         return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -263,15 +263,13 @@ class FederatedDataModule(pl.LightningDataModule):
         """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
         store = self._ready.public
         assert store is not None
-        self._cache(store)
-        images, _ = store.take(torch.zeros_like(indices), indices, (self._seed, -2))
+        images, _ = self._served(store).take(torch.zeros_like(indices), indices, (self._seed, -2))
         return self.prepare(send(images, device))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
-        store = self._ready.server_validation
-        if store is not None:
-            self._cache(store)
+        if self._ready.server_validation is not None:
+            store = self._served(self._ready.server_validation)
             for x, y, _ in loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers):
                 yield self.prepare(send(x, device)), send(y, device)
 
@@ -293,8 +291,19 @@ class FederatedDataModule(pl.LightningDataModule):
         """Make a batch on its device ready for the model (see :class:`.Preparation`); the Trainer's are so already."""
         return self._preparation(batch)
 
-    def _cache(self, store: object) -> None:
-        """Keep a set of tensors on the trainer's accelerator, if it is small."""
+    def use_features(self, encode: Callable[[Tensor], Tensor] | None, size: int = 0) -> None:
+        """From now on, serve features (F,) in place of the images that are always the same.
+
+        Args:
+            encode: Features (B, F) of images (B, ...) as they are stored; None serves images again.
+            size: F.
+        """
+        self._features = encode and FeatureCache(encode, size, self.device_cache_mb * 10**6)
+
+    def _served(self, store: TensorStore | MapStore) -> Samples:
+        """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         if isinstance(store, TensorStore) and device.type != "cpu":
             store.to(device, self.device_cache_mb * 10**6)
+        drawn = isinstance(store, MapStore) or (store is self._ready.train and self._preparation.augments)
+        return store if self._features is None or drawn else self._features(store)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.data.store import MapStore, Store, TensorStore
+from perada.data.features import FeatureStore
+from perada.data.store import MapStore, Samples, TensorStore
 from perada.rounds import BatchSize, CohortBatch, EvalBatch, RoundPlan, active_steps, batch_indices
 from perada.seeding import generator
 from perada.states import send
@@ -25,7 +26,7 @@ class RoundBatches(Dataset[CohortBatch]):
         seed: The run's seed.
     """
 
-    def __init__(self, store: Store, plan: RoundPlan, batch_size: BatchSize, seed: int) -> None:
+    def __init__(self, store: Samples, plan: RoundPlan, batch_size: BatchSize, seed: int) -> None:
         self.store, self.plan, self.seed = store, plan, seed
         self.walk = list(active_steps(plan))
         totals = [sum(phase[i] for phase in plan.steps) for i in range(len(plan.clients))]
@@ -82,7 +83,7 @@ class EvalBatches(Dataset[EvalBatch]):
         seed: The run's seed, for datasets that draw.
     """
 
-    def __init__(self, store: Store, batch_size: int, seed: int) -> None:
+    def __init__(self, store: Samples, batch_size: int, seed: int) -> None:
         self.store, self.batch_size, self.seed = store, batch_size, seed
         sizes = torch.tensor(store.sizes)
         self.owners = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -98,13 +99,14 @@ class EvalBatches(Dataset[EvalBatch]):
         return EvalBatch(x, y, self.owners[rows])
 
 
-def loader(batches: Dataset[T], store: Store, num_workers: int) -> DataLoader[T]:
+def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[T]:
     """Serve batches in order. Tensors are gathered in this process: workers would only slow that down."""
     workers = num_workers if isinstance(store, MapStore) else 0
     # Its own generator, or each iterator would take a number from the global stream.
     own = generator(0, "loader")
     # Where training is on a GPU, what the host reads is copied there without a wait.
-    pin = torch.cuda.is_initialized() and not (isinstance(store, TensorStore) and store.images.is_cuda)  # type: ignore[no-untyped-call]  # torch has no types there
+    there = isinstance(store, FeatureStore) or (isinstance(store, TensorStore) and store.images.is_cuda)
+    pin = torch.cuda.is_initialized() and not there  # type: ignore[no-untyped-call]  # torch has no types there
     return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_is, generator=own, pin_memory=pin)
 
 

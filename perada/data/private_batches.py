@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.data.loaders import pad
-from perada.data.store import Store
+from perada.data.store import Samples
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 from perada.rounds import (
     BatchSize,
@@ -44,7 +44,7 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
     """
 
     def __init__(
-        self, store: Store, plan: RoundPlan, batch_size: BatchSize, seed: int, sampling: PrivateSampling
+        self, store: Samples, plan: RoundPlan, batch_size: BatchSize, seed: int, sampling: PrivateSampling
     ) -> None:
         if len(sampling.streams) != len(plan.steps):
             raise ValueError(

@@ -4,7 +4,7 @@
 import random
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -65,6 +65,15 @@ def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
     else:
         return None
     return Source(images, labels, torch.arange(len(images)))
+
+
+class Samples(Protocol):
+    """Clients' samples."""
+
+    sizes: tuple[int, ...]
+
+    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Gather rows; see :meth:`TensorStore.take`."""
 
 
 class TensorStore:

@@ -22,6 +22,7 @@ from perada.losses import real_rows, row_losses
 from perada.privacy.clipping import factors_of, noisy_mean, sensitivity
 from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of, wide
 from perada.privacy.options import Privacy
+from perada.seeding import Streams
 from perada.stacked_layers import Twin
 from perada.states import State, train_mode, trained_keys
 
@@ -35,7 +36,7 @@ class Query:
         x: Images (C, B, ...).
         y: Labels (C, B) or (C, B, K).
         counts: Real rows of each client, 0 for a batch without images.
-        dropout: One random stream per client.
+        dropout: The clients' random streams.
         noise: One random stream per client; ``None`` for the operating system's generator.
         noise_multipliers: σ of each client.
         expected: Images expected in each client's batch.
@@ -45,7 +46,7 @@ class Query:
     x: Tensor
     y: Tensor
     counts: tuple[int, ...]
-    dropout: list[torch.Generator]
+    dropout: Streams
     noise: list[torch.Generator] | None
     noise_multipliers: list[float]
     expected: list[float]
@@ -100,7 +101,7 @@ class FoldedGradients:
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.multilabel = options, multilabel
         self.engine = engine
-        folded = fold(engine.model)
+        folded = fold(engine.model, prefix=engine.prefix)
         self._context, self._rows = folded.context, folded.row_keys
         for module in folded.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -122,9 +123,9 @@ class FoldedGradients:
         if self.options.clipping == "per_layer":
             bounds = dict.fromkeys(leaves, self.options.max_norm / len(leaves) ** 0.5)
         with self._hooks():
-            for x, y, counts in query.slices(self.options.physical_batch_size):
+            for part, (x, y, counts) in enumerate(query.slices(self.options.physical_batch_size)):
                 real = real_rows(counts, x.shape[1], x.device)
-                samples = self._samples(query, x, y, counts, real)
+                samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
                 with torch.autocast(x.device.type, enabled=False):
                     zeros = torch.zeros(real.shape, device=real.device)  # of what no image passed
                     norms = {
@@ -136,10 +137,12 @@ class FoldedGradients:
         std = [sigma * sensitivity(self.options.max_norm) for sigma in query.noise_multipliers]
         return noisy_mean(summed, std, query.expected, query.noise)
 
-    def _samples(self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor) -> dict[str, Samples]:
+    def _samples(
+        self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams
+    ) -> dict[str, Samples]:
         """Gradient of every row's loss."""
         clients, rows = x.shape[:2]
-        self._context.clients, self._context.counts, self._context.generators = clients, counts, query.dropout
+        self._context.begin(clients, counts, dropout)
         held: dict[str, nn.Parameter] = {}
         for key, value in query.states.items():
             module, name = self._owners[key]
@@ -191,7 +194,7 @@ class OpacusGradients:
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.engine, self.multilabel = options, engine, multilabel
-        folded = fold(engine.model, random_only=True)
+        folded = fold(engine.model, random_only=True, prefix=engine.prefix)
         self._context, self._model = folded.context, apart(folded.model)
 
     def __call__(self, query: Query) -> State:
@@ -237,15 +240,14 @@ class OpacusGradients:
             generator=None if query.noise is None else query.noise[client],
         )
         count = query.counts[client]
-        self._context.clients, self._context.counts = 1, None
-        self._context.generators = query.dropout[client : client + 1]
         x, y = query.x[client, :count], query.y[client, :count]
         size = self.options.physical_batch_size or max(1, count)
         model = hooked(self._model)
         try:
             train_mode(model)
             starts = range(0, max(1, count), size)
-            for start in starts:
+            for part, start in enumerate(starts):
+                self._context.begin(1, None, query.dropout[client : client + 1].fork("part", part))
                 optimizer.zero_grad()
                 if count:
                     with torch.enable_grad(), quiet():

@@ -10,6 +10,7 @@ from perada.engine import Engine
 from perada.losses import row_losses
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
+from perada.seeding import Streams
 from perada.states import State
 
 UNCLIPPED = 1e9
@@ -32,19 +33,17 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         ValueError: If they differ or cannot be had, or if a pass through the model changes a tensor of it.
     """
     clients, rows = x.shape[:2]
-
-    def streams() -> list[torch.Generator]:
-        return [torch.Generator(x.device).manual_seed(client) for client in range(clients)]
-
+    dropout = Streams.derived(0, "probe", clients=range(clients), device=x.device)
+    noise = [torch.Generator(x.device) for _ in range(clients)]
     before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     with torch.enable_grad():
-        logits = engine.logits(states, x, training=True, generators=streams())
+        logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
     plain = replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=UNCLIPPED, clipping="flat")
     plain = replace(plain, physical_batch_size=None)
     ones = [1.0] * clients
-    query = Query(states, x, y, (rows,) * clients, streams(), streams(), [0.0] * clients, ones)
+    query = Query(states, x, y, (rows,) * clients, dropout, noise, [0.0] * clients, ones)
     gradients = make_gradients(plain, engine, multilabel)
     try:
         got = gradients(query)

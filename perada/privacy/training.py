@@ -2,7 +2,6 @@
 """Private local training: what stands in the place of a client's loss."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from perada.privacy.account import Account
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.sampling import expected_batch_size
 from perada.rounds import CohortBatch, PrivateSampling, RoundPlan, one_of
-from perada.seeding import generator
+from perada.seeding import Streams, generator
 from perada.states import State
 
 
@@ -77,7 +76,7 @@ class PrivateRound:
         states: State,
         batches: dict[str, CohortBatch],
         rows: slice,
-        dropout: Sequence[torch.Generator],
+        dropout: Streams,
     ) -> Tensor:
         """Losses (C,) that are 0, and whose gradient by ``states`` is the noisy one.
 
@@ -108,7 +107,7 @@ class PrivateRound:
                 batch.x[rows, :width],
                 batch.y[rows, :width],
                 counts,
-                list(dropout),
+                dropout,
                 noise,
                 [account.noise_multipliers[client] for client in clients],
                 [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients],

@@ -12,6 +12,7 @@ from perada.engine import Engine
 from perada.privacy import Privacy
 from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
 from perada.privacy.hooks import Factors
+from perada.seeding import Streams
 from perada.states import get_state, parameter_keys, stack
 
 CLASSES = 4
@@ -94,7 +95,7 @@ def query(net, noise=0.0, seed=0, untrained=()):
         x,
         y,
         COUNTS,
-        [torch.Generator().manual_seed(10 + client) for client in range(len(COUNTS))],
+        Streams.derived(10, "dropout", clients=range(len(COUNTS))),
         [torch.Generator().manual_seed(20 + client) for client in range(len(COUNTS))],
         [noise] * len(COUNTS),
         [2.5, 1.5, 4.0],

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of images: what no trained tensor precedes, found in networks of any kind, and computed once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+import perada.twins  # registers the twins of timm's layers
+from perada.backbones import build_backbone, insert_adapter
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.features import BLOCK, FeatureCache, FeatureStore
+from perada.data.store import make_store
+from perada.engine import Engine
+from perada.seeding import Streams, generator
+from perada.states import expand, get_state, parameter_keys
+
+CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
+
+
+class Odd(nn.Module):
+    """Arithmetic between modules, a module used twice, a branch around a trained layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.twice = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.side, self.middle, self.fc = nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3), nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        x = F.relu(self.stem(2 * x - 1), inplace=True)
+        x = self.twice(self.twice(x)) + 1
+        return self.fc((self.middle(x) + self.side(x)).relu().mean((2, 3)))
+
+
+def odd(*trained):
+    torch.manual_seed(0)
+    model = Odd().requires_grad_(False)
+    for name in trained:
+        model.get_submodule(name).requires_grad_(True)
+    return model
+
+
+def adapted(name, adapter):
+    torch.manual_seed(0)
+    backbone = build_backbone(name, CLASSES, pretrained=False, image_size=SIDE if "vit" in name else None)
+    return insert_adapter(backbone, adapter).model
+
+
+MODELS = {
+    "resnet, head": (lambda: adapted("test_resnet", "head"), None),
+    "resnet, lora": (lambda: adapted("test_resnet", "lora"), None),
+    "resnet, residual": (lambda: adapted("test_resnet", "residual"), ["conv1.0"]),
+    "vit, head": (lambda: adapted("test_vit", "head"), None),
+    "vit, lora": (lambda: adapted("test_vit", "lora"), None),
+    "vit, bottleneck": (lambda: adapted("test_vit", "bottleneck"), None),
+    "odd, middle": (lambda: odd("middle", "fc"), None),
+    "odd, head": (lambda: odd("fc"), ["middle", "side"]),
+    "odd, side": (lambda: odd("side"), None),
+}
+
+
+@pytest.mark.parametrize("kind", ["folded", "loop"])
+@pytest.mark.parametrize("name", MODELS)
+def test_features_stand_for_images(name, kind):
+    make, needed = MODELS[name]
+    model = make()
+    before = get_state(model)
+    engine = Engine(model, kind)
+    x = torch.randn(CLIENTS, ROWS, 3, SIDE, SIDE, generator=generator(0, "x"))
+    prefix = engine.find_prefix(x[0, 0])
+    assert prefix is not None and 0 < prefix.share <= 1
+    assert all(torch.equal(value, before[key]) for key, value in get_state(model).items())  # the search leaves no trace
+    if needed:
+        assert sorted(prefix.needed) == needed
+    features = engine.features(x.flatten(0, 1)).view(CLIENTS, ROWS, prefix.size)
+    states = {key: value.clone() for key, value in expand(before, CLIENTS).items()}
+    for key in parameter_keys(model):
+        states[key] += 0.05 * torch.randn(states[key].shape, generator=generator(0, key))
+    gradients = []
+    for given in (x, features):
+        own = {key: value.clone().requires_grad_(key in parameter_keys(model)) for key, value in states.items()}
+        streams = Streams.derived(0, "d", clients=range(CLIENTS))
+        logits = engine.logits(own, given, training=True, counts=(4, 2, 3), streams=streams)
+        sum(F.cross_entropy(logits[c, :n], torch.arange(n)) for c, n in enumerate((4, 2, 3))).backward()
+        gradients.append({key: value.grad for key, value in own.items() if value.grad is not None})
+        torch.testing.assert_close(engine.logits(states, given), Engine(make(), "loop").logits(states, x))
+    assert gradients[0].keys() == gradients[1].keys() != set()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_found_where_it_would_be_wrong():
+    image = torch.randn(3, SIDE, SIDE)
+    assert Engine(odd("stem")).find_prefix(image) is None  # everything comes after what is trained
+    assert Engine(odd("fc")).find_prefix(image, least_share=1.1) is None
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False, track_running_stats=False)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    assert Engine(model).find_prefix(image) is None  # an image's features would depend on its batch
+    flat = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    flat[0].requires_grad_(False)
+    assert Engine(flat).find_prefix(torch.randn(6)) is None  # features would look like images
+
+
+def test_what_comes_after_dropout_is_not_constant():
+    layers = [nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(4, 2)).requires_grad_(False)
+    model[-1].requires_grad_(True)
+    prefix = Engine(model).find_prefix(torch.randn(3, SIDE, SIDE))
+    assert prefix is not None and prefix.needed == ("0",)
+
+
+def test_a_store_computes_whole_blocks_once():
+    sizes = (BLOCK - 6, 40, 30)
+    sets = [TensorDataset(torch.randn(n, 2, 2), torch.arange(n)) for n in sizes]
+    plain, asked = make_store(sets), []
+
+    def encode(images):
+        asked.append(len(images))
+        return images.flatten(1).cumsum(1)
+
+    store = FeatureStore(plain, encode)
+    for owners, indices in (([0, 0], [3, 200]), ([1, 0, 1], [5, 3, 5]), ([2, 1, 0], [29, 39, 0])):
+        owners, indices = torch.tensor(owners), torch.tensor(indices)
+        x, y = plain.take(owners, indices)
+        got, labels = store.take(owners, indices)
+        assert torch.equal(got, x.flatten(1).cumsum(1)) and torch.equal(labels, y)
+    assert asked == [BLOCK, 64]
+    cache = FeatureCache(encode, 4, 4 * 4 * (sum(sizes) + 10))
+    other = make_store([TensorDataset(torch.randn(11, 2, 2), torch.arange(11))])
+    assert isinstance(cache(plain), FeatureStore) and cache(plain) is cache(plain)
+    assert cache(other) is other  # does not fit beside the first
+
+
+def images(n, seed):
+    return torch.randint(0, 256, (n, 3, SIDE, SIDE), generator=generator(seed, "i"), dtype=torch.uint8)
+
+
+def federation(**options):
+    train = [TensorDataset(images(n, n), torch.arange(n) % CLASSES) for n in (9, 14, 6)]
+    test = [TensorDataset(images(5, 50 + n), torch.arange(5)) for n in range(3)]
+    data = FederatedData(train, test, TensorDataset(images(12, 99)))
+    return FederatedDataModule(data, batch_size=4, **options)
+
+
+def run(data, adapter="head", **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    options = {"rounds": 3, "clients_per_round": 2, "distill_steps": 4, "distill_batch_size": 5} | options
+    return perada.finetune("test_resnet", data, adapter=adapter, pretrained=False, **options, **quiet)
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0}])
+def test_a_run_is_the_same_with_features(engine, privacy):
+    with_features, without = (
+        run(federation(), engine=engine, privacy=privacy, server_optimizer="sgd", cache_features=use)
+        for use in (True, False)
+    )
+    for role, client in (("global", None), ("personal", 0), ("personal", 1), ("personal", 2)):
+        for key, value in without.state(role, client).items():
+            torch.testing.assert_close(with_features.state(role, client)[key], value, rtol=1e-5, atol=1e-6)
+    assert with_features.metrics["rounds"][-1].keys() == without.metrics["rounds"][-1].keys()
+
+
+@pytest.mark.parametrize(("options", "once"), [({}, ["train", "test", "public"]), ({"flip": True}, ["test", "public"])])
+def test_the_frozen_part_sees_each_image_once(monkeypatch, options, once):
+    data, seen = federation(**options), []
+    features = Engine.features
+    monkeypatch.setattr(Engine, "features", lambda self, x: seen.append(len(x)) or features(self, x))
+    run(data)
+    sizes = {"train": 29, "test": 15, "public": 12}
+    assert sorted(seen) == sorted(sizes[name] for name in once)
+
+
+def test_what_cannot_be_kept_is_refused_or_left():
+    with pytest.raises(ValueError, match="cache_features=True, and the model has no frozen part"):
+        run(federation(), adapter="full", cache_features=True)
+    data = federation()
+    run(data, adapter="residual", rounds=1)  # the stem alone is not worth it
+    assert data._features is None
