@@ -28,6 +28,7 @@ from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
 from perada.store import StoreKind
+from perada.strategies import choose_strategy, device_defaults
 
 
 def finetune(
@@ -252,7 +253,8 @@ def _yaml(value: object) -> str:
 def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
     """A trainer for ``rounds`` rounds with perada's defaults: one device, CSV logs, a checkpoint after every round.
 
-    Without a logger there is no run folder, and no checkpoint unless a callback writes one.
+    Under torchrun it has as many devices as processes were started. Without a logger there is no run folder, and no
+    checkpoint unless a callback writes one.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -268,7 +270,7 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
         callbacks.append(RoundProgressBar())
     defaults: dict[str, Any] = {
-        "devices": 1,
+        **device_defaults(),
         "max_epochs": rounds,
         "check_val_every_n_epoch": eval_every,
         "num_sanity_val_steps": 0,
@@ -277,6 +279,8 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     }
     if options.get("logger", True) is True:
         options["logger"] = CSVLogger(options.get("default_root_dir") or ".")
-    trainer = pl.Trainer(callbacks=callbacks, **(defaults | options))
+    options = defaults | options
+    options["strategy"] = choose_strategy(options.get("strategy"), options["devices"], options.get("num_nodes", 1))
+    trainer = pl.Trainer(callbacks=callbacks, **options)
     check_trainer(trainer)
     return trainer

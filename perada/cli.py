@@ -30,6 +30,7 @@ from perada.outcome import outcome
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy_card import privacy_lines
 from perada.report import client_table, mode_line, run_report
+from perada.strategies import choose_strategy, device_defaults
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 
@@ -67,7 +68,7 @@ class PeradaCLI(LightningCLI):
                 parser.add_argument(f"--{name}", type=str | bool | None, default=None)
         parser.set_defaults(
             {
-                "trainer.devices": 1,
+                **{f"trainer.{name}": value for name, value in device_defaults().items()},
                 "trainer.num_sanity_val_steps": 0,
                 "trainer.log_every_n_steps": 1,
                 "trainer.enable_model_summary": False,
@@ -91,6 +92,7 @@ class PeradaCLI(LightningCLI):
         self.trainer_defaults = {"callbacks": callbacks}
         if trainer.logger in (None, True):
             kwargs["logger"] = CSVLogger(trainer.default_root_dir or ".")
+        kwargs["strategy"] = choose_strategy(trainer.strategy, trainer.devices, trainer.num_nodes)
         made = super().instantiate_trainer(**kwargs)
         check_trainer(made)
         return made
@@ -117,11 +119,14 @@ class PeradaCLI(LightningCLI):
     def after_fit(self) -> None:
         """Print the table of clients, and say where the run is."""
         self.after_validate()
-        if self.trainer.loggers and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-            print(f"Run folder: {self.trainer.log_dir}")
+        folder = self.trainer.log_dir if self.trainer.loggers else None  # all processes ask, rank 0 says it
+        if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+            print(f"Run folder: {folder}")
 
     def after_validate(self) -> None:
         """Print the table of clients."""
+        if not self.trainer.is_global_zero:
+            return
         clients = outcome(self.model, self.loop).metrics["clients"]
         if clients:
             columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in clients.items()}
@@ -205,8 +210,8 @@ def _export(args: Sequence[str]) -> None:
         raise ValueError(
             f"{str(given.run)!r} is of perada.finetune in Python: save what the call returned with Run.save"
         )
-    quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
-    cli = make_cli(["--config", str(config), *quiet], run=False)
+    quiet = ("logger=false", "enable_progress_bar=false", "devices=1", "num_nodes=1", "strategy=auto")
+    cli = make_cli(["--config", str(config), *(f"--trainer.{option}" for option in quiet)], run=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
         cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)

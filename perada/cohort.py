@@ -84,9 +84,11 @@ class Cohort:
         """Take one local step of the clients that a batch holds, a prefix of the plan's.
 
         Args:
-            batches: One for all, or one for each stream where training is private.
+            batches: One for all, or one for each stream where training is private; one without clients takes no step.
         """
         batch = one_of(batches)
+        if not batch.clients:
+            return
         if batch.phase != self._phase:
             self._phase = batch.phase
             name = self.phases[batch.phase].name

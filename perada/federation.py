@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
+from perada.algorithms import Algorithm, Broadcast, Slot
 from perada.cohort import Cohort
 from perada.engine import Engine
 from perada.loss_scaling import KeptScales
-from perada.privacy.client_level import floor_variances
 from perada.privacy.training import PrivateRound
 from perada.ranks import Ranks
-from perada.refinement import compare, refine
-from perada.round_report import RoundReport, round_metrics
-from perada.rounds import Phase, RoundPlan, one_of
-from perada.server import client_weights
+from perada.refinement import compare
+from perada.round_report import RoundReport, gather_outcomes, round_metrics
+from perada.rounds import Phase, RoundPlan, one_of, share_out
+from perada.server import Updates
+from perada.server_turn import ServerTurn, is_finite
 from perada.settings import FederationData, Loader, Settings
 from perada.states import State, clone, expand, to_device, unstack
-from perada.store import ClientStore
+from perada.store import Storage
+from perada.store.shared import SharedStore
 
 
 class Federation:
@@ -49,27 +50,45 @@ class Federation:
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
         self.global_state = settings.algorithm.initial(initial)
         self.server_state: dict[str, State] = {}
-        self.store = settings.storage.open(settings.algorithm.kept(self.global_state, slot))
-        self.tuned: ClientStore | None = None
+        self.store = self._store(settings.algorithm, settings.storage)
+        self.tuned: SharedStore | None = None
         self.rounds_done = 0
         self.scales = KeptScales(settings.loss_scaling)
+        self.plan = RoundPlan(0, (), ())
+
+    def _store(self, algorithm: Algorithm, storage: Storage, name: str = "") -> SharedStore:
+        """Room for what an algorithm's clients keep, before they keep anything."""
+        return SharedStore(storage.open(algorithm.kept(self.global_state, self.slot), name), self.ranks)
+
+    def _share(self, plan: RoundPlan) -> RoundPlan:
+        """This rank's clients of a round, or the round's first as a stand-in that takes no step."""
+        own = share_out(plan, self.ranks.size)[self.ranks.rank]
+        return own if own.clients else share_out(plan, len(plan.clients))[0]
+
+    def _places(self, plan: RoundPlan) -> list[int]:
+        """Where this rank's clients stand in a round."""
+        own = {*share_out(plan, self.ranks.size)[self.ranks.rank].clients}
+        return [place for place, client in enumerate(plan.clients) if client in own]
 
     def open(self, plan: RoundPlan, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
 
         Args:
-            plan: The round's clients and their numbers of local steps.
+            plan: All of the round's clients and their numbers of local steps.
             factor: Factor of the clients' learning rates.
             loader: Gives the clients' training images, where they compare the global models on them.
+
+        Returns:
+            The clients that this rank trains.
         """
-        self.tuned = None  # what was fine-tuned from an earlier global state is outdated
-        settings, kept, losses = self.settings, self.store.gather(plan.clients), None
+        self.plan, self.tuned = plan, None  # what was fine-tuned from an earlier global state is outdated
+        self.store.bring(share_out(plan, self.ranks.size))
+        settings, own, losses = self.settings, self._share(plan), None
         if loader and settings.algorithm.compares:
             multilabel = settings.training.multilabel
-            batches = map(one_of, loader(plan))
-            losses = compare(self.engine, self.members(), batches, len(plan.clients), multilabel)
-        private = settings.protection.open(plan, self._device)
-        return self._cohort(settings.algorithm, settings.phases, plan, kept, factor, private, losses)
+            losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
+        private = settings.protection.open(own, self._device)
+        return self._cohort(settings.algorithm, settings.phases, own, self.store, factor, private, losses)
 
     @property
     def _device(self) -> torch.device:
@@ -80,7 +99,7 @@ class Federation:
         algorithm: Algorithm,
         phases: Sequence[Phase],
         plan: RoundPlan,
-        kept: Stacks,
+        store: SharedStore,
         factor: float,
         private: PrivateRound | None,
         losses: Tensor | None = None,
@@ -93,7 +112,7 @@ class Federation:
             self.slot,
             plan,
             phases,
-            kept,
+            store.local.gather(plan.clients),
             algorithm.broadcast(sending),
             self.settings.training,
             factor=factor,
@@ -117,73 +136,36 @@ class Federation:
             data: For the clients' sizes and the public images.
             progress: Wraps the distillation's steps in a progress bar.
         """
-        plan = cohort.plan
-        protection = self.settings.protection
+        plan, protection, ranks = self.plan, self.settings.protection, self.ranks
+        shares, places = share_out(plan, ranks.size), self._places(plan)
         kept, updates, finite, counts = cohort.close()
+        outcomes = gather_outcomes(cohort, finite, counts, places, len(plan.clients), ranks)
         protection.spend(plan)
-        self.scales.close("clients", cohort.scales, finite, self.ranks)
-        good = finite.nonzero().flatten()
-        clients = [plan.clients[index] for index in good.tolist()]
-        metrics = round_metrics(self.settings, self.slot, self.global_state, cohort, updates, good)
-        broken = [client for client in plan.clients if client not in clients]
-        if clients:
-            self.store.scatter(clients, _rows(kept, good))
+        sound = finite & (torch.arange(len(finite), device=finite.device) < len(places))  # without a stand-in
+        self.scales.close("clients", cohort.scales, sound, ranks)
+        metrics = round_metrics(self.settings, self.slot, self.global_state, cohort, updates, outcomes)
+        report = RoundReport(outcomes.broken(plan))
+        self.store.scatter(shares, report.broken, kept)
         self.rounds_done = plan.round + 1
-        diverged = broken_server = False
-        good = counts.nonzero().flatten()
-        clients = [plan.clients[index] for index in good.tolist()]
+        own = {key: value[: len(places)] for key, value in updates.items()}  # without a stand-in's
+        good = outcomes.counts.nonzero().flatten().tolist()
         if protection.clients is not None:  # all are counted, since who broke depends on their images
-            updates = protection.clients.apply(updates, cohort.received, plan.round, plan.clients)
-            clients, good = list(plan.clients), torch.arange(len(plan.clients), device=good.device)
-        if clients:
-            weights = client_weights(self.settings.weighting, [data.train_sizes[client] for client in clients])
-
-            def distill(student: State, teachers: State, average_from: float | None = None) -> State:
-                nonlocal diverged
-                options, multilabel = self.settings.distillation, self.settings.training.multilabel
-                parameters, scales = self.slot.parameters, self.scales.open("student", 1, self._device)
-                refined = refine(
-                    self.engine,
-                    options,
-                    data,
-                    plan.round,
-                    student,
-                    teachers,
-                    parameters,
-                    multilabel=multilabel,
-                    average_from=average_from,
-                    progress=progress,
-                    scales=scales,
-                )
-                if scales is not None:
-                    self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
-                    skipped = metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
-                    metrics["server/skipped_steps"] = skipped
-                finite = all(bool(value.isfinite().all()) for value in refined.values())
-                diverged |= not finite
-                return refined if finite else student
-
-            server = ServerStep(
-                plan.round,
-                tuple(clients),
-                self.num_clients,
-                self.slot,
-                self.settings.seed,
-                self.global_state,
-                {key: value[good] for key, value in updates.items()},
-                weights,
-                dict(self.server_state),
-                self.settings.rule,
-                distill,
+            received = {key: value[: len(places)] for key, value in cohort.received.items()}
+            own = protection.clients.apply(own, received, plan.round, plan.clients, places, ranks)
+            good = list(range(len(plan.clients)))
+        if good:
+            sent = Updates(own, places, len(plan.clients), ranks).part(good)
+            turn = ServerTurn(self.engine, self.slot, self.settings, data, ranks, self.scales, progress)
+            clients = [plan.clients[place] for place in good]
+            state, kept_by_server = turn(
+                plan.round, clients, self.num_clients, sent, self.global_state, self.server_state
             )
-            state = clone(self.settings.algorithm.server_step(server))
-            if protection.clients is not None:
-                state = floor_variances(state)
-            if all(bool(value.isfinite().all()) for value in state.values()):
-                self.global_state, self.server_state = self.global_state | state, server.state
-            else:
-                broken_server = True
-        return RoundReport(broken, diverged, broken_server, metrics | protection.metrics())
+            metrics |= turn.metrics
+            report.diverged, report.broken_server = turn.diverged, not is_finite(state)
+            if not report.broken_server:
+                self.global_state, self.server_state = self.global_state | state, kept_by_server
+        report.metrics = metrics | protection.metrics()
+        return report
 
     def finetune(
         self,
@@ -205,23 +187,22 @@ class Federation:
         assert tuning is not None
         algorithm, phase = tuning
         self.tuned = self._tuned_store(algorithm)
-        broken = []
+        broken: list[int] = []
         for plan in groups:
-            protection = self.settings.protection
-            private = protection.open(plan, self._device, tuning=True)
-            cohort = self._cohort(algorithm, [phase], plan, self.tuned.gather(plan.clients), factor, private)
-            for batch in loader(plan):
+            protection, shares, own = self.settings.protection, share_out(plan, self.ranks.size), self._share(plan)
+            private = protection.open(own, self._device, tuning=True)
+            cohort = self._cohort(algorithm, [phase], own, self.tuned, factor, private)
+            for batch in loader(shares[self.ranks.rank]):
                 cohort.step(batch)
-            kept, _, finite, _ = cohort.close()
+            kept, _, finite, counts = cohort.close()
             protection.spend(plan, tuning=True)
-            good = finite.nonzero().flatten()
-            self.tuned.scatter([plan.clients[index] for index in good.tolist()], _rows(kept, good))
-            broken += [client for client, fine in zip(plan.clients, finite.tolist(), strict=True) if not fine]
+            outcomes = gather_outcomes(cohort, finite, counts, self._places(plan), len(plan.clients), self.ranks)
+            self.tuned.scatter(shares, outcomes.broken(plan), kept)
+            broken += outcomes.broken(plan)
         return broken
 
-    def _tuned_store(self, algorithm: Algorithm) -> ClientStore:
-        storage = replace(self.settings.storage, clients=self.num_clients)
-        return storage.open(algorithm.kept(self.global_state, self.slot), "tuned")
+    def _tuned_store(self, algorithm: Algorithm) -> SharedStore:
+        return self._store(algorithm, replace(self.settings.storage, clients=self.num_clients), "tuned")
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
@@ -234,7 +215,13 @@ class Federation:
 
     def owned(self) -> list[int]:
         """The clients whose personal states this process holds, in order; each client has one owner."""
-        return list(range(self.ranks.rank, self.num_clients, self.ranks.size))
+        store = self.store if self.tuned is None else self.tuned
+        return [client for client in range(self.num_clients) if store.holder(client) == self.ranks.rank]
+
+    def collect(self) -> None:
+        """Bring all clients' states to rank 0; all ranks call it."""
+        for store in filter(None, (self.store, self.tuned)):
+            store.collect()
 
     @property
     def finetuned(self) -> bool:
@@ -278,7 +265,3 @@ class Federation:
             self.tuned.load_state_dict(saved["tuned"])
         self.rounds_done = saved["rounds_done"]
         self.scales.load_state_dict(saved.get("loss_scales", {}))
-
-
-def _rows(stacks: Stacks, rows: Tensor) -> Stacks:
-    return {role: {key: value[rows] for key, value in state.items()} for role, state in stacks.items()}

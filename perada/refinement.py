@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several global models in a round: what they predict together, how they compare, how they are distilled into one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from perada.engine import Engine
 from perada.loss_scaling import LossScales
 from perada.losses import client_losses
+from perada.ranks import Ranks
 from perada.rounds import CohortBatch
-from perada.server import Distillation, ensemble_logits
+from perada.server import Distillation, Updates
+from perada.server.aggregate import double
 from perada.states import State, expand, send, unstack
 
 
@@ -35,15 +37,19 @@ def refine(
     data: ServerData,
     round: int,
     student: State,
-    teachers: State,
+    teachers: Mapping[str, Tensor],
     parameters: tuple[str, ...],
     *,
     multilabel: bool,
+    ranks: Ranks | None = None,
     average_from: float | None = None,
     progress: Callable[[Tensor], Iterable[Tensor]] = iter,
     scales: LossScales | None = None,
 ) -> State:
     """Distil the ensemble of ``teachers`` into ``student``; each public image passes the teachers once.
+
+    Every rank runs its part of the teachers; the sum of their logits is all that travels. The student's steps are taken
+    by all ranks alike.
 
     Args:
         engine: Runs the states.
@@ -51,14 +57,17 @@ def refine(
         data: Public images, and the server's validation set.
         round: Counted from 0.
         student: State to start from; it is not changed.
-        teachers: Stack (C, ...).
+        teachers: Stack (C, ...), the same on all ranks, or what the clients of all ranks sent.
         parameters: Names of the tensors to train.
         multilabel: Whether labels are 0/1 per class.
+        ranks: The processes; by default one alone.
         average_from: See :meth:`perada.server.Distillation.run`.
         progress: Wraps the steps in a progress bar.
         scales: The student's loss scale, in float16.
     """
-    alone = all(len(teachers[key]) == 1 and torch.equal(value, teachers[key][0]) for key, value in student.items())
+    ranks = ranks or Ranks()
+    sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, ranks)
+    alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
     if alone or not options.active(round):
         return student  # its own only teacher: Adam would turn rounding errors into steps of full length
     device = next(iter(student.values())).device
@@ -66,9 +75,10 @@ def refine(
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         indices = data.public_indices(round, options.steps, options.batch_size)
         used, positions = torch.unique(indices, return_inverse=True)
-        logits = torch.cat(
-            [ensemble_logits(engine, teachers, data.public_images(part, device)) for part in used.split(256)]
-        )
+        parts = [_own_sum(engine, sent.own, student, data.public_images(part, device)) for part in used.split(256)]
+        total = torch.cat([part for part, _ in parts])
+        ranks.sum_([total])
+        logits = (total / sent.clients).to(parts[0][1])
         for step, rows in enumerate(progress(indices)):
             yield data.public_images(rows, device), logits[send(positions[step], device)]
 
@@ -81,7 +91,7 @@ def refine(
         return right / total
 
     with torch.enable_grad():
-        return options.run(
+        refined = options.run(
             engine,
             student,
             parameters,
@@ -91,6 +101,18 @@ def refine(
             average_from=average_from,
             scales=scales,
         )
+    ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
+    return refined
+
+
+def _own_sum(engine: Engine, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Sum (B, K) of the logits of this rank's teachers in double precision, and the dtype of the logits.
+
+    A rank may have no teacher: it then gives zeros, whose shape it takes from the student's logits.
+    """
+    some = len(next(iter(teachers.values()))) > 0
+    logits = engine.shared_logits(teachers if some else expand(student, 1), x)
+    return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype
 
 
 def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:

@@ -85,7 +85,7 @@ class RoundPlan:
     @property
     def total_steps(self) -> int:
         """Steps of the longest client over all phases: the number of cohort batches in the round."""
-        return sum(phase[0] for phase in self.steps)
+        return sum(max(phase, default=0) for phase in self.steps)
 
 
 class CohortBatch(NamedTuple):
@@ -207,6 +207,39 @@ def make_plan(
     return RoundPlan(round, order, steps)
 
 
+def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
+    """Divide the clients of a round among processes, so that all have about the same work.
+
+    The client with the most steps left to give comes first, and goes to the rank with the fewest so far (Graham, 1969,
+    "longest processing time": the busiest has at most 4/3 of what the best division gives it). Ties go to the client
+    that stands first, and to the lower rank.
+
+    Args:
+        plan: The whole round.
+        ranks: Number of processes.
+
+    Returns:
+        The plan of each rank, whose clients stand in the order of ``plan``; one with no clients has nothing to do.
+
+    >>> [own.clients for own in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
+    [(4,), (7, 1)]
+    """
+    work = [sum(phase[place] for phase in plan.steps) for place in range(len(plan.clients))]
+    loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for place in sorted(range(len(work)), key=lambda place: -work[place]):
+        rank = loads.index(min(loads))
+        loads[rank] += work[place]
+        shares[rank].append(place)
+    return [
+        RoundPlan(
+            plan.round,
+            tuple(plan.clients[place] for place in places),
+            tuple(tuple(phase[place] for place in places) for phase in plan.steps),
+        )
+        for places in map(sorted, shares)
+    ]
+
+
 def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
     """Cut a stream of permutations of ``range(size)`` into ``steps`` batches.
 
@@ -237,5 +270,5 @@ def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
     [(0, 0, 2), (0, 1, 1), (1, 0, 2)]
     """
     for phase, steps in enumerate(plan.steps):
-        for step in range(steps[0]):
+        for step in range(max(steps, default=0)):
             yield phase, step, sum(own > step for own in steps)

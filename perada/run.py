@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from perada.backbones import AdaptedModel, build_backbone
@@ -151,12 +152,15 @@ class Run:
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder.
 
         The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of
-        your own). Adapters of a private run have a section on it in their ``README.md``.
+        your own). Adapters of a private run have a section on it in their ``README.md``. Of several processes only
+        rank 0 writes.
 
         Returns:
             The folder.
         """
         folder = Path(folder)
+        if getattr(rank_zero_only, "rank", 0):
+            return folder
         folder.mkdir(parents=True, exist_ok=True)
         privacy, personal = self.info.get("privacy"), self._personal is not None
         with contiguous(self._adapted.model):

@@ -205,7 +205,7 @@ def emptied(tiny):
         ({"pretrained": "missing.safetensors", "backbone": "test_resnet"}, "missing.safetensors"),
         ({"backbone": "test_resnet", "pretrained": True}, "pretrained: false"),
         ({"precision": "16-true"}, "precision='16-true'"),
-        ({"devices": 2}, "devices=2"),
+        ({"devices": 2, "strategy": "ddp"}, "strategy=DDPStrategy"),
         ({"ckpt_path": "nowhere.ckpt"}, "ckpt_path='nowhere.ckpt' is not there"),
         ({"ckpt_path": "last"}, "there is no checkpoint below"),
     ],

@@ -9,13 +9,14 @@ apart.
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from perada.rounds import Phase
+from perada.server.aggregate import Updates
 from perada.server.rules import Aggregation, ServerRule
 from perada.states import State, expand
 
@@ -117,7 +118,7 @@ class Broadcast:
 class Distil(Protocol):
     """Refines a state by distilling the ensemble of a stack of teachers into it."""
 
-    def __call__(self, student: State, teachers: State, average_from: float | None = None) -> State:
+    def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
         """Return the refined state; see :meth:`perada.server.Distillation.run` for ``average_from``."""
 
 
@@ -132,7 +133,8 @@ class ServerStep:
         slot: Names of the trained tensors.
         seed: The run's seed.
         previous: Global state before the round.
-        updates: What the clients sent, (C, ...).
+        updates: What the clients sent, (C, ...), each still on the device that trained it: :meth:`mean` and
+            :attr:`distill` move sums over clients, and to read a name brings the tensors of all clients here.
         weights: Aggregation weights (C,), summing to one.
         state: The server's own tensors, kept between rounds and in checkpoints; may be changed.
         rule: The aggregation rule, which :meth:`mean` applies.
@@ -145,13 +147,13 @@ class ServerStep:
     slot: Slot
     seed: int
     previous: State
-    updates: State
+    updates: Updates
     weights: Tensor
     state: dict[str, State]
     rule: ServerRule
     distill: Distil
 
-    def mean(self, updates: State, weights: Tensor) -> State:
+    def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
         """Aggregate by the server rule, which is the weighted mean unless another was asked for."""
         try:
             self.rule.check(len(self.clients))

@@ -147,8 +147,7 @@ class FedEnsemble(Algorithm):
 
     def server_step(self, server: ServerStep) -> State:
         """The base's server step for each mode that some client had; the others stay as they are."""
-        updates = dict(server.updates)
-        had = updates.pop(MODE)
+        had = server.updates[MODE]
         modes = unstack(clone(server.previous))
         for mode in sorted(set(had.tolist())):
             rows = (had == mode).nonzero().flatten()
@@ -162,7 +161,7 @@ class FedEnsemble(Algorithm):
                 server,
                 clients=clients,
                 previous=modes[mode],
-                updates={key: value[rows] for key, value in updates.items()},
+                updates=server.updates.part(rows.tolist(), without=(MODE,)),
                 weights=weights,
                 state=own,
             )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedBE (Chen and Chao, ICLR 2021)."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -69,7 +70,9 @@ class FedBE(Algorithm):
         return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation"
 
 
-def sample_models(updates: State, weights: Tensor, sampler: Sampler, samples: int, random: torch.Generator) -> State:
+def sample_models(
+    updates: Mapping[str, Tensor], weights: Tensor, sampler: Sampler, samples: int, random: torch.Generator
+) -> State:
     """Draw models from a distribution fitted to those of C clients.
 
     Args:

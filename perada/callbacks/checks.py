@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused at set-up, because rounds cannot do it or data and model do not fit."""
 
+import os
+
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from perada.data import FederatedDataModule
 from perada.module import FederatedClassifier
 from perada.rounds import one_of
 from perada.server import Distillation
+from perada.strategies import FederatedStrategy, started_by_torchrun
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -18,10 +21,15 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: If the trainer is set to it.
     """
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         raise ValueError(
-            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: clients are trained on "
-            "one device; give devices=1"
+            f"strategy={type(trainer.strategy).__name__} cannot be used on {trainer.world_size} devices: clients are "
+            "not replicas of one model; give strategy='perada'"
+        )
+    if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(
+            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: torchrun started "
+            f"{os.environ['WORLD_SIZE']} processes; leave both out"
         )
     check_precision(trainer.precision)
     if trainer.accumulate_grad_batches != 1:

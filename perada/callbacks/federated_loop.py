@@ -3,11 +3,9 @@
 
 import json
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
@@ -15,7 +13,7 @@ from perada.algorithms import Algorithm, PerAda
 from perada.callbacks.checkpoint import belonging, check_belongs, find_clients, frozen_digest, go_on
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.callbacks.features import use_features
-from perada.callbacks.finetuning import finetune
+from perada.callbacks.finetuning import finetune, is_scored, score
 from perada.callbacks.parts import (
     compared,
     federation_of,
@@ -26,6 +24,7 @@ from perada.callbacks.parts import (
     storage,
     warn_broken,
 )
+from perada.callbacks.processes import check_alike, share_work
 from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
 from perada.data import CohortBatch, FederatedDataModule
 from perada.federation import Federation
@@ -33,6 +32,7 @@ from perada.loss_scaling import LossScaling
 from perada.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.protection import Protection
+from perada.ranks import Distributed, Ranks
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
 from perada.settings import Settings
@@ -115,6 +115,8 @@ class FederatedLoop(pl.Callback):
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = parts(trainer, pl_module)
         check_trainer(trainer)
+        if trainer.world_size > 1:
+            share_work(trainer)
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
         assert module.adapted is not None
@@ -139,6 +141,8 @@ class FederatedLoop(pl.Callback):
         """Give every role its first state, or the one that was loaded."""
         _, module = parts(trainer, pl_module)
         if module.federation is None:
+            ranks = Distributed() if trainer.world_size > 1 else Ranks()
+            check_alike(ranks, self._belonging(*parts(trainer, pl_module)))
             settings = Settings(
                 self.algorithm,
                 module.training_options,
@@ -152,7 +156,9 @@ class FederatedLoop(pl.Callback):
                 storage(self, trainer),
                 LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
             )
-            module.federation = Federation(module.engine, module.slot, module.initial_state, settings, self.num_clients)
+            module.federation = Federation(
+                module.engine, module.slot, module.initial_state, settings, self.num_clients, ranks
+            )
         elif module.federation.settings.algorithm is not self.algorithm:
             raise ValueError(
                 "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
@@ -175,6 +181,8 @@ class FederatedLoop(pl.Callback):
         folder = run_folder(trainer)
         if folder is not None:
             log_history(trainer, self.history)
+            if not trainer.is_global_zero:
+                return
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "partition.json").write_text(json.dumps(data.partition_dict()))
             if self.arguments:
@@ -221,7 +229,7 @@ class FederatedLoop(pl.Callback):
         self._step = trainer.global_step
         self.history.append({"round": round, "step": self._step, **report.metrics})
         if self.privacy is not None and self.privacy.max_epsilon is not None:
-            trainer.should_stop |= not warn_spent(self, cohort.plan.clients)
+            trainer.should_stop |= not warn_spent(self, federation_of(module).plan.clients)
         if round + 1 == trainer.max_epochs:
             finetune(self, trainer, data, module)
 
@@ -236,35 +244,14 @@ class FederatedLoop(pl.Callback):
         data, module = parts(trainer, pl_module)
         module.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         tuned = finetune(self, trainer, data, module)
-        scored = self._score(trainer, data, module) if tuned or not self._is_scored() else False
+        scored = score(self, trainer, data, module) if tuned or not is_scored(self) else False
         if tuned or scored:
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
                     newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
                     if newest:
                         trainer.save_checkpoint(newest, callback.save_weights_only)
-
-    def _is_scored(self) -> bool:
-        """Whether the last round was evaluated (also where there is none)."""
-        return not self.history or any(name.startswith("personal/") for name in self.history[-1])
-
-    def _score(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
-        """Evaluate outside of Lightning's validation, and log it; return whether there was anything to evaluate."""
-        batches, limit = data.val_dataloader(), trainer.limit_val_batches
-        count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
-        if not count:
-            return False
-        module.on_validation_epoch_start()
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
-            for index, batch in enumerate(islice(batches, count)):
-                module.validation_step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
-        module.score()
-        if self.history:
-            self.history[-1] |= module.scores
-        round = self.history[-1]["round"] if self.history else 0
-        for logger in trainer.loggers:
-            logger.log_metrics({"epoch": round, **module.scores}, step=max(0, trainer.global_step - 1))
-        return True
+        federation_of(module).collect()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients' fine-tuning after the last round, where the algorithm ends so."""
+"""What follows the last round: the clients' fine-tuning, where the algorithm ends so, and the last scores."""
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.callbacks.parts import federation_of, prepared, progress, warn_broken
@@ -37,4 +39,28 @@ def finetune(
         )
     if broken:
         warn_broken("fine-tuning", broken, "it keeps the global adapter")
+    return True
+
+
+def is_scored(loop: "FederatedLoop") -> bool:
+    """Whether the last round was evaluated (also where there is none)."""
+    return not loop.history or any(name.startswith("personal/") for name in loop.history[-1])
+
+
+def score(loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
+    """Evaluate outside of Lightning's validation, and log it; return whether there was anything to evaluate."""
+    batches, limit = data.val_dataloader(), trainer.limit_val_batches
+    count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
+    if not count:
+        return False
+    module.on_validation_epoch_start()
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        for index, batch in enumerate(islice(batches, count)):
+            module.validation_step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
+    module.score()
+    if loop.history:
+        loop.history[-1] |= module.scores
+    round = loop.history[-1]["round"] if loop.history else 0
+    for logger in trainer.loggers:
+        logger.log_metrics({"epoch": round, **module.scores}, step=max(0, trainer.global_step - 1))
     return True

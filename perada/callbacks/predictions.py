@@ -46,8 +46,9 @@ class PredictionFile(pl.Callback):
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the table."""
-        if self._rows and trainer.loggers and trainer.log_dir:
-            self.path = Path(trainer.log_dir) / "predictions.csv"
+        folder = trainer.log_dir if trainer.loggers else None  # all processes ask, rank 0 writes
+        if self._rows and folder and trainer.is_global_zero:
+            self.path = Path(folder) / "predictions.csv"
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(self._rows)

@@ -15,14 +15,14 @@ from perada.data.division import Division
 from perada.data.features import FeatureCache
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.holdout import EvaluateOn, check_share, hold_out
-from perada.data.loaders import EvalBatches, RoundBatches, loader
+from perada.data.loaders import EvalBatches, Padded, RoundBatches, loader
 from perada.data.overlap import check_overlap
 from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation, check_least
 from perada.data.private_batches import PrivateRoundBatches
 from perada.data.schedule import Schedule
 from perada.data.store import MapStore, Samples, TensorStore, length
-from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan
+from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan, share_out
 from perada.states import send
 
 if TYPE_CHECKING:
@@ -199,21 +199,23 @@ class FederatedDataModule(pl.LightningDataModule):
         return make_plan(round, clients, self._ready.train.sizes, phases or self._schedule.phases, self.batch_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Serve the trainer's current round (round 0 without a trainer); ``len()`` is its number of steps."""
-        return self.cohort_loader(self.plan(self.trainer.current_epoch if self.trainer is not None else 0))
+        """Serve this process's clients of the trainer's current round; ``len()`` is the round's number of steps."""
+        at = self.trainer
+        if at is None:
+            return self.cohort_loader(self.plan(0))
+        plan = self.plan(at.current_epoch)
+        return self.cohort_loader(share_out(plan, at.world_size)[at.global_rank], steps=plan.total_steps)
 
-    def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
+    def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None, steps: int = 0) -> DataLoader[Any]:
         """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`.
 
         Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
-        drawn, by default as :meth:`configure_rounds` was told.
+        drawn, by default as :meth:`configure_rounds` was told. Batches without clients follow up to ``steps``.
         """
         store, private = self._served(self._ready.train), private or self._schedule.private
-        if private is not None:
-            return loader(
-                PrivateRoundBatches(store, plan, self.batch_size, self._seed, private), store, self.num_workers
-            )
-        return loader(RoundBatches(store, plan, self.batch_size, self._seed), store, self.num_workers)
+        given = store, plan, self.batch_size, self._seed
+        batches = RoundBatches(*given) if private is None else PrivateRoundBatches(*given, private)
+        return loader(Padded(batches, max(steps, len(batches)), plan.round), store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""

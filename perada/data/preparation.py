@@ -72,6 +72,8 @@ class Preparation:
         return {name: self._cohort(own, name) for name, own in batch.items()}
 
     def _cohort(self, batch: CohortBatch, stream: str | None = None) -> CohortBatch:
+        if not batch.clients:
+            return batch
         x = prepare_images(self._augment(batch, stream), self.image, self.image_size)
         if min(batch.counts) < x.shape[1]:
             real = real_rows(batch.counts, x.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from perada.privacy.accounting import Ledger
 from perada.privacy.clipping import sensitivity
 from perada.privacy.options import ClientPrivacy
+from perada.ranks import Ranks
 from perada.seeding import generator
 from perada.states import State
 
@@ -54,7 +55,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     if not changes:
         raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
     parts = [
-        torch.linalg.vector_norm(delta.reshape(len(delta), -1), dim=1, dtype=torch.float64)
+        torch.linalg.vector_norm(delta.reshape(len(delta), math.prod(delta.shape[1:])), dim=1, dtype=torch.float64)
         for delta in changes.values()
     ]
     norms = torch.stack(parts).square().sum(0).sqrt()
@@ -94,14 +95,14 @@ def privatize(
     Raises:
         ValueError: As :func:`clip_updates`; also if z is negative or there is not a generator for each client.
     """
-    clipped, _ = clip_updates(updates, received, max_norm)
-    return _noisy(updates, received, clipped, max_norm * noise_multiplier, generators)
+    clipped, norms = clip_updates(updates, received, max_norm)
+    return _noisy(updates, received, clipped, max_norm * noise_multiplier / math.sqrt(len(norms)), generators)
 
 
 def _noisy(
     updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
 ) -> State:
-    """Received + clipped + noise whose sum over the clients has the standard deviation ``std``."""
+    """Received + clipped + noise of the standard deviation ``std`` in each row."""
     clients = len(next(iter(clipped.values())))
     if not 0 <= std < math.inf:
         raise ValueError(f"the noise would have the standard deviation {std}; give a noise multiplier of 0 or more")
@@ -113,7 +114,7 @@ def _noisy(
         for client in range(clients if std else 0):
             row = result[key][client]
             noise = _normal(row.shape, row.dtype, None if generators is None else generators[client])
-            result[key][client] = row + std / math.sqrt(clients) * noise.to(row.device)
+            result[key][client] = row + std * noise.to(row.device)
     return result
 
 
@@ -218,15 +219,25 @@ class ClientLevel:
         count_noise = clients / 20 if self._count_noise is None else self._count_noise
         return split_noise(self.noise_multiplier, count_noise), count_noise
 
-    def apply(self, updates: State, received: State, round: int, clients: Sequence[int]) -> State:
+    def apply(
+        self,
+        updates: State,
+        received: State,
+        round: int,
+        clients: Sequence[int],
+        places: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
+    ) -> State:
         """Make a round's updates private, count the round, and move S.
 
         Args:
-            updates: What all C clients of the round sent, (C, ...); those that are not finite too, as whether they are
+            updates: What clients of the round sent, (c, ...); those that are not finite too, as whether they are
                 depends on data.
-            received: What they were sent, (C, ...).
+            received: What they were sent, (c, ...).
             round: Counted from 0.
-            clients: Their ids, in order.
+            clients: Ids of all C clients of the round, in order.
+            places: Which of them the updates are of, where other ranks have the others; by default all.
+            ranks: The processes.
 
         Returns:
             What :func:`privatize` gives, for the server's uniform mean over all C rows.
@@ -234,14 +245,19 @@ class ClientLevel:
         Raises:
             ValueError: As :func:`privatize` and :func:`split_noise`.
         """
-        secure = self.options.secure_rng
+        secure, ranks = self.options.secure_rng, ranks or Ranks()
+        own = list(range(len(clients)) if places is None else places)
         noise, count_noise = self._split(len(clients))
-        sources = None if secure else [generator(self._seed, "client privacy", round, client) for client in clients]
-        clipped, norms = clip_updates(updates, received, self.norm)
-        result = _noisy(updates, received, clipped, self.norm * noise, sources)
+        sources = None if secure else [generator(self._seed, "client privacy", round, clients[place]) for place in own]
+        clipped, lengths = clip_updates(updates, received, self.norm)
+        norms = torch.zeros(len(clients), dtype=torch.float64)
+        norms[own] = lengths.cpu()
+        ranks.sum_([norms])
+        result = _noisy(updates, received, clipped, self.norm * noise / math.sqrt(len(clients)), sources)
         if self.options.clipping == "adaptive":
             source = None if secure else generator(self._seed, "client privacy/count", round)
             share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
+            share = ranks.gather(share)[0]  # a secure generator draws another on each rank
             self.norm = next_norm(self.norm, share, self.options.quantile, self.options.clip_lr)
         for client in clients:
             self.ledger.add(client, self.noise_multiplier, 1.0, 1)

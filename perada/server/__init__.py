@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server does with the clients' updates: averaging and ensemble distillation, as functions of tensors."""
 
-from perada.server.aggregate import client_weights, mean
+from perada.server.aggregate import Updates, client_weights, mean
 from perada.server.distill import Distillation, distillation_loss, ensemble_logits
 from perada.server.rules import (
     SERVER_RULES,
@@ -31,6 +31,7 @@ __all__ = [
     "ModifiedLocalGD",
     "ServerRule",
     "TrimmedMean",
+    "Updates",
     "client_weights",
     "distillation_loss",
     "ensemble_logits",

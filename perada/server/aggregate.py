@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over the client axis."""
+"""What the clients of a round sent, wherever it is, and means over the client axis."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from perada.ranks import Ranks
 from perada.states import State
 
 Weighting = Literal["uniform", "samples"]
@@ -37,11 +38,80 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
     raise ValueError(f"weighting={weighting!r} is unknown; choose 'uniform' or 'samples'")
 
 
-def mean(updates: State, weights: Tensor) -> State:
-    """Weighted mean over the leading client axis.
+class Updates(Mapping[str, Tensor]):
+    """What C clients sent, by name, each on the rank that trained it.
+
+    To read a name brings its tensor (C, ...) to all ranks, so all must read it; :meth:`mean` moves one state only.
 
     Args:
-        updates: Stack (C, ...). Integer tensors (counters of BatchNorm) are not averaged: their maximum is taken.
+        own: Stack (c, ...) of the clients of this rank; with c = 0 the tensors still have their shapes.
+        places: Which of the C clients they are, in order; by default all.
+        clients: C.
+        ranks: The processes.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[str, Tensor],
+        places: Sequence[int] | None = None,
+        clients: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        rows = len(next(iter(own.values()))) if own else 0
+        self.own, self.places = dict(own), list(range(rows) if places is None else places)
+        self.clients, self.ranks = rows if clients is None else clients, ranks or Ranks()
+        self._gathered: State = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        value = self.own[key]
+        if self.ranks.size == 1:
+            return value
+        if key not in self._gathered:
+            whole = value.new_zeros(self.clients, *value.shape[1:])
+            whole[self.places] = value.detach()
+            self.ranks.sum_([whole])
+            self._gathered[key] = whole
+        return self._gathered[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    @classmethod
+    def known(cls, stack: Mapping[str, Tensor], ranks: Ranks) -> "Updates":
+        """A stack that every rank has, of which each takes its share."""
+        clients = len(next(iter(stack.values())))
+        places = list(range(ranks.rank, clients, ranks.size))
+        updates = cls({key: value[ranks.rank :: ranks.size] for key, value in stack.items()}, places, clients, ranks)
+        updates._gathered = dict(stack)
+        return updates
+
+    def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
+        """The updates of some of the clients, without some names."""
+        place_of = {row: place for place, row in enumerate(rows)}
+        kept = [index for index, place in enumerate(self.places) if place in place_of]
+        own = {key: value[kept] for key, value in self.own.items() if key not in without}
+        return Updates(own, [place_of[self.places[index]] for index in kept], len(rows), self.ranks)
+
+    def mean(self, weights: Tensor) -> State:
+        """Weighted mean over all C clients, on every rank; see :func:`mean`."""
+        weights = weights[self.places]
+        floating = {key: value for key, value in self.own.items() if value.is_floating_point()}
+        sums = {key: _weighted_sum(value, weights) for key, value in floating.items()}
+        largest = {key: _largest(value) for key, value in self.own.items() if key not in floating}
+        self.ranks.sum_(sums.values())
+        self.ranks.max_(largest.values())
+        return {key: sums[key].to(value.dtype) if key in sums else largest[key] for key, value in self.own.items()}
+
+
+def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
+    """Weighted mean over the leading client axis, summed in double precision.
+
+    Args:
+        updates: Stack (C, ...), or :class:`Updates`. Integer tensors (counters of BatchNorm) are not averaged: their
+            maximum is taken.
         weights: Weights (C,) that sum to one.
 
     Returns:
@@ -50,11 +120,23 @@ def mean(updates: State, weights: Tensor) -> State:
     >>> mean({"w": torch.tensor([[1.0], [5.0]])}, torch.tensor([0.25, 0.75]))["w"].tolist()
     [4.0]
     """
-    return {
-        key: _weighted(value, weights) if value.is_floating_point() else value.amax(0) for key, value in updates.items()
-    }
+    return (updates if isinstance(updates, Updates) else Updates(updates)).mean(weights)
 
 
-def _weighted(value: Tensor, weights: Tensor) -> Tensor:
+def double(value: Tensor) -> Tensor:
+    """``value`` in double precision, or in single where the device has no other.
+
+    Sums of so many bits are the same, once rounded, in whatever order ranks add them.
+    """
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
+    value = double(value)
     return (value * weights.to(value).view(-1, *[1] * (value.dim() - 1))).sum(0)
+
+
+def _largest(value: Tensor) -> Tensor:
+    """Maximum over the client axis; the least number there is over no clients."""
+    return value.amax(0) if len(value) else value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)

@@ -13,6 +13,7 @@ from torch import Tensor
 from perada.engine import Engine
 from perada.loss_scaling import LossScales
 from perada.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
+from perada.server.aggregate import double
 from perada.states import State
 
 ServerOptimizer = Literal["adam", "sgd"]
@@ -29,9 +30,10 @@ def ensemble_logits(engine: Engine, teachers: State, x: Tensor) -> Tensor:
         x: Images (B, channels, height, width).
 
     Returns:
-        Logits (B, K): the logits are averaged, not the probabilities.
+        Logits (B, K): the logits are averaged, not the probabilities, in double precision before they are rounded.
     """
-    return engine.shared_logits(teachers, x).mean(0)
+    logits = engine.shared_logits(teachers, x)
+    return double(logits).mean(0).to(logits)
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:

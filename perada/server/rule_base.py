@@ -3,6 +3,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -18,7 +19,9 @@ class Aggregation:
     """What a rule is given in a round.
 
     Attributes:
-        updates: Stack (C, ...) of what the clients sent; it may hold only some of the names of ``previous``.
+        updates: Stack (C, ...) of what the clients sent; it may hold only some of the names of ``previous``. On several
+            devices it is an :class:`~perada.server.Updates`: its mean moves one state between them, and reading a name
+            the tensors of all clients.
         weights: Weights (C,) in float64 that sum to one.
         previous: Global state before the round.
         parameters: Names of trained parameters. Other names are running statistics and counters.
@@ -27,7 +30,7 @@ class Aggregation:
             and puts new ones in their place.
     """
 
-    updates: State
+    updates: Mapping[str, Tensor]
     weights: Tensor
     previous: State
     parameters: frozenset[str]

@@ -341,7 +341,7 @@ def test_limit_val_batches_zero_evaluates_nothing(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 2}, "devices=2"),
+        ({"devices": 2, "strategy": "ddp"}, "strategy=DDPStrategy cannot be used on 2 devices"),
         ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
         ({"precision": "bf16-true"}, "precision='bf16-true'"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*batch_size"),

@@ -22,7 +22,7 @@ from perada.privacy.client_level import (
     split_noise,
 )
 from perada.privacy.client_level_refusals import check_client_level
-from perada.server import client_weights
+from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, make_rule
 from perada.states import expand
 
@@ -341,7 +341,7 @@ def server_step(algorithm, rule, updates, distils):
     if isinstance(algorithm, FedEnsemble):
         previous, updates["mode"] = expand(previous, 1), torch.zeros(6, dtype=torch.long)
     weights = client_weights("uniform", [1] * 6)
-    step = ServerStep(0, tuple(range(6)), 9, SLOT, 0, previous, updates, weights, {}, rule, distill)
+    step = ServerStep(0, tuple(range(6)), 9, SLOT, 0, previous, Updates(updates), weights, {}, rule, distill)
     state = algorithm.server_step(step)
     members = algorithm.members(previous | state, step.state)
     tensors = [state, *(step.state[name] for name in sorted(step.state)), members]

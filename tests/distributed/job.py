@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small runs, the same on one process and on several; as a script, one process of a job that writes their results."""
+
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.algorithms import FedEnsemble, PerAda
+from perada.server import FedAdam
+
+SIZES, CLASSES = (9, 5, 14, 7, 20), 3
+DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
+CASES = {
+    "perada": {"algorithm": "perada", **DISTILS},
+    "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
+    "a process without clients": {"algorithm": "perada", "clients_per_round": 1, **DISTILS},
+    "many clients": {"algorithm": "perada_no_kd", "clients_per_round": None, "weighting": "samples"},
+    "loop": {"algorithm": "perada", "engine": "loop", "clients_per_chunk": 1, **DISTILS},
+    "server optimiser": {"algorithm": "fedavg", "server_rule": FedAdam(lr=0.1)},
+    "median": {"algorithm": "fedavg", "server_rule": "median"},
+    "fedavg_ft": {"algorithm": "fedavg_ft"},
+    "feddyn": {"algorithm": "feddyn"},
+    "fedbe": {"algorithm": "fedbe", **DISTILS},
+    "fedrep": {"algorithm": "fedrep"},
+    "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
+    "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
+    "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},
+    "private images": {"algorithm": "perada_no_kd", "privacy": {"noise_multiplier": 1.0}, "norm": False},
+    "private clients": {
+        "algorithm": "fedavg",
+        "client_privacy": {"noise_multiplier": 0.5, "clipping": "adaptive", "count_noise": 2.0, "delta": 0.01},
+    },
+}
+
+
+def network(norm: bool, dtype: torch.dtype) -> nn.Module:
+    """A network with dropout, and with a BatchNorm."""
+    torch.manual_seed(0)
+    layers = OrderedDict(
+        conv=nn.Conv2d(1, 4, 3),
+        norm=nn.BatchNorm2d(4) if norm else nn.Identity(),
+        act=nn.ReLU(),
+        pool=nn.AdaptiveAvgPool2d(2),
+        flat=nn.Flatten(),
+        drop=nn.Dropout(0.3),
+        fc=nn.Linear(16, CLASSES),
+    )
+    return nn.Sequential(layers).to(dtype)
+
+
+def federation(dtype: torch.dtype) -> perada.FederatedData:
+    """Five unequal clients."""
+    random = torch.Generator().manual_seed(1)
+
+    def part(n):
+        y = torch.arange(n) % CLASSES
+        return TensorDataset(
+            torch.randn(n, 1, 8, 8, generator=random, dtype=torch.float64).to(dtype) + y.view(-1, 1, 1, 1), y
+        )
+
+    return perada.FederatedData(
+        [part(n) for n in SIZES], [part(n) for n in (6, 4, 7, 5, 3)], TensorDataset(part(12).tensors[0])
+    )
+
+
+def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
+    """Run a case."""
+    options = {"norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0} | CASES[case] | extra
+    norm, dtype = options.pop("norm"), options.pop("dtype")
+    return perada.finetune(
+        network(norm, dtype),
+        federation(dtype),
+        adapter="full",
+        batch_size=4,
+        lr_personal=0.05,
+        lr_local=0.05,
+        momentum=0.9,
+        rounds=rounds,
+        devices=devices,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        **{"logger": False} | options,
+    )
+
+
+def results(run: perada.Run) -> dict:
+    """All that a run leaves."""
+    return {
+        "global": run.states("global"),
+        "personal": [] if run._personal is None else run.states("personal"),
+        "metrics": run.metrics,
+        "info": run.info["privacy"],
+    }
+
+
+def main(folder: Path) -> None:
+    """Run all cases on the processes that torchrun started, and one of them in two parts."""
+    import os
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = {}
+    for case in CASES:
+        done = run(case, size)
+        if rank == 0:
+            found[case] = results(done)
+    where = {"logger": True, "default_root_dir": str(folder)}
+    run("perada", size, 2, **where)  # a checkpoint to go on from on one process
+    alone = {"ckpt_path": str(folder / "one.ckpt"), "default_root_dir": str(folder / "from_one")}
+    done = run("perada", size, 4, **{**where, **alone})  # from one process
+    if rank == 0:
+        found["resumed"] = results(done)
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

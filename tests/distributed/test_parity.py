@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two processes compute is what one computes."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .job import CASES, results, run
+
+JOB = Path(__file__).with_name("job.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a job of two processes wrote what it found."""
+    folder = tmp_path_factory.mktemp("job")
+    run("perada", rounds=2, logger=True, default_root_dir=str(folder / "one"))
+    (checkpoint,) = (folder / "one").rglob("*.ckpt")
+    shutil.copy(checkpoint, folder / "one.ckpt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(JOB), folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+def compare(two, one, **tolerance):
+    for role in ("global", "personal"):
+        assert len(two[role]) == len(one[role])
+        for left, right in zip(two[role], one[role], strict=True):
+            assert left.keys() == right.keys()
+            for key in left:
+                torch.testing.assert_close(left[key], right[key], **tolerance)
+    assert len(two["metrics"]["rounds"]) == len(one["metrics"]["rounds"])
+    for left, right in zip(two["metrics"]["rounds"], one["metrics"]["rounds"], strict=True):
+        assert left == pytest.approx(right, rel=1e-5, nan_ok=True)
+    assert two["metrics"]["clients"].keys() == one["metrics"]["clients"].keys()
+    for name, values in two["metrics"]["clients"].items():
+        assert values == pytest.approx(one["metrics"]["clients"][name], nan_ok=True)
+    assert two["info"] == one["info"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_do_what_one_does(case, found):
+    tight = {"rtol": 1e-9, "atol": 1e-9} if "double" in case else {"rtol": 1e-5, "atol": 1e-5}
+    compare(found[case], results(run(case)), **tight)
+
+
+def test_two_processes_go_on_from_the_checkpoint_of_one(found):
+    compare(found["resumed"], results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(folder):
+    (checkpoint,) = (folder / "lightning_logs").rglob("*.ckpt")
+    resumed = run("perada", rounds=4, ckpt_path=str(checkpoint))
+    compare(results(resumed), results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)
