@@ -9,7 +9,7 @@ of the round to the next. Shape suffixes: C clients, B batch, K classes.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -76,23 +76,30 @@ class RoundPlan:
         clients: Ids, by number of samples with the largest first (ties by id), so that the clients that are active in
             any step are a prefix.
         steps: ``steps[phase][i]`` local steps of ``clients[i]``; within a phase non-increasing along i.
+        lengths: Steps of each phase, where the longest clients are in another part of the round.
     """
 
     round: int
     clients: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            object.__setattr__(self, "lengths", tuple(max(phase) for phase in self.steps))
 
     @property
     def total_steps(self) -> int:
         """Steps of the longest client over all phases: the number of cohort batches in the round."""
-        return sum(max(phase, default=0) for phase in self.steps)
+        return sum(self.lengths)
 
 
 class CohortBatch(NamedTuple):
     """One local step of every active client.
 
     ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
-    the others are zero padding at the end. ``step`` is the index within the round.
+    the others are zero padding at the end. ``step`` is the index within the round. There may be no
+    clients at all, see :func:`share_out`.
     """
 
     clients: tuple[int, ...]
@@ -102,6 +109,11 @@ class CohortBatch(NamedTuple):
     phase: int
     step: int
     round: int = 0
+
+
+def no_batch(phase: int, step: int, round: int) -> CohortBatch:
+    """A batch without clients."""
+    return CohortBatch((), torch.empty(0), torch.empty(0), (), phase, step, round)
 
 
 AnyBatch = CohortBatch | dict[str, CohortBatch]
@@ -219,7 +231,8 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
         ranks: Number of processes.
 
     Returns:
-        The plan of each rank, whose clients stand in the order of ``plan``; one with no clients has nothing to do.
+        The plan of each rank, whose clients stand in the order of ``plan``, if it has any. All have as many cohort
+        batches as the whole round, some of them without clients.
 
     >>> [own.clients for own in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
     [(4,), (7, 1)]
@@ -235,6 +248,7 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
             plan.round,
             tuple(plan.clients[place] for place in places),
             tuple(tuple(phase[place] for place in places) for phase in plan.steps),
+            plan.lengths,
         )
         for places in map(sorted, shares)
     ]
@@ -270,5 +284,5 @@ def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
     [(0, 0, 2), (0, 1, 1), (1, 0, 2)]
     """
     for phase, steps in enumerate(plan.steps):
-        for step in range(max(steps, default=0)):
+        for step in range(plan.lengths[phase]):
             yield phase, step, sum(own > step for own in steps)

@@ -15,7 +15,7 @@ from perada.data.division import Division
 from perada.data.features import FeatureCache
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.holdout import EvaluateOn, check_share, hold_out
-from perada.data.loaders import EvalBatches, Padded, RoundBatches, loader
+from perada.data.loaders import EvalBatches, RoundBatches, loader
 from perada.data.overlap import check_overlap
 from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation, check_least
@@ -203,19 +203,19 @@ class FederatedDataModule(pl.LightningDataModule):
         at = self.trainer
         if at is None:
             return self.cohort_loader(self.plan(0))
-        plan = self.plan(at.current_epoch)
-        return self.cohort_loader(share_out(plan, at.world_size)[at.global_rank], steps=plan.total_steps)
+        return self.cohort_loader(share_out(self.plan(at.current_epoch), at.world_size)[at.global_rank])
 
-    def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None, steps: int = 0) -> DataLoader[Any]:
+    def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
         """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`.
 
         Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
-        drawn, by default as :meth:`configure_rounds` was told. Batches without clients follow up to ``steps``.
+        drawn, by default as :meth:`configure_rounds` was told.
         """
         store, private = self._served(self._ready.train), private or self._schedule.private
         given = store, plan, self.batch_size, self._seed
-        batches = RoundBatches(*given) if private is None else PrivateRoundBatches(*given, private)
-        return loader(Padded(batches, max(steps, len(batches)), plan.round), store, self.num_workers)
+        if private is not None:
+            return loader(PrivateRoundBatches(*given, private), store, self.num_workers)
+        return loader(RoundBatches(*given), store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets whose items are whole batches, so that any number of workers yields the same ones in the same order."""
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from perada.data.features import FeatureStore
 from perada.data.store import MapStore, Samples, TensorStore
-from perada.rounds import AnyBatch, BatchSize, CohortBatch, EvalBatch, RoundPlan, active_steps, batch_indices
+from perada.rounds import BatchSize, CohortBatch, EvalBatch, RoundPlan, active_steps, batch_indices, no_batch
 from perada.seeding import generator
 from perada.states import send
 
@@ -40,6 +40,8 @@ class RoundBatches(Dataset[CohortBatch]):
 
     def __getitem__(self, step: int) -> CohortBatch:
         phase, within, active = self.walk[step]
+        if not active:
+            return no_batch(phase, step, self.plan.round)
         clients = self.plan.clients[:active]
         before = [sum(steps[i] for steps in self.plan.steps[:phase]) for i in range(active)]
         indices = [self.batches[i][before[i] + within] for i in range(active)]
@@ -48,35 +50,6 @@ class RoundBatches(Dataset[CohortBatch]):
         x, y = self.store.take(owners, torch.cat(indices), (self.seed, self.plan.round, step))
         assert y is not None
         return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, self.plan.round)
-
-
-class Batches(Protocol):
-    """The cohort batches of a round."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, step: int) -> AnyBatch: ...
-
-
-class Padded(Dataset[AnyBatch]):
-    """Batches, and after them so many without clients that there are ``steps``: all ranks take equally many.
-
-    Args:
-        batches: Cohort batches of a round; at most ``steps``.
-        steps: Those of the round's longest client.
-        round: Counted from 0.
-    """
-
-    def __init__(self, batches: Batches, steps: int, round: int) -> None:
-        self.batches, self.steps, self.round = batches, steps, round
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, step: int) -> AnyBatch:
-        if step < len(self.batches):
-            return self.batches[step]
-        return CohortBatch((), torch.empty(0), torch.empty(0), (), 0, step, self.round)
 
 
 def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -14,6 +14,7 @@ from perada.rounds import (
     PrivateSampling,
     RoundPlan,
     active_steps,
+    no_batch,
     rows_per_batch,
     sampling_rate,
 )
@@ -79,6 +80,8 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
 
     def _batch(self, name: str, step: int) -> CohortBatch:
         phase, within, active = self.walk[step]
+        if not active:
+            return no_batch(phase, step, self.plan.round)
         clients = self.plan.clients[:active]
         indices = [self.batches[name][row][self._steps_before(phase, name, row) + within] for row in range(active)]
         counts = tuple(len(rows) for rows in indices)

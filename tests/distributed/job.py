@@ -26,7 +26,7 @@ CASES = {
     "fedavg_ft": {"algorithm": "fedavg_ft"},
     "feddyn": {"algorithm": "feddyn"},
     "fedbe": {"algorithm": "fedbe", **DISTILS},
-    "fedrep": {"algorithm": "fedrep"},
+    "fedrep": {"algorithm": "fedrep", "augmented": True},
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},
@@ -72,9 +72,12 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     """Run a case."""
     options = {"norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0} | CASES[case] | extra
     norm, dtype = options.pop("norm"), options.pop("dtype")
+    data = federation(dtype)
+    if options.pop("augmented", False):
+        data = perada.FederatedDataModule(data, batch_size=4, crop_padding=2, flip=True)
     return perada.finetune(
         network(norm, dtype),
-        federation(dtype),
+        data,
         adapter="full",
         batch_size=4,
         lr_personal=0.05,
