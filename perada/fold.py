@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from perada.frozen_layers import FrozenBatchNorm
 from perada.prefix import Constant, Prefix
 from perada.stacked_layers import (
     FoldContext,
@@ -29,6 +30,7 @@ TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.LayerNorm: StackedLayerNorm,
     nn.GroupNorm: StackedGroupNorm,
 }
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Dropout: StackedDropout,
     nn.Dropout1d: StackedChannelDropout,
@@ -86,6 +88,8 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
         if draws(module):
             return RANDOM_TWINS[kind](module, context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
+        if kind in BATCH_NORMS and not trained and module._buffers["running_var"] is not None:
+            return FrozenBatchNorm(module)
         if random_only or not trained:
             trained = set()
         elif kind in TWINS and trained == {n for n, p in module.named_parameters() if p.requires_grad}:

@@ -5,11 +5,13 @@ import copy
 from collections import OrderedDict
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import make_algorithm
@@ -273,6 +275,34 @@ def test_float16_is_refused_where_training_is_private(tiny):
 def test_a_disabled_scaler_scales_nothing(tiny):
     run = finetune(tiny, 1, **plugin(enabled=False))
     assert "train/skipped_steps" not in run.metrics["rounds"][0]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("bf16-mixed", 0.1), ("16-mixed", 0.02)])
+def test_half_precision_follows_single_precision(precision, bound):
+    """Two rounds of PerAda on a small ResNet with LoRA: the distance to single precision over the distance moved."""
+    random = torch.Generator().manual_seed(0)
+    prototypes = torch.randn(4, 3, 32, 32, generator=random)
+
+    def part(size):
+        y = torch.randint(0, 4, (size,), generator=random)
+        return TensorDataset(prototypes[y] / 2 + torch.randn(size, 3, 32, 32, generator=random), y)
+
+    public = TensorDataset(torch.randn(16, 3, 32, 32, generator=random))
+    data = perada.FederatedData([part(24), part(16), part(32)], [part(6)] * 3, public)
+    rates = {"lr_personal": 0.02, "lr_local": 0.02, "lr_server": 0.01, "server_optimizer": "sgd"}
+    quiet = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False}
+    sizes = {"batch_size": 8, "distill_steps": 5, "distill_batch_size": 8}
+    lower = {"precision": precision} if precision == "bf16-mixed" else plugin(init_scale=2.0**10)
+    runs = []
+    for rounds, options in ((0, {}), (2, {}), (2, lower)):
+        torch.manual_seed(0)
+        model = timm.create_model("test_resnet", num_classes=4, zero_init_last=False)
+        runs.append(perada.finetune(model, data, adapter="lora", rounds=rounds, **rates, **quiet, **sizes, **options))
+    for role, client in (("global", None), ("personal", 0), ("personal", 1), ("personal", 2)):
+        start, single, half = (
+            torch.cat([run.state(role, client)[key].flatten() for key in run.state("global")]) for run in runs
+        )
+        assert 1e-4 < (half - single).norm() / (single - start).norm() < bound
 
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "bincount", "allclose")
