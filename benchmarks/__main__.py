@@ -16,6 +16,7 @@ import torch
 from benchmarks.cohort_step import cohort_step
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.private_step import private_memory, private_step
+from benchmarks.ranks import ranks
 from benchmarks.round import round_profile, round_resnet, round_vit
 from benchmarks.server import distillation, evaluation
 from perada.report import table
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "cohort_step": cohort_step,
     "distillation": distillation,
     "evaluation": evaluation,
+    "ranks": ranks,
     "private_step": private_step,
     "private_memory": private_memory,
     "privacy_audit": privacy_audit,

@@ -22,7 +22,7 @@ Precision = Literal["32-true", "bf16-mixed"]
 Way = Callable[[pl.LightningDataModule, int], dict[str, float]]
 RESNET = Workload()
 VIT = Workload(
-    "vit_small_patch16_224", "lora", {}, side=224, clients=8, sampled=4, batch=8, steps=2, public=16, public_batch=8
+    "vit_small_patch16_224", "lora", {}, side=224, clients=8, sampled=4, batch=8, steps=1, public=8, public_batch=8
 )
 VIT_GPU = replace(VIT, sampled=8, batch=32, steps=4, public=128, public_batch=32)
 

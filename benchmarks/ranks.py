@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a round by number of processes: on a CPU of one thread each, on GPUs of one GPU each."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed
+
+from benchmarks.round import RESNET, Turns
+
+
+def ranks(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """ResNet-18 with residual adapters, 32×32, 8 clients a round; the processes are started by torchrun, in turn."""
+    most = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
+    alone = 0.0
+    for processes in (1, 2, 4, 8):
+        if processes > most:
+            break
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command += ["-m", "benchmarks.ranks", device.type, str(repeats), str(int(quick))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"{processes} processes ended with status {ended.returncode}: {ended.stderr}")
+        seconds: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+        alone = alone or seconds["round"]
+        yield {
+            "processes": processes,
+            "one process / these": round(alone / seconds["round"], 3),
+            **{f"seconds, {part}": round(value, 3) for part, value in seconds.items()},
+        }
+
+
+def main(device: torch.device, repeats: int, quick: bool) -> None:
+    """Run rounds in this process as one of several, and let the first one print the median seconds as JSON."""
+    work = replace(RESNET, backbone="test_resnet", public=32, public_batch=16, batch=16) if quick else RESNET
+    turns = Turns({}, device)
+    work.finetune(work.data(), device, rounds=1 + repeats, callbacks=[turns])
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps({part: statistics.median(times) for part, times in turns.seconds["perada"].items()}))
+
+
+if __name__ == "__main__":
+    main(torch.device(sys.argv[1]), int(sys.argv[2]), bool(int(sys.argv[3])))
