@@ -58,6 +58,7 @@ def finetune(
     clients_per_chunk: int | None = None,
     channels_last: bool | None = None,
     cache_features: bool | None = None,
+    torch_compile: bool | dict[str, Any] = False,
     metric: Literal["auto", "accuracy", "auroc"] = "auto",
     global_test_clients: int | None = None,
     prox_strength: float | None = None,
@@ -110,6 +111,7 @@ def finetune(
         clients_per_chunk: Clients in one forward and backward pass, to bound memory.
         channels_last: Memory format of images and convolutions; chosen by the backbone by default.
         cache_features: Keep what the frozen part before all that is trained makes of each image; by default if it pays.
+        torch_compile: Run the model through ``torch.compile``, or its options.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
         global_test_clients: Clients, drawn from the seed, whose models are scored on everyone's images; all by default.
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
@@ -212,6 +214,7 @@ def finetune(
         clients_per_chunk=clients_per_chunk,
         channels_last=channels_last,
         cache_features=cache_features,
+        torch_compile=torch_compile,
         metric=metric,
         global_test_clients=global_test_clients,
     )

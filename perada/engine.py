@@ -7,8 +7,8 @@ when a trained layer has no stacked twin.
 """
 
 import warnings
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,20 @@ class Engine:
         kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, ``"auto"`` folds where
             every trained layer has a stacked twin.
         channels_last: Run the images in that memory format.
+        compile: Options of ``torch.compile``, which then runs full batches; ``None``: it is not used.
 
     Raises:
         ValueError: If ``kind`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
     """
 
-    def __init__(self, model: nn.Module, kind: EngineName = "auto", *, channels_last: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: EngineName = "auto",
+        *,
+        channels_last: bool = False,
+        compile: dict[str, Any] | None = None,
+    ) -> None:
         if kind not in ("auto", "folded", "loop"):
             raise ValueError(f"engine={kind!r} is unknown; choose 'auto', 'folded' or 'loop'")
         self.model = model
@@ -52,6 +60,9 @@ class Engine:
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
         self.prefix: Prefix | None = None
         self._single = model
+        self._compiled: Callable[[nn.Module, State, Tensor], Tensor] | None = (
+            None if compile is None else torch.compile(_call, **compile)
+        )
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
 
     def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
@@ -139,13 +150,15 @@ class Engine:
         streams: Streams | None,
     ) -> Tensor:
         clients, rows = x.shape[:2]
+        # Batches with padding, each of another shape, would be compiled again and again.
+        call = self._compiled if self._compiled is not None and counts is None else _call
         self._fold.context.begin(clients, counts, streams)
-        self._fold.context.together = x.is_cuda
+        self._fold.context.together = x.is_cuda or call is not _call
         tensors = {
             key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
             for key, value in states.items()
         }
-        logits: Tensor = functional_call(module, tensors, (self.format(x.flatten(0, 1)),))
+        logits = call(module, tensors, self.format(x.flatten(0, 1)))
         return logits.view(clients, rows, *logits.shape[1:])
 
     def format(self, x: Tensor) -> Tensor:
@@ -166,9 +179,13 @@ class Engine:
         for client, images in enumerate(x):
             real = images if counts is None else images[: counts[client]]
             self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
-            logits = functional_call(
-                module, {key: value[client] for key, value in states.items()}, (self.format(real),)
-            )
+            call = self._compiled or _call
+            logits = call(module, {key: value[client] for key, value in states.items()}, self.format(real))
             padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
             outputs.append(torch.cat([logits, padding]) if len(padding) else logits)
         return torch.stack(outputs)
+
+
+def _call(module: nn.Module, tensors: State, x_R: Tensor) -> Tensor:
+    logits: Tensor = functional_call(module, tensors, (x_R,))
+    return logits

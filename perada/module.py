@@ -54,6 +54,8 @@ class FederatedClassifier(pl.LightningModule):
         cache_features: Keep what the frozen part before everything trained makes of images that are always the same, so
             that it runs once for each; by default where it is a tenth of the model, at least, and fits the data's
             ``device_cache_mb``.
+        torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``. It
+            takes minutes at first, and is for GPUs and many rounds; private gradients are not compiled.
         metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
         global_test_clients: Clients, drawn from the seed, whose personal models are scored on everyone's images: as
             many passes over all test images. All by default; 0 for none.
@@ -84,6 +86,7 @@ class FederatedClassifier(pl.LightningModule):
         clients_per_chunk: int | None = None,
         channels_last: bool | None = None,
         cache_features: bool | None = None,
+        torch_compile: bool | dict[str, Any] = False,
         metric: Literal["auto"] | MetricName = "auto",
         global_test_clients: int | None = None,
     ) -> None:
@@ -125,6 +128,7 @@ class FederatedClassifier(pl.LightningModule):
         self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
         self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
         self.engine_name, self.clients_per_chunk, self.channels_last = engine, clients_per_chunk, channels_last
+        self.torch_compile = torch_compile
         self.cache_features, self.metric, self.global_test_clients = cache_features, metric, global_test_clients
         self.automatic_optimization = False
         self.strict_loading = False
@@ -166,7 +170,8 @@ class FederatedClassifier(pl.LightningModule):
         channels_last = convolutions > 1 if self.channels_last is None else self.channels_last
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
-        self.engine = Engine(self.model, self.engine_name, channels_last=channels_last)
+        compiled = {} if self.torch_compile is True else self.torch_compile or None
+        self.engine = Engine(self.model, self.engine_name, channels_last=channels_last, compile=compiled)
         self.slot = make_slot(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel

@@ -14,6 +14,7 @@ from torch import Tensor
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of SplitMix64
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
     """Hash the run's seed, a purpose and any indices into a 63-bit seed.
 
