@@ -3,16 +3,54 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 
 class LostRankError(ConnectionError):
     """Another process of the job is gone."""
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher, but that the loss of a process it started is said: Lightning would only kill this one."""
+
+    trainer: pl.Trainer | None = None
+    started: Sequence[subprocess.Popen[bytes]] = ()
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> object:
+        """Start the other processes, then call ``function``."""
+        self.trainer = trainer
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        super()._call_children_scripts()
+        self.started, self.procs = self.procs, []  # Lightning's observer has nothing to watch
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not any(process.poll() for process in self.started):
+            time.sleep(0.5)
+        time.sleep(2)  # what ended one process may be about to end this one, with a message of its own
+        print(f"perada: error: {_lost(self.trainer, 'process 0')}", file=sys.stderr, flush=True)
+        self.kill(signal.SIGKILL)
+        os._exit(1)
+
+    def kill(self, signum: int | signal.Signals) -> None:
+        """Send a signal to the processes that this one started."""
+        for process in self.started:
+            process.send_signal(signum)
 
 
 class FederatedStrategy(DDPStrategy):
@@ -23,6 +61,11 @@ class FederatedStrategy(DDPStrategy):
     """
 
     strategy_name = "perada"
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher) and self.cluster_environment is not None:
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def configure_ddp(self) -> None:
         """In the place of a wrapper: all processes start from the weights of rank 0."""
@@ -41,18 +84,18 @@ class FederatedStrategy(DDPStrategy):
         broken = isinstance(exception, torch.distributed.DistError) or "gloo" in reason or "NCCL" in reason
         if not broken or not isinstance(exception, RuntimeError):
             return
-        launcher = self.launcher
-        if launcher is not None:
-            launcher.kill(signal.SIGTERM)  # processes that this one started
+        if self.launcher is not None:
+            self.launcher.kill(signal.SIGTERM)
         module = self.lightning_module
-        raise LostRankError(
-            f"process {self.global_rank} of {self.world_size} has lost another one, whose own message (or the "
-            f"system's, such as out of memory) says why; {_remedy(module.trainer if module else None)} ({reason[:200]})"
-        ) from exception
+        who = f"process {self.global_rank} of {self.world_size}"
+        raise LostRankError(f"{_lost(module.trainer if module else None, who)} ({reason[:200]})") from exception
 
 
-def _remedy(trainer: pl.Trainer | None) -> str:
-    """How to go on from the last whole round."""
+def _lost(trainer: pl.Trainer | None, who: str) -> str:
+    """What happened, and how to go on from the last whole round."""
+    happened = (
+        f"{who} has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends"
+    )
     written = [
         path
         for callback in (trainer.checkpoint_callbacks if trainer else ())
@@ -60,9 +103,9 @@ def _remedy(trainer: pl.Trainer | None) -> str:
         if path and Path(path).is_file()
     ]
     if not written:
-        return "no round was over yet: start again"
+        return f"{happened}. There is no checkpoint yet: start again"
     newest = max(written, key=lambda path: Path(path).stat().st_mtime_ns)
-    return f"go on from {newest} with ckpt_path=last, on any number of devices"
+    return f"{happened}. Go on from {newest} with ckpt_path=last, on any number of devices"
 
 
 def started_by_torchrun() -> bool:

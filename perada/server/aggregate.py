@@ -89,11 +89,12 @@ class Updates(Mapping[str, Tensor]):
         return updates
 
     def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
-        """The updates of some of the clients, without some names."""
-        place_of = {row: place for place, row in enumerate(rows)}
-        kept = [index for index, place in enumerate(self.places) if place in place_of]
+        """The updates of the clients in ``rows``, without some names."""
+        index_of = {place: index for index, place in enumerate(self.places)}
+        places = [place for place, row in enumerate(rows) if row in index_of]
+        kept = [index_of[rows[place]] for place in places]
         own = {key: value[kept] for key, value in self.own.items() if key not in without}
-        return Updates(own, [place_of[self.places[index]] for index in kept], len(rows), self.ranks)
+        return Updates(own, places, len(rows), self.ranks)
 
     def mean(self, weights: Tensor) -> State:
         """Weighted mean over all C clients, on every rank; see :func:`mean`."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small runs, the same on one process and on several; as a script, one process of a job that writes their results."""
 
+import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -14,6 +15,7 @@ from perada.algorithms import FedEnsemble, PerAda
 from perada.server import FedAdam
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
+QUICK = ("perada", "a process without clients", "fedavg_ft")
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
@@ -101,13 +103,11 @@ def results(run: perada.Run) -> dict:
     }
 
 
-def main(folder: Path) -> None:
-    """Run all cases on the processes that torchrun started, and one of them in two parts."""
-    import os
-
+def main(folder: Path, cases: list[str]) -> None:
+    """Run cases on the processes that torchrun started, and one of them in two parts."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = {}
-    for case in CASES:
+    for case in cases:
         done = run(case, size)
         if rank == 0:
             found[case] = results(done)
@@ -121,4 +121,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,27 +9,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from .job import CASES, results, run
+from .job import CASES, QUICK, results, run
 
 JOB = Path(__file__).with_name("job.py")
+OTHERS = [case for case in CASES if case not in QUICK]
+
+
+def started(folder, cases):
+    """What a job of two processes found, which wrote it into ``folder``."""
+    run("perada", rounds=2, logger=True, default_root_dir=str(folder / "one"))
+    (checkpoint,) = (folder / "one").rglob("*.ckpt")
+    shutil.copy(checkpoint, folder / "one.ckpt")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*torchrun, str(JOB), folder, *cases], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "found.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a job of two processes wrote what it found."""
-    folder = tmp_path_factory.mktemp("job")
-    run("perada", rounds=2, logger=True, default_root_dir=str(folder / "one"))
-    (checkpoint,) = (folder / "one").rglob("*.ckpt")
-    shutil.copy(checkpoint, folder / "one.ckpt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(JOB), folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+    return tmp_path_factory.mktemp("job")
 
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return torch.load(folder / "found.pt", weights_only=False)
+    return started(folder, QUICK)
+
+
+@pytest.fixture(scope="module")
+def found_by_the_others(tmp_path_factory):
+    return started(tmp_path_factory.mktemp("others"), OTHERS)
 
 
 def compare(two, one, **tolerance):
@@ -48,17 +57,23 @@ def compare(two, one, **tolerance):
     assert two["info"] == one["info"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_two_processes_do_what_one_does(case, found):
+    compare(found[case], results(run(case)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_two_processes_do_what_one_does_whatever_the_method(case, found_by_the_others):
     tight = {"rtol": 1e-9, "atol": 1e-9} if "double" in case else {"rtol": 1e-5, "atol": 1e-5}
-    compare(found[case], results(run(case)), **tight)
+    compare(found_by_the_others[case], results(run(case)), **tight)
 
 
 def test_two_processes_go_on_from_the_checkpoint_of_one(found):
     compare(found["resumed"], results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(folder):
+def test_one_process_goes_on_from_the_checkpoint_of_two(folder, found):
     (checkpoint,) = (folder / "lightning_logs").rglob("*.ckpt")
     resumed = run("perada", rounds=4, ckpt_path=str(checkpoint))
     compare(results(resumed), results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)

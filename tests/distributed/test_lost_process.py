@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that is killed ends the job with one clear line, and a checkpoint to go on from."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .job import run
+
+DYING = Path(__file__).with_name("dying.py")
+
+
+def check_resumed(folder):
+    """One process goes on from the last whole round, to what an undisturbed run gives."""
+    (checkpoint,) = folder.rglob("*.ckpt")
+    resumed, whole = run("perada", rounds=4, ckpt_path=str(checkpoint)), run("perada", rounds=4)
+    for role in ("global", "personal"):
+        for left, right in zip(resumed.states(role), whole.states(role), strict=True):
+            for key in left:
+                torch.testing.assert_close(left[key], right[key], rtol=1e-5, atol=1e-5)
+    return checkpoint
+
+
+def test_the_others_notice_when_they_wait_for_it(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, str(DYING), str(tmp_path), "0"],
+            env=os.environ | shared | {"LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    second.communicate(timeout=200)
+    _, said = first.communicate(timeout=30)
+    assert first.returncode == 1
+    last = said.strip().splitlines()[-1]
+    checkpoint = check_resumed(tmp_path)
+    assert "process 0 of 2 has lost another one" in last
+    assert f"Go on from {checkpoint} with ckpt_path=last" in last
+
+
+@pytest.mark.slow
+def test_the_process_that_started_it_does_not_train_on(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(DYING), str(tmp_path), "500"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("perada: error: process 0 has lost another one")
+    assert "last.ckpt with ckpt_path=last" in last
