@@ -70,8 +70,6 @@ def _step(
     """A function that takes one SGD step on all images in the way named."""
     torch.manual_seed(0)
     built = build_backbone(timm.create_model(backbone, num_classes=CLASSES))
-    if adapter == "residual" and backbone != "resnet18":
-        options = options | {"target_modules": r"layer.*conv\d"}
     model = insert_adapter(built, adapter, **options).model.to(device)
     x = torch.randn(clients, ROWS, 3, 32, 32, device=device)
     y = torch.randint(0, CLASSES, (clients, ROWS), device=device)
