@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of which process 1 is killed within round 2, when process 0 is busy for some seconds more."""
+"""As a script, a run of which process 1 is killed within round 2, when process 0 is busy for some seconds more."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytorch_lightning as pl
-from job import run
 
 
 class Killed(pl.Callback):
@@ -20,4 +19,7 @@ class Killed(pl.Callback):
             time.sleep(float(sys.argv[2]))  # busy with its clients
 
 
-run("perada", 2, 4, callbacks=Killed(), logger=True, default_root_dir=sys.argv[1])
+if __name__ == "__main__":
+    from job import run
+
+    run("perada", 2, 4, callbacks=Killed(), logger=True, default_root_dir=sys.argv[1])
