@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.cohort_step import cohort_step
+from benchmarks.federation_size import federation_size
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "distillation": distillation,
     "evaluation": evaluation,
     "ranks": ranks,
+    "federation_size": federation_size,
     "private_step": private_step,
     "private_memory": private_memory,
     "privacy_audit": privacy_audit,

@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def clock(device: torch.device) -> float:
@@ -36,7 +39,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 3)
 
 
-def alone(function: Callable[..., float], *arguments: object) -> float:
+def alone(function: Callable[..., T], *arguments: object) -> T:
     """What ``function`` returns in a process of its own, where nothing ran before it."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
@@ -50,12 +53,12 @@ def growth(way: Callable[[], object], device: torch.device) -> float:
         way()
         return (torch.cuda.max_memory_allocated(device) - before) / 1e6
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident = _status("VmRSS")
+    resident = status("VmRSS")
     way()
-    return _status("VmHWM") - resident
+    return status("VmHWM") - resident
 
 
-def _status(name: str) -> float:
+def status(name: str) -> float:
     """A figure of this process's memory in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024 / 1e6

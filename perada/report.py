@@ -20,6 +20,8 @@ CLIENT_EPSILONS = {
     "privacy/client_epsilon": "ε client",
 }
 """What the columns of each client's ε are called."""
+ROWS = 20
+"""Clients that a table shows."""
 ROUND_EPSILONS = {
     "privacy/server_epsilon_mean": "ε server",
     "privacy/release_epsilon_mean": "ε release",
@@ -51,7 +53,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
-    """One row per client, then mean and standard deviation.
+    """One row per client, then mean and standard deviation of all; of many clients the first ``ROWS`` are shown.
 
     Args:
         scores: Scores (M,) by name; ε where the name begins with ``privacy/``.
@@ -59,8 +61,10 @@ def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
     """
     rows = [
         [str(client), str(size), *(_cell(name, float(values[client])) for name, values in scores.items())]
-        for client, size in enumerate(sizes)
+        for client, size in enumerate(sizes[:ROWS])
     ]
+    if len(sizes) > ROWS:
+        rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
     known = {name: values[~values.isnan()].double() for name, values in scores.items()}
     rows.append(["mean ± std", "", *(_spread(name, values) for name, values in known.items())])
     return table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows)

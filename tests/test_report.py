@@ -48,6 +48,15 @@ def test_client_table_leaves_missing_scores_out_of_the_mean():
     ]
 
 
+def test_of_many_clients_the_first_are_shown_and_the_spread_of_all():
+    scores = {"personal/local_test": torch.arange(101) / 100}
+    rows = cells(client_table(scores, range(1, 102)))
+    assert [row[0] for row in rows] == ["client", *map(str, range(20)), "… 81 more", "mean ± std"]
+    assert rows[20] == ["19", "20", "19.00"]
+    assert rows[-1][2] == "50.00 ± 29.15"  # √((101² − 1) / 12) / 100
+    assert len(cells(client_table({}, range(20)))) == 1 + 20 + 1
+
+
 def test_client_table_without_any_score():
     (*_, last) = cells(client_table({"personal/local_test": torch.tensor([math.nan, math.nan])}, [1, 2]))
     assert last == ["mean ± std", "", "– ± –"]

@@ -49,22 +49,35 @@ def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
     return labels.long()
 
 
-def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
+def tensor_source(dataset: Dataset[Any], labelled: bool, rows: np.ndarray | None = None) -> Source | None:
     """Find the tensors behind a TensorDataset, an ImageSet or a Subset of one; None if there are none.
 
     The labels of an unlabelled set are not read.
+
+    Args:
+        dataset: Any.
+        labelled: Whether labels are needed.
+        rows: Which items of it are meant; by default all.
+
+    Raises:
+        IndexError: If a Subset has an item that its dataset has not.
     """
-    if type(dataset) is Subset:
-        inner = tensor_source(dataset.dataset, labelled)
-        rows = torch.as_tensor(np.asarray(dataset.indices, dtype=np.int64))
-        return inner and inner._replace(rows=inner.rows[rows])
+    if type(dataset) is Subset:  # the rows of thousands of these are looked up without listing those of their base
+        own = np.asarray(dataset.indices, dtype=np.int64)
+        return tensor_source(dataset.dataset, labelled, own if rows is None else own[rows])
     if type(dataset) is TensorDataset and len(dataset.tensors) >= 1 + labelled:
         images, labels = dataset.tensors[0], dataset.tensors[1] if labelled else None
     elif isinstance(dataset, ImageSet) and dataset.images is not None:
         images, labels = dataset.images, dataset.labels if labelled else None
     else:
         return None
-    return Source(images, labels, torch.arange(len(images)))
+    if rows is None:
+        return Source(images, labels, torch.arange(len(images)))
+    low, high = (rows.min(), rows.max()) if len(rows) else (0, 0)
+    if low < -len(images) or high >= len(images):
+        wrong = high if high >= len(images) else low
+        raise IndexError(f"a Subset has item {wrong} of a dataset of {len(images)}; correct its indices")
+    return Source(images, labels, torch.as_tensor(rows if low >= 0 else np.where(rows < 0, rows + len(images), rows)))
 
 
 class Samples(Protocol):

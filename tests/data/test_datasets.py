@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from perada.data import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageFolder, Photographs, UnlabelledFolder
 from perada.data.store import tensor_source
@@ -254,3 +254,11 @@ def test_tensors_are_found_behind_subsets_of_subsets():
 
 def test_names_say_what_was_asked_for():
     assert repr(CIFAR10("x")) == "CIFAR10(root='x', train=True)"
+
+
+@pytest.mark.parametrize(("indices", "wrong"), [([0, 4], 4), ([1, -5], -5)])
+def test_a_subset_of_items_that_are_not_there_is_refused(indices, wrong):
+    base = TensorDataset(torch.zeros(4, 1, 2, 2), torch.arange(4))
+    assert tensor_source(Subset(Subset(base, [3, 1, -2]), [2, 0]), labelled=True).rows.tolist() == [2, 3]
+    with pytest.raises(IndexError, match=f"a Subset has item {wrong} of a dataset of 4; correct its indices"):
+        tensor_source(Subset(base, indices), labelled=True)
