@@ -69,6 +69,7 @@ def finetune(
     distill_temperature: float = 1.0,
     distill_until_round: int | None = None,
     distill_validate_every: int = 0,
+    distill_share_steps: bool = False,
     lr_server: float = 1e-3,
     server_optimizer: ServerOptimizer = "adam",
     engine: EngineName = "auto",
@@ -124,6 +125,7 @@ def finetune(
         distill_until_round: Rounds from this one on are not distilled.
         distill_validate_every: Score the student every so many steps on ``data.server_validation``, keep the best and
             fall back to the average; 0 for not.
+        distill_share_steps: Divide the images of each step among several devices, for large batches.
         lr_server: Learning rate η_g of the distillation; it falls to zero along a cosine within each round.
         server_optimizer: ``adam`` or ``sgd``, started afresh each round.
         engine: ``folded``, ``loop`` or ``auto``.
@@ -189,6 +191,7 @@ def finetune(
             temperature=distill_temperature,
             until_round=distill_until_round,
             validate_every=distill_validate_every,
+            share_steps=distill_share_steps,
         ),
         privacy=options_of(Privacy, "privacy", privacy),
         client_privacy=options_of(ClientPrivacy, "client_privacy", client_privacy),

@@ -72,15 +72,18 @@ def refine(
         return student  # its own only teacher: Adam would turn rounding errors into steps of full length
     device = next(iter(student.values())).device
 
+    indices = data.public_indices(round, options.steps, options.batch_size)
+    divided = options.share_steps and 1 < ranks.size <= indices.shape[1]
+
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        indices = data.public_indices(round, options.steps, options.batch_size)
         used, positions = torch.unique(indices, return_inverse=True)
         parts = [_own_sum(engine, sent.own, student, data.public_images(part, device)) for part in used.split(256)]
         total = torch.cat([part for part, _ in parts])
         ranks.sum_([total])
         logits = (total / sent.clients).to(parts[0][1])
+        own = slice(ranks.rank, None, ranks.size) if divided else slice(None)
         for step, rows in enumerate(progress(indices)):
-            yield data.public_images(rows, device), logits[send(positions[step], device)]
+            yield data.public_images(rows[own], device), logits[send(positions[step, own], device)]
 
     def accuracy(state: State) -> float:
         right = total = 0
@@ -100,6 +103,7 @@ def refine(
             validate=accuracy if options.validate_every else None,
             average_from=average_from,
             scales=scales,
+            shared=(ranks, indices.shape[1]) if divided else None,
         )
     ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
     return refined

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several models predict together, and distilling one model into itself."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from scipy.stats import entropy
+from torch import nn
 
+from perada.engine import Engine
 from perada.evaluation import predictive_entropy
+from perada.ranks import Ranks
 from perada.refinement import ensemble, refine
 from perada.server import Distillation
+from perada.states import get_state
 
 LOGITS = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -57,3 +63,33 @@ def test_a_model_is_not_distilled_into_itself():
     assert (
         refine(None, options, None, 0, state, same, ("w",), multilabel=False) is state
     )  # neither is asked for anything
+
+
+class OfTwo(Ranks):
+    """One of two processes, as far as it can be told from the other."""
+
+    rank, size = 1, 2
+
+
+@pytest.mark.parametrize(("share", "rows"), [(False, 5), (True, 2)])
+def test_each_process_takes_its_part_of_a_steps_images(share, rows):
+    class Public:
+        asked: ClassVar = []
+
+        def public_indices(self, round, steps, batch_size):
+            return torch.arange(8).repeat(steps)[: steps * batch_size].view(steps, batch_size)
+
+        def public_images(self, indices, device):
+            self.asked.append(indices.tolist())
+            return torch.randn(len(indices), 4)
+
+    net = nn.Linear(4, 3)
+    state = get_state(net)
+    teachers = {key: torch.stack([value, value + 1]) for key, value in state.items()}
+    options = Distillation(steps=3, batch_size=5, share_steps=share)
+    data = Public()
+    data.asked.clear()
+    refine(Engine(net), options, data, 0, state, teachers, tuple(state), multilabel=False, ranks=OfTwo())
+    steps = data.public_indices(0, 3, 5).tolist()
+    assert data.asked[1:] == ([row[1::2] for row in steps] if share else steps)
+    assert len(data.asked[-1]) == rows

@@ -13,6 +13,7 @@ from torch import Tensor
 from perada.engine import Engine
 from perada.loss_scaling import LossScales
 from perada.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
+from perada.ranks import Ranks
 from perada.server.aggregate import double
 from perada.states import State
 
@@ -76,6 +77,9 @@ class Distillation:
         validate_every: Score the student every so many steps, and after the last one, on the labelled
             ``server_validation`` set, keep the best and fall back to the average where none is better; 0 (the paper
             assumes no labels on the server) never does.
+        share_steps: Divide the images of each step among several devices and add up their gradients, which pays for
+            large batches. Results are then those of one device but for rounding, which Adam makes larger wherever a
+            gradient is nearly zero; without it all devices take all steps alike.
     """
 
     steps: int = 500
@@ -86,6 +90,7 @@ class Distillation:
     temperature: float = 1.0
     until_round: int | None = None
     validate_every: int = 0
+    share_steps: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -127,6 +132,7 @@ class Distillation:
         validate: Callable[[State], float] | None = None,
         average_from: float | None = None,
         scales: LossScales | None = None,
+        shared: tuple[Ranks, int] | None = None,
     ) -> State:
         """Distil into ``student``.
 
@@ -142,6 +148,7 @@ class Distillation:
             average_from: The result is the mean of the student's states after the steps whose index is at least this
                 share of :attr:`steps`, instead of the last state (stochastic weight averaging).
             scales: The student's loss scale, in float16.
+            shared: The processes among which the images of a step are divided, and their number on all of them.
 
         Returns:
             The refined state.
@@ -159,9 +166,13 @@ class Distillation:
             logits = logits if scales is None else scales.leave(logits, ONLY)
             loss = distillation_loss(logits[0], teacher, self.temperature, multilabel)
             optimizer.zero_grad()
+            if shared is not None:
+                loss = loss * (len(x) / shared[1])
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
+            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            if shared is not None:
+                shared[0].sum_(gradients)
             if scales is not None and isinstance(optimizer, MaskedOptimizer):
-                gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
                 optimizer.step_rows(scales.update(gradients, ONLY))
             else:
                 optimizer.step()
@@ -177,7 +188,7 @@ class Distillation:
         if masked:
             return MaskedAdam(leaves, self.lr) if self.optimizer == "adam" else MaskedSGD(leaves, self.lr)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD
-        return kind(leaves, lr=self.lr)
+        return kind(leaves, lr=self.lr, fused=True)
 
 
 def _whole(value: object, least: int) -> bool:

@@ -15,12 +15,19 @@ from perada.algorithms import FedEnsemble, PerAda
 from perada.server import FedAdam
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
-QUICK = ("perada", "a process without clients", "fedavg_ft")
+QUICK = ("perada", "a process without clients", "steps shared in double precision", "fedavg_ft")
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
     "a process without clients": {"algorithm": "perada", "clients_per_round": 1, **DISTILS},
+    "steps shared in double precision": {
+        "algorithm": "perada",
+        "dtype": torch.float64,
+        "distill_steps": 3,
+        "distill_batch_size": 5,
+        "distill_share_steps": True,
+    },
     "many clients": {"algorithm": "perada_no_kd", "clients_per_round": None, "weighting": "samples"},
     "loop": {"algorithm": "perada", "engine": "loop", "clients_per_chunk": 1, **DISTILS},
     "server optimiser": {"algorithm": "fedavg", "server_rule": FedAdam(lr=0.1)},

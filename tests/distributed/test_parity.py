@@ -57,16 +57,19 @@ def compare(two, one, **tolerance):
     assert two["info"] == one["info"]
 
 
+def tolerance(case):
+    return dict.fromkeys(("rtol", "atol"), 1e-9 if "double" in case else 1e-5)
+
+
 @pytest.mark.parametrize("case", QUICK)
 def test_two_processes_do_what_one_does(case, found):
-    compare(found[case], results(run(case)), rtol=1e-5, atol=1e-5)
+    compare(found[case], results(run(case)), **tolerance(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_two_processes_do_what_one_does_whatever_the_method(case, found_by_the_others):
-    tight = {"rtol": 1e-9, "atol": 1e-9} if "double" in case else {"rtol": 1e-5, "atol": 1e-5}
-    compare(found_by_the_others[case], results(run(case)), **tight)
+    compare(found_by_the_others[case], results(run(case)), **tolerance(case))
 
 
 def test_two_processes_go_on_from_the_checkpoint_of_one(found):
