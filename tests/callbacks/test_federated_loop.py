@@ -186,7 +186,7 @@ def test_checkpoint_holds_safe_types_and_no_backbone(tiny, tmp_path):
     saved = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["state_dict"] == {}
     assert saved["perada"]["federation"]["global"].keys() == {"7.weight", "7.bias"}
-    assert len(saved["perada"]["federation"]["clients"]) == 2
+    assert len(saved["perada"]["federation"]["clients"]["rows"]) == 2
     assert run.metrics["rounds"] == saved["perada"]["history"]
 
 
