@@ -66,14 +66,8 @@ class PeradaCLI(LightningCLI):
         if not self.runs:  # the config.yaml of a run holds these of its subcommand
             for name in ("ckpt_path", "weights_only"):
                 parser.add_argument(f"--{name}", type=str | bool | None, default=None)
-        parser.set_defaults(
-            {
-                **{f"trainer.{name}": value for name, value in device_defaults().items()},
-                "trainer.num_sanity_val_steps": 0,
-                "trainer.log_every_n_steps": 1,
-                "trainer.enable_model_summary": False,
-            }
-        )
+        defaults = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+        parser.set_defaults({f"trainer.{name}": value for name, value in (defaults | device_defaults()).items()})
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add perada's logger, progress bar and checkpoint where the recipe names none."""

@@ -49,6 +49,7 @@ class Federation:
         self.ranks = ranks or Ranks()
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
         self.global_state = settings.algorithm.initial(initial)
+        self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
         self.store = self._store(settings.algorithm, settings.storage)
         self.tuned: SharedStore | None = None
