@@ -211,7 +211,7 @@ class _Step:
         for leaves in trained:
             for key, value in leaves.items():
                 if pull is not None:
-                    _add_gradient(value, (value.detach() - pull[1][key].detach()).mul_(pull[0]))
+                    _add_gradient(value, value.detach() - pull[1][key].detach(), pull[0])
                 if slope is not None:
                     _add_gradient(value, slope[key])
             gradients = [value.grad for value in leaves.values() if value.grad is not None]
@@ -240,8 +240,8 @@ class _Step:
             cohort.descents[role][self._rows] += 1
 
 
-def _add_gradient(leaf: Tensor, gradient: Tensor) -> None:
-    leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
+def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
+    leaf.grad = gradient * factor if leaf.grad is None else leaf.grad.add_(gradient, alpha=factor)
 
 
 def _clip(gradients: list[Tensor], norm: float) -> None:

@@ -274,7 +274,8 @@ class StackedDropout(Twin):
         if threshold >= 2**15:
             return x_R.new_zeros(x_R.shape[0], *shape)
         keep = self.context.next_streams().bits(rows * int(torch.Size(shape).numel())) >= threshold
-        return keep.view(x_R.shape[0], *shape).to(x_R.dtype) * (1 / (1 - self.p))
+        mask = torch.empty_like(x_R) if shape == x_R.shape[1:] else x_R.new_empty(x_R.shape[0], *shape)
+        return mask.copy_(keep.view(mask.shape)).mul_(1 / (1 - self.p))
 
 
 class StackedChannelDropout(StackedDropout):
