@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from perada.fold import draws, fold
-from perada.prefix import Prefix, find_prefix
+from perada.prefix import Prefix
+from perada.prefix_search import find_prefix
 from perada.seeding import Streams
 from perada.states import State, train_mode
 

@@ -25,10 +25,10 @@ MODULES = {module_name(path): path for room in ("perada", "adapters") for path i
 
 # The rooms, top to bottom: a module imports from its own room and from those above it. "perada" is perada/__init__.py.
 ROOMS = """
-states seeding ranks rounds stacked_layers frozen_layers prefix fold losses engine loss_scaling masked_optimizers
-server algorithms privacy local_training cohort store refinement settings server_turn round_report adapters slot twins
-backbone_weights backbones evaluation data progress federation scoring module strategies callbacks privacy_card export
-report run outcome pretrain api studies compare perada
+states seeding ranks rounds stacked_layers frozen_layers prefix prefix_search fold losses engine loss_scaling
+masked_optimizers server algorithms privacy local_training cohort store refinement settings server_turn round_report
+adapters slot twins backbone_weights backbones evaluation data progress federation scoring module strategies callbacks
+privacy_card export report run outcome pretrain api studies compare perada
 cli_words cli_messages cli
 """.split()
 TORCH_ONLY = set(ROOMS[: ROOMS.index("adapters")])

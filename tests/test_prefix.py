@@ -48,6 +48,62 @@ def adapted(name, adapter):
     return insert_adapter(backbone, adapter).model
 
 
+class Remembers(nn.Module):
+    def forward(self, x):
+        self.seen = x
+        return x.exp()
+
+
+class Peculiar(nn.Module):
+    """A frozen stem and body with something between them that features have to take notice of, and a trained head."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.stem, self.body = way, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.noise, self.memory, self.drop, self.table = nn.RReLU(), Remembers(), nn.Dropout(0.3), nn.Embedding(3, 4)
+        self.route, self.pair = nn.Linear(4, 3), nn.ModuleList([nn.Sequential(self.stem, self.body)])
+        self.requires_grad_(False)
+        self.fc = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.fc(WAYS[self.way][0](self, x).relu().mean((2, 3)))
+
+    @torch.no_grad()
+    def dropped(self, x):
+        return self.body(self.drop(self.stem(x)))
+
+    def finite(self, x):
+        if not x.isfinite().all():
+            raise ValueError("not finite")
+        return x
+
+    def branch(self, x):
+        return self.body(x) + x if self.training else self.body(x)
+
+    def rare(self, x):
+        return x + float(self.training and torch.rand(()) < 1e-6)
+
+    def routed(self, x):
+        return x + self.table(self.route(x.mean((2, 3))).argmax(1))[:, :, None, None]
+
+
+WAYS = {  # and which outputs are features where the head and the routing are trained
+    "in place": (lambda net, x: net.body(net.stem(x)).add_(0.5).mul_(2), {"body"}),
+    "functional dropout": (lambda net, x: net.body(F.dropout(net.stem(x), 0.3, net.training)), {"stem"}),
+    "random layer": (lambda net, x: net.body(net.noise(net.stem(x))), {"stem"}),
+    "rarely random": (lambda net, x: net.body(net.rare(net.stem(x))), {"stem"}),
+    "layer of training": (lambda net, x: net.body(F.gelu(net.stem(x)) if net.training else net.stem(x)), {"stem"}),
+    "branch of training": (lambda net, x: net.branch(net.stem(x)), None),
+    "dropout without gradients": (lambda net, x: net.dropped(x), {"stem"}),
+    "memory": (lambda net, x: net.body(net.memory(net.stem(x))) + net.memory.seen, None),
+    "two names": (lambda net, x: net.pair[0](x), {"pair.0"}),
+    "an axis of three": (lambda net, x: net.body(net.stem(x)) + net.table(torch.arange(3)).sum(), {"body"}),
+    "refuses NaN": (lambda net, x: net.body(net.finite(net.stem(x))), None),
+    "routes by argmax": (lambda net, x: net.body(net.routed(net.stem(x))), {"stem"}),
+}
+
+
 MODELS = {
     "resnet, head": (lambda: adapted("test_resnet", "head"), None),
     "resnet, lora": (lambda: adapted("test_resnet", "lora"), None),
@@ -98,7 +154,7 @@ def test_nothing_is_found_where_it_would_be_wrong():
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False, track_running_stats=False)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    assert Engine(model).find_prefix(image) is None  # an image's features would depend on its batch
+    assert Engine(model).find_prefix(image).needed == ("0",)  # what the norm gives depends on the batch
     flat = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     flat[0].requires_grad_(False)
     assert Engine(flat).find_prefix(torch.randn(6)) is None  # features would look like images
@@ -145,10 +201,10 @@ def federation(**options):
     return FederatedDataModule(data, batch_size=4, **options)
 
 
-def run(data, adapter="head", **options):
+def run(data, adapter="head", net="test_resnet", **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     options = {"rounds": 3, "clients_per_round": 2, "distill_steps": 4, "distill_batch_size": 5} | options
-    return perada.finetune("test_resnet", data, adapter=adapter, pretrained=False, **options, **quiet)
+    return perada.finetune(net, data, adapter=adapter, pretrained=False, **options, **quiet)
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
@@ -162,6 +218,31 @@ def test_a_run_is_the_same_with_features(engine, privacy):
         for key, value in without.state(role, client).items():
             torch.testing.assert_close(with_features.state(role, client)[key], value, rtol=1e-5, atol=1e-6)
     assert with_features.metrics["rounds"][-1].keys() == without.metrics["rounds"][-1].keys()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
+    net = Peculiar(way)
+    net.route.requires_grad_(way == "routes by argmax")
+    net.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    drawn = torch.get_rng_state()
+    prefix = Engine(net, channels_last=channels_last).find_prefix(images(1, 0)[0] / 255)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert (prefix and set(prefix.needed)) == WAYS[way][1]
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("way", WAYS)
+def test_peculiar_networks_train_alike_with_features(way, engine):
+    states = []
+    for use in (None, False):
+        net = Peculiar(way)
+        torch.manual_seed(1)  # of randomness that is not ours
+        trained = run(federation(), net=net, rounds=2, engine=engine, cache_features=use, server_optimizer="sgd")
+        states.append([trained.state("global"), *trained.states("personal")])
+    for got, expected in zip(*states, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("options", "once"), [({}, ["train", "test", "public"]), ({"flip": True}, ["test", "public"])])
