@@ -255,6 +255,17 @@ def test_the_frozen_part_sees_each_image_once(monkeypatch, options, once):
     assert sorted(seen) == sorted(sizes[name] for name in once)
 
 
+def test_images_of_another_size_stay_images():
+    """Of the server, or of another datamodule that a trained model is given."""
+    scores = []
+    for use in (None, False):
+        train = [TensorDataset(images(n, n), torch.arange(n) % CLASSES) for n in (9, 14)]
+        public = TensorDataset(F.interpolate(images(12, 99).float(), 48).byte())
+        trained = run(FederatedData(train, [], public), "lora", rounds=1, batch_size=4, cache_features=use)
+        scores.append(trained.state("global"))
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
+
+
 def test_what_cannot_be_kept_is_refused_or_left():
     with pytest.raises(ValueError, match="cache_features=True, and the model has no frozen part"):
         run(federation(), adapter="full", cache_features=True)

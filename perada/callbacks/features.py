@@ -35,4 +35,4 @@ def use_features(trainer: pl.Trainer, data: FederatedDataModule, module: Federat
         with trainer.precision_plugin.forward_context():
             return module.engine.features(data.prepare(images.to(module.device)))
 
-    data.use_features(encode, prefix.size)
+    data.use_features(encode, prefix.size, tuple(prefix.image))

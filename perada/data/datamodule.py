@@ -293,14 +293,21 @@ class FederatedDataModule(pl.LightningDataModule):
         """Make a batch on its device ready for the model (see :class:`.Preparation`); the Trainer's are so already."""
         return self._preparation(batch)
 
-    def use_features(self, encode: Callable[[Tensor], Tensor] | None, size: int = 0) -> None:
+    def use_features(
+        self, encode: Callable[[Tensor], Tensor] | None, size: int = 0, image: tuple[int, ...] = ()
+    ) -> None:
         """From now on, serve features (F,) in place of the images that are always the same.
 
         Args:
             encode: Features (B, F) of images (B, ...) as they are stored; None serves images again.
             size: F.
+            image: Shape of the prepared images that features are of; others are served as they are.
         """
-        self._features = encode and FeatureCache(encode, size, self.device_cache_mb * 10**6)
+
+        def suits(images: Tensor) -> bool:
+            return tuple(self.prepare(images).shape[1:]) == image
+
+        self._features = encode and FeatureCache(encode, size, self.device_cache_mb * 10**6, suits)
 
     def _served(self, store: TensorStore | MapStore) -> Samples:
         """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""

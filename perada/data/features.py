@@ -19,20 +19,31 @@ class FeatureCache:
         encode: Features (B, F) of images (B, ...) as they are read.
         size: F.
         limit_bytes: Of all sets together; features count four bytes each.
+        suits: Whether images (1, ...), as they are read, have the shape that features are of.
     """
 
-    def __init__(self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int) -> None:
-        self.encode, self.size, self.left = encode, size, limit_bytes
+    def __init__(
+        self,
+        encode: Callable[[Tensor], Tensor],
+        size: int,
+        limit_bytes: int,
+        suits: Callable[[Tensor], bool] = lambda _: True,
+    ) -> None:
+        self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
         self.stores: dict[int, Samples] = {}
 
     def __call__(self, store: Samples) -> Samples:
-        """``store`` read as features, or itself where they would not fit."""
+        """``store`` read as features, or itself where they would not fit or its images are of another shape."""
         if id(store) not in self.stores:
             need = 4 * self.size * sum(store.sizes)
-            fits = need <= self.left
+            fits = 0 < need <= self.left and self._suits(store)
             self.left -= need if fits else 0
             self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
         return self.stores[id(store)]
+
+    def _suits(self, store: Samples) -> bool:
+        owner = next(owner for owner, size in enumerate(store.sizes) if size)
+        return self.suits(store.take(torch.tensor([owner]), torch.tensor([0]))[0])
 
 
 class FeatureStore:
