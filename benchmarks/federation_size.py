@@ -26,7 +26,7 @@ def federation_size(device: torch.device, repeats: int, quick: bool) -> Iterator
     for backbone, sizes in [("test_resnet", (100, 1_000))] if quick else cases:
         first: dict[str, float] = {}
         for clients in sizes:
-            found = alone(_run, backbone, clients, 2 if quick else 2 + repeats, str(device))
+            found = alone(_run, backbone, clients, 3 if quick else 2 + repeats, str(device))
             first = first or found
             yield {
                 "backbone": backbone,
