@@ -24,7 +24,7 @@ from perada.callbacks.parts import (
     storage,
     warn_broken,
 )
-from perada.callbacks.processes import check_alike, share_work
+from perada.callbacks.processes import check_alike, options_here, share_work
 from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
 from perada.data import CohortBatch, FederatedDataModule
 from perada.federation import Federation
@@ -142,7 +142,9 @@ class FederatedLoop(pl.Callback):
         _, module = parts(trainer, pl_module)
         if module.federation is None:
             ranks = Distributed() if trainer.world_size > 1 else Ranks()
+            done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
             check_alike(ranks, self._belonging(*parts(trainer, pl_module)))
+            check_alike(ranks, options_here(self, trainer, done))
             settings = Settings(
                 self.algorithm,
                 module.training_options,

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that were given different options do not begin: they would wait for each other for ever, or disagree."""
+
+import pytest
+
+from perada.callbacks import federated_loop
+from perada.callbacks.processes import check_alike
+from perada.ranks import Ranks
+
+from .job import run
+
+
+class Another(Ranks):
+    """Beside this process, one that says something else."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, value):
+        return [value, self.other]
+
+
+def said(monkeypatch, **options):
+    """What a process with these options tells the others."""
+    found = []
+    monkeypatch.setattr(federated_loop, "check_alike", lambda ranks, mine: found.append(mine))
+    run("perada", **{"rounds": 1} | options)
+    return found[0] | {f"option {name}": value for name, value in found[1].items()}
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ({"rounds": 2}, "number of rounds"),
+        ({"weight_decay": 0.1}, "local training"),
+        ({"lr_schedule": "cosine"}, "local training"),
+        ({"prox_strength": 2.0}, "algorithm"),
+        ({"distill_steps": 4}, "distillation"),
+        ({"local_steps": 2}, "length of local training"),
+        ({"clients_per_round": 2}, "clients_per_round"),
+        ({"eval_every": 2}, "check_val_every_n_epoch"),
+        ({"global_test_clients": 2}, "global_test_clients"),
+    ],
+)
+def test_another_option_is_named(monkeypatch, option, name):
+    mine, other = said(monkeypatch), said(monkeypatch, **option)
+    check_alike(Another(said(monkeypatch)), mine)
+    with pytest.raises(ValueError, match=f"process 1 has another option {name}.* than process 0"):
+        check_alike(Another(other), mine)
