@@ -29,7 +29,7 @@ class Prefix:
 
     Attributes:
         size: F.
-        spoil: Whether outputs that nobody should look at are NaN, while that is tried out.
+        spoil: Whether outputs that nobody should look at are NaN, and blank images, while that is tried out.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Prefix:
         for path, part in zip(self.needed, parts, strict=True):
             dtype, layout = self._kinds.get(path, (part.dtype, torch.contiguous_format))
             self._given[path] = part.view(-1, *self.shapes[path]).to(dtype, copy=True, memory_format=layout)
-        return x_R.new_zeros(()).expand(self.rows, *self.image)
+        return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
         """Features (R, F) of images (R, ...).

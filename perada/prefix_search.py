@@ -56,6 +56,7 @@ def _find(
     if not shapes:
         return None
     prefix = Prefix(shapes, tuple(shapes), x_R.shape[1:])
+    prefix.spoil = True
     module = build(prefix)
     with FlopCounterMode(display=False) as whole, torch.no_grad():
         expected = module.eval()(x_R)
@@ -76,9 +77,13 @@ def _find(
 def _stand_for(prefix: Prefix, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
     """Whether features give the logits of their images in evaluation and training mode, but for our dropout.
 
-    Other images pass in between, for modules may remember what they saw last.
+    What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember
+    what they saw last.
     """
-    tensors = {key: value.detach().clone() for key, value in [*module.named_parameters(), *module.named_buffers()]}
+    tensors = {
+        key: (value + 0.01 if value.requires_grad else value).detach().clone()
+        for key, value in [*module.named_parameters(), *module.named_buffers()]
+    }
 
     def logits(given_R: Tensor) -> Tensor:
         with torch.no_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):

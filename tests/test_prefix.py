@@ -64,7 +64,9 @@ class Peculiar(nn.Module):
         self.noise, self.memory, self.drop, self.table = nn.RReLU(), Remembers(), nn.Dropout(0.3), nn.Embedding(3, 4)
         self.route, self.pair = nn.Linear(4, 3), nn.ModuleList([nn.Sequential(self.stem, self.body)])
         self.requires_grad_(False)
-        self.fc = nn.Linear(4, CLASSES)
+        self.fc, self.later = nn.Linear(4, CLASSES), nn.Conv2d(3, 4, 1)
+        for value in self.later.parameters():  # as an adapter begins
+            value.detach().zero_()
 
     def forward(self, x):
         return self.fc(WAYS[self.way][0](self, x).relu().mean((2, 3)))
@@ -99,6 +101,7 @@ WAYS = {  # and which outputs are features where the head and the routing are tr
     "memory": (lambda net, x: net.body(net.memory(net.stem(x))) + net.memory.seen, None),
     "two names": (lambda net, x: net.pair[0](x), {"pair.0"}),
     "an axis of three": (lambda net, x: net.body(net.stem(x)) + net.table(torch.arange(3)).sum(), {"body"}),
+    "looks at the image": (lambda net, x: net.body(net.stem(x)) + net.later(x).mul(0.1), None),
     "refuses NaN": (lambda net, x: net.body(net.finite(net.stem(x))), None),
     "routes by argmax": (lambda net, x: net.body(net.routed(net.stem(x))), {"stem"}),
 }
