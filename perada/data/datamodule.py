@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lightning datamodule: an epoch is a communication round, a batch is one local step of the round's clients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -16,20 +15,19 @@ from perada.data.features import FeatureCache
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.holdout import EvaluateOn, check_share, hold_out
 from perada.data.loaders import EvalBatches, RoundBatches, loader
-from perada.data.overlap import check_overlap
 from perada.data.partitions import Partition
 from perada.data.preparation import BatchT, Preparation, check_least
 from perada.data.private_batches import PrivateRoundBatches
 from perada.data.schedule import Schedule
+from perada.data.server_images import ServerImages
 from perada.data.store import MapStore, Samples, TensorStore, length
-from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, batch_indices, make_plan, share_out
-from perada.states import send
+from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, make_plan, share_out
 
 if TYPE_CHECKING:
     from perada.backbones import ImageConfig
 
 
-class FederatedDataModule(pl.LightningDataModule):
+class FederatedDataModule(ServerImages):
     """Serves rounds of local training, the clients' test data, and the server's public images.
 
     Either ``data`` holds the clients' datasets, or ``dataset`` is divided by ``partition``. Sets that are tensors are
@@ -230,50 +228,6 @@ class FederatedDataModule(pl.LightningDataModule):
     def evaluates_on(self) -> EvaluateOn:
         """What clients are scored on: ``test`` images, or ``validation`` ones held out of their training images."""
         return self._holdout[2]
-
-    @property
-    def public_size(self) -> int:
-        """Number of public images; 0 if there are none."""
-        store = self._ready.public
-        return 0 if store is None else store.sizes[0]
-
-    @property
-    def validation_size(self) -> int:
-        """Number of labelled images on the server; 0 if there are none."""
-        store = self._ready.server_validation
-        return 0 if store is None else store.sizes[0]
-
-    def check_public_overlap(self) -> None:
-        """Compare the server's images with all that clients train on; images in files are all read for it.
-
-        Raises:
-            ValueError: If one is in both, with both places.
-        """
-        for name, store in (("public", self._ready.public), ("server_validation", self._ready.server_validation)):
-            if store is not None:
-                check_overlap(self._ready.train, store, name)
-
-    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Positions in the public set for the steps of a round's distillation: a stream of permutations.
-
-        Returns:
-            Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round.
-        """
-        return batch_indices(self.public_size, batch_size, steps, self._seed, "public", round)
-
-    def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
-        store = self._ready.public
-        assert store is not None
-        images, _ = self._served(store).take(torch.zeros_like(indices), indices, (self._seed, -2))
-        return self.prepare(send(images, device))
-
-    def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
-        if self._ready.server_validation is not None:
-            store = self._served(self._ready.server_validation)
-            for x, y, _ in loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers):
-                yield self.prepare(send(x, device)), send(y, device)
 
     def partition_dict(self) -> dict[str, Any]:
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
