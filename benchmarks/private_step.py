@@ -88,7 +88,7 @@ def _ways(
     x = torch.randn(clients, rows, 3, 32, 32, device=device)
     y = torch.randint(10, (clients, rows), device=device)
     dropout = Streams.derived(0, "dropout", clients=range(clients), device=device)
-    noise = [generator(0, "noise", client, device=device) for client in range(clients)]
+    noise = [generator(0, "noise", client) for client in range(clients)]
     query = Query(state, x, y, (rows,) * clients, dropout, noise, [1.0] * clients, [float(rows)] * clients)
     privacy = Privacy(1.0, physical_batch_size=physical)
     folded, opacus = FoldedGradients(privacy, engine, False), OpacusGradients(privacy, engine, False)

@@ -70,7 +70,7 @@ class Cohort:
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
         self.chunks = [Chunk(opened, kept, received, start, stop) for start, stop in bounds]
         device = next(iter(received.values())).device
-        own = secrets.randbits(63) if private is not None and private.secure else seed
+        own = secrets.randbits(256) if private is not None and private.secure else seed
         self.streams = {
             role: Streams.derived(own, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
             for role in opened

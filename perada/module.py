@@ -18,7 +18,7 @@ from perada.federation import Federation
 from perada.local_training import ClientOptimizer, LocalTraining
 from perada.rounds import AnyBatch
 from perada.scoring import Evaluation, own_logits, sample_clients, shared_logits
-from perada.seeding import derive_seed
+from perada.seeding import seeded
 from perada.slot import is_adapter_key, reset_parameters
 from perada.states import State, get_state, parameter_keys, to_device, trained_keys
 
@@ -163,7 +163,7 @@ class FederatedClassifier(pl.LightningModule):
                 "leave num_classes out or correct it"
             )
         self.num_classes, self.seed = num_classes, seed
-        self.adapted = self._adapt(derive_seed(seed, "model"))
+        self.adapted = self._adapt()
         self.model = self.adapted.model
         self.multilabel = multilabel
         convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
@@ -177,10 +177,9 @@ class FederatedClassifier(pl.LightningModule):
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )
 
-    def _adapt(self, seed: int) -> AdaptedModel:
-        """Build the backbone with its adapter; what is random is drawn from ``seed``."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+    def _adapt(self, *index: int) -> AdaptedModel:
+        """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
+        with seeded(self.seed, "model", *index):
             backbone = build_backbone(
                 self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
             )
@@ -194,12 +193,10 @@ class FederatedClassifier(pl.LightningModule):
         """
         if index == 0:
             return get_state(self.model)
-        seed = derive_seed(self.seed, "model", index)
-        model = self._adapt(seed).model
+        model = self._adapt(index).model
         assert self.adapted is not None
         everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(self.seed, "model", index):
             reset_parameters(model, "" if everything else f"{self.adapted.backbone.head}.")
         return to_device(get_state(model), next(self.model.parameters()).device)
 

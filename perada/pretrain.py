@@ -25,7 +25,7 @@ from perada.backbones import Backbone, ImageConfig, build_backbone
 from perada.data.datasets import Digits, FashionMNIST, ImageSet
 from perada.data.shapes import Shapes
 from perada.data.transforms import augment, draw_crops, prepare_images
-from perada.seeding import derive_seed, generator
+from perada.seeding import generator, seeded
 
 __all__ = ["pretrain"]
 
@@ -168,8 +168,7 @@ def pretrain(
     data = _image_set(dataset, root, download)
     assert data.num_classes is not None  # each of them is labelled
     train, test = (_tensors(data.with_split(part)) for part in (True, False))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "pretrain"))
+    with seeded(seed, "pretrain"):
         built = build_backbone(backbone, data.num_classes, pretrained=False, image_size=image_size)
     built.model.requires_grad_(True).train()
     image = built.image

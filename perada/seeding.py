@@ -2,21 +2,37 @@
 """Derived randomness: every draw is a pure function of the run's seed and of what it is for.
 
 Nothing in perada takes from torch's global stream, so a run does not depend on the number of devices, on the engine,
-or on having been stopped and resumed.
+or on having been stopped and resumed. A stream's key has at least 127 bits, all of them hashed from the seed, the
+purpose and the indices. torch's own ``manual_seed`` keeps 32 bits of a seed on the CPU: among a hundred thousand
+streams some would be the same.
 """
 
 import hashlib
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
 
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of SplitMix64
+_WORDS = 624
+"""Words of 32 bits in the state of torch's generator on the CPU, the Mersenne Twister mt19937."""
+_START = 24
+"""Bytes before them: the seed, two flags and a position."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
+def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
+    """``size`` bytes of SHAKE-256; JSON tells ("a", 1, 2) from ("a/1", 2)."""
+    return hashlib.shake_256(json.dumps([int(seed), purpose, *map(int, ids)]).encode()).digest(size)
+
+
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
-    """Hash the run's seed, a purpose and any indices into a 63-bit seed.
+    """Hash the run's seed, a purpose and any indices into a seed of 128 bits.
+
+    NumPy's and Python's generators take it whole. torch's would keep 32 bits of it: see :func:`generator`.
 
     Args:
         seed: The run's seed.
@@ -24,53 +40,112 @@ def derive_seed(seed: int, purpose: str, *ids: int) -> int:
         *ids: Indices that tell draws of one purpose apart, for example the round and the client.
 
     Returns:
-        A non-negative integer below 2**63.
+        A non-negative integer below 2**128.
 
     >>> derive_seed(0, "batches", 3, 7) == derive_seed(0, "batches", 3, 7)
     True
     >>> derive_seed(0, "batches", 3, 7) == derive_seed(0, "batches", 7, 3)
     False
     """
-    text = "/".join([str(seed), purpose, *map(str, ids)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(_digest(16, seed, purpose, *ids), "little")
 
 
-def generator(seed: int, purpose: str, *ids: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a fresh generator seeded by :func:`derive_seed`.
+def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
+    """A fresh generator on the CPU. The whole of its state, 19,968 bits, comes from SHAKE-256 of the arguments.
+
+    What it draws is the same whatever device the result is moved to.
 
     >>> a, b = generator(0, "cohort", 1), generator(0, "cohort", 1)
     >>> bool(torch.equal(torch.rand(3, generator=a), torch.rand(3, generator=b)))
     True
     """
-    return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *ids))
+    fresh = torch.Generator()
+    fresh.set_state(_state(seed, purpose, *ids))
+    return fresh
+
+
+def seed_global(seed: int, purpose: str, *ids: int) -> None:
+    """Set torch's global stream on the CPU to that of :func:`generator`, for code that takes from no other."""
+    torch.default_generator.set_state(_state(seed, purpose, *ids))
+
+
+@contextmanager
+def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
+    """Within the ``with`` statement torch's global stream on the CPU is a derived one; then it is as it was.
+
+    >>> with seeded(0, "model"):
+    ...     drawn = torch.rand(3)
+    >>> bool(torch.equal(drawn, torch.rand(3, generator=generator(0, "model"))))
+    True
+    """
+    with torch.random.fork_rng(devices=[]):
+        seed_global(seed, purpose, *ids)
+        yield
+
+
+def _state(seed: int, purpose: str, *ids: int) -> Tensor:
+    """State (bytes,) of a Mersenne Twister whose words are all hashed."""
+    state, words = _fresh_state().clone(), _digest(4 * _WORDS, seed, purpose, *ids)
+    # Each word of 32 bits stands in one of 64.
+    wide = torch.frombuffer(bytearray(words), dtype=torch.int32).long() & 0xFFFFFFFF
+    state[_START : _START + 8 * _WORDS] = wide.view(torch.uint8)
+    return state
+
+
+@cache
+def _fresh_state() -> Tensor:
+    """State of a generator that has drawn nothing, after a look whether its words are where they are expected.
+
+    Raises:
+        RuntimeError: If this torch lays its state out in another way.
+    """
+    seed = 5489
+    state = torch.Generator().manual_seed(seed).get_state()
+    words = [seed]  # Matsumoto and Nishimura (1998), as revised in 2002: init_genrand
+    for index in range(1, _WORDS):
+        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + index) % 2**32)
+    found = state[_START : _START + 8 * _WORDS].clone().view(torch.int64).tolist() if len(state) > 8 * _WORDS else []
+    if found != words or sys.byteorder != "little":
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps the state of its generator in another way than perada expects, so that "
+            "no stream can be derived; use a version of torch that perada was tested with"
+        )
+    return state
 
 
 class Streams:
     """Random streams of C clients, in which each draw is a pure function of its place.
 
     A client's numbers depend neither on the other clients nor on the device, and all clients' are drawn at once.
-    SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream with seed s is the mixed s + i·γ.
+    SplitMix64 (Steele, Lea & Flood, OOPSLA 2014, section 5): word i of a stream is the mixed s + i·γ, with a seed s and
+    an odd increment γ of each stream's own, 127 bits together, so that streams do not run into one another.
 
     Args:
-        seeds: Seeds (C,), int64.
+        seeds: Seeds s (C,), int64.
+        gammas: Increments γ (C,), int64 and odd; by default the golden ratio's for all.
     """
 
-    def __init__(self, seeds: Tensor) -> None:
+    def __init__(self, seeds: Tensor, gammas: Tensor | None = None) -> None:
         self.seeds = seeds
+        self.gammas = torch.full_like(seeds, _GAMMA) if gammas is None else gammas
 
     @classmethod
     def derived(
         cls, seed: int, purpose: str, *ids: int, clients: Sequence[int], device: torch.device | str = "cpu"
     ) -> "Streams":
-        """Streams of ``clients`` with the seeds of :func:`derive_seed`."""
-        seeds = [derive_seed(seed, purpose, *ids, client) for client in clients]
-        return cls(torch.tensor(seeds, dtype=torch.int64, device=device))
+        """Streams of ``clients``, whose s and γ are hashed as in :func:`derive_seed`."""
+        keys = [_digest(16, seed, purpose, *ids, client) for client in clients]
+        table = (
+            torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 2) if keys else torch.empty(0, 2)
+        )
+        seeds, gammas = table.to(device, torch.int64).unbind(1)
+        return cls(seeds, gammas | 1)
 
     def __len__(self) -> int:
         return len(self.seeds)
 
     def __getitem__(self, clients: slice) -> "Streams":
-        return Streams(self.seeds[clients])
+        return Streams(self.seeds[clients], self.gammas[clients])
 
     def fork(self, purpose: str, index: int) -> "Streams":
         """Other streams of the same clients, for the ``index``-th of what they are for.
@@ -79,16 +154,26 @@ class Streams:
         >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))
         False
         """
-        return Streams(self.seeds + derive_seed(index, purpose))
+        low, high = _fork(purpose, index)
+        return Streams(self.seeds + low, self.gammas + high)
 
     def bits(self, count: int) -> Tensor:
         """The first ``count`` draws of each client, uniform over all 16-bit integers: int16 (C, count)."""
         places = torch.arange((count + 3) // 4, device=self.seeds.device)
-        z = places * _GAMMA + self.seeds.unsqueeze(1)
+        z = places * self.gammas.unsqueeze(1)
+        z += self.seeds.unsqueeze(1)
         for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
             shifted = z >> shift
-            shifted &= (1 << (64 - shift)) - 1  # the sign bit is no number here
+            shifted &= (1 << (64 - shift)) - 1  # the sign bit is not part of the number here
             z ^= shifted
             if factor != 1:
                 z *= factor
         return z.view(torch.int16)[:, :count]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
+def _fork(purpose: str, index: int) -> tuple[int, int]:
+    """What a fork adds to s, and, an even number, to γ; both as signed integers of 64 bits."""
+    digest = _digest(16, index, purpose)
+    low, high = (int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:]))
+    return low, high & ~1

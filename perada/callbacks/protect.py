@@ -132,11 +132,11 @@ def _probe(data: FederatedDataModule, module: FederatedClassifier) -> tuple[Tens
     x = batch.x[0, 0].to(device)
     images = torch.stack([x, 1 - x.flip(-1), 2 * x, x.flip(-1)]).view(2, 2, *x.shape)
     y = batch.y[0, 0].to(device)
-    source = generator(0, "probe", device=device)
+    source = generator(0, "probe")
     states = {key: value.clone() for key, value in expand(get_state(module.model), 2).items()}
     for key in module.slot.parameters:
-        noise = torch.randn(states[key].shape, generator=source, device=device, dtype=states[key].dtype)
-        states[key] = (states[key] + 0.02 * noise).requires_grad_()
+        noise = torch.randn(states[key].shape, generator=source, dtype=states[key].dtype)
+        states[key] = (states[key] + 0.02 * noise.to(device)).requires_grad_()
     return images, y.expand(2, 2, *y.shape), states
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From batches as they are read to batches that a model takes."""
 
-import os
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -89,7 +89,7 @@ class Preparation:
             return batch.x
         padding = self.crop_padding
         purpose = "augment" if stream is None else f"augment/{stream}"
-        seed = int.from_bytes(os.urandom(8)) if self.secure and stream is not None else self.seed
+        seed = secrets.randbits(256) if self.secure and stream is not None else self.seed
         sources = [generator(seed, purpose, batch.round, client, batch.step) for client in batch.clients]
         counts = (batch.x.shape[1],) * len(sources) if stream is None else batch.counts
         own = [

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.data.datasets import ImageSet
 from perada.data.transforms import check_dtype, resize_uint8, to_image
-from perada.seeding import derive_seed
+from perada.seeding import derive_seed, seed_global
 from perada.states import send
 
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
@@ -251,6 +251,6 @@ def isolated_randomness() -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seed the global streams of Python, NumPy and torch (on the CPU): datasets' transforms draw from these."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(np.frombuffer(derive_seed(seed, "numpy").to_bytes(16, "little"), dtype=np.uint32))
+    seed_global(seed, "torch")

@@ -134,8 +134,7 @@ class FoldedGradients:
                     factors = factors_of(norms, real, bounds, self.options.clipping)
                     for key, sample in samples.items():
                         summed[key] += sample.summed(factors[key].to(summed[key].dtype))
-        std = [sigma * sensitivity(self.options.max_norm) for sigma in query.noise_multipliers]
-        return noisy_mean(summed, std, query.expected, query.noise)
+        return noisy(summed, query, self.options)
 
     def _samples(
         self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams
@@ -210,22 +209,16 @@ class OpacusGradients:
                 for key in before:
                     parameters[key].requires_grad_(key in gradients)
                     parameters[key].data = query.states[key][client].detach()
-                for key, gradient in self._client(query, client, parameters, sorted(gradients)).items():
-                    gradients[key][client] = gradient
+                for key, summed in self._client(query, client, parameters, sorted(gradients)).items():
+                    gradients[key][client] = summed
         finally:
             for key, (data, trained) in before.items():
                 parameters[key].data, parameters[key].grad = data, None
                 parameters[key].requires_grad_(trained)
-        if query.noise is not None:
-            return gradients
-        stds = [
-            sigma * self.options.max_norm / size
-            for sigma, size in zip(query.noise_multipliers, query.expected, strict=True)
-        ]
-        return noisy_mean(gradients, stds, [1.0] * len(clients), None)
+        return noisy(gradients, query, self.options)
 
     def _client(self, query: Query, client: int, parameters: dict[str, nn.Parameter], keys: list[str]) -> State:
-        """One step of Opacus's optimizer, up to the gradient."""
+        """The sum of clipped gradients, by a step of Opacus's optimizer without noise."""
         from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 
         leaves: list[Any] = [parameters[key] for key in keys]  # Opacus gives them attributes
@@ -234,10 +227,9 @@ class OpacusGradients:
         bound = self.options.max_norm
         optimizer = kind(
             torch.optim.SGD(leaves, lr=0.0),
-            noise_multiplier=0.0 if query.noise is None else query.noise_multipliers[client],
+            noise_multiplier=0.0,
             max_grad_norm=[bound / len(leaves) ** 0.5] * len(leaves) if per_layer else bound,
-            expected_batch_size=query.expected[client],
-            generator=None if query.noise is None else query.noise[client],
+            expected_batch_size=1,
         )
         count = query.counts[client]
         x, y = query.x[client, :count], query.y[client, :count]
@@ -264,6 +256,12 @@ class OpacusGradients:
             return {key: leaf.grad.clone() for key, leaf in zip(keys, leaves, strict=True) if leaf.grad is not None}
         finally:
             model.to_standard_module()
+
+
+def noisy(summed: State, query: Query, options: Privacy) -> State:
+    """The noisy mean (C, ...) of each client's clipped sum (C, ...)."""
+    std = [sigma * sensitivity(options.max_norm) for sigma in query.noise_multipliers]
+    return noisy_mean(summed, std, query.expected, query.noise)
 
 
 def _leave_out_broken(leaves: list[Any]) -> None:

@@ -61,8 +61,7 @@ class PrivateRound:
             purpose = "tuning-noise" if tuning else "noise"
             for stream in {stream for asked in self._queries for stream in asked}:
                 self._noise[stream] = [
-                    generator(training.seed, f"{purpose}-{stream}", plan.round, client, device=device)
-                    for client in plan.clients
+                    generator(training.seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients
                 ]
 
     @property

@@ -240,8 +240,8 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
         ("--init_std=-1", "init_std=-1.0 is no standard deviation; give 0 or more"),
         ("--modes=[2, 1]", "modes=[2, 1] cannot be compared; give different numbers from 1, ascending"),
         ("--modes=[0]", "modes=[0] cannot be compared; give different numbers from 1, ascending"),
-        ("--lr=0", "lr=0.0 does not descend: on these data it has to be above 0 and below 0.247"),
-        ("--lr=3", "lr=3.0 does not descend: on these data it has to be above 0 and below 0.247"),
+        ("--lr=0", "lr=0.0 does not descend: on these data it has to be above 0 and below 0.205"),
+        ("--lr=3", "lr=3.0 does not descend: on these data it has to be above 0 and below 0.205"),
     ],
 )
 def test_wrong_options_are_refused(option, message, tmp_path):
