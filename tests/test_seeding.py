@@ -92,7 +92,7 @@ def test_no_two_streams_share_a_draw(clients):
 
 
 def test_streams_of_other_keys_do_not_run_into_one_another():
-    """A million words of each of 32 streams. With one increment for all, a stream may become another from some place on."""
+    """A million words of each of 32 streams. With one increment for all, one stream may run into another."""
     shifted = Streams(torch.tensor([0, GAMMA - 2**64]) * torch.tensor([0, 5]))
     assert torch.equal(shifted.bits(4000)[0, 20:], shifted.bits(4000)[1, :-20])
     words = Streams.derived(0, "dropout", clients=range(32)).bits(4 * 10**6).contiguous().view(torch.int64)
