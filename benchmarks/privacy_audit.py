@@ -16,7 +16,7 @@ mechanisms, are as in Nasr et al. (USENIX Security 2023, https://arxiv.org/abs/2
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 from unittest.mock import patch
@@ -30,7 +30,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import PerAda, ServerStep
-from perada.privacy import client_level, gradients
+from perada.privacy import client_level
+from perada.privacy import clipping as clipping_module
 from perada.privacy.sampling import poisson_batches
 from perada.seeding import generator
 from perada.states import State
@@ -143,7 +144,7 @@ def audit_images(
             local_steps=1 if rate == 1 else 4,
             lr_personal=LR,
             lr_local=LR,
-            privacy=perada.Privacy(noise_multiplier=sigma, delta=DELTA),
+            privacy=perada.Privacy(noise_multiplier=sigma, delta=DELTA, secure_rng=False),
             seed=seed,
             accelerator="gpu" if device is not None and device.type == "cuda" else "cpu",
             logger=False,
@@ -187,7 +188,8 @@ def audit_clients(z: float, clipping: Clipping, fault: Fault = "none", *, trials
         trials: Number of trials.
         seed: Of coins and noise.
     """
-    options = perada.ClientPrivacy(noise_multiplier=z, delta=DELTA, clipping=clipping, count_noise=COUNT_NOISE)
+    counted = {"clipping": clipping, "count_noise": COUNT_NOISE}
+    options = perada.ClientPrivacy(noise_multiplier=z, delta=DELTA, secure_rng=False, **counted)
     std = z if clipping == "fixed" else client_level.split_noise(z, COUNT_NOISE)
     present = torch.rand(trials, generator=generator(seed, "audit/clients")) < 0.5
     clients, scores = range(4), np.zeros(trials)
@@ -247,16 +249,16 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(brentq(excess, 0, 500)) if mu > 0 and excess(0) > 0 else 0.0
 
 
-def _less_noise() -> AbstractContextManager[object]:
+@contextmanager
+def _less_noise() -> Iterator[None]:
     """A quarter of the noise, for images and for clients."""
-    mean, normal = gradients.noisy_mean, client_level._normal
+    plain = clipping_module.with_noise
 
-    def noisy_mean(summed: State, std: list[float], *rest: Any) -> State:
-        return mean(summed, [value / 4 for value in std], *rest)
+    def with_noise(row: torch.Tensor, std: float, source: torch.Generator | None) -> torch.Tensor:
+        return plain(row, std / 4, source)
 
-    both = patch.multiple(client_level, _normal=lambda *of: normal(*of) / 4)
-    both.additional_patchers.append(patch.object(gradients, "noisy_mean", noisy_mean))
-    return both
+    with patch.object(clipping_module, "with_noise", with_noise), patch.object(client_level, "with_noise", with_noise):
+        yield
 
 
 def _full_batches() -> AbstractContextManager[object]:

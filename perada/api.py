@@ -221,6 +221,8 @@ def finetune(
         metric=metric,
         global_test_clients=global_test_clients,
     )
+    if loop.test_mode:
+        del arguments["seed"]  # from which the noise would follow
     loop.arguments = ["# perada.finetune(...)", *(f"{name}: {_yaml(value)}" for name, value in arguments.items())]
     if trainer is None:
         trainer = make_trainer(loop, rounds, eval_every, **trainer_kwargs)

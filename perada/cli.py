@@ -42,6 +42,10 @@ class SaveConfig(SaveConfigCallback):
         """Write the file once."""
         if not trainer.loggers:
             return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        if any(isinstance(callback, FederatedLoop) and callback.test_mode for callback in callbacks):
+            self.config = self.config.clone()
+            self.config.seed_everything = False  # the noise would follow from it
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 _ = logger.experiment  # warns of a folder that is not empty
@@ -124,7 +128,7 @@ class PeradaCLI(LightningCLI):
         clients = outcome(self.model, self.loop).metrics["clients"]
         if clients:
             columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in clients.items()}
-            print(client_table(columns, self.datamodule.train_sizes))
+            print(client_table(columns, self.datamodule.train_sizes, self.loop.test_mode))
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores))
 

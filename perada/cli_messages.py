@@ -43,3 +43,7 @@ def quiet_lightning() -> None:
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(
         lambda record: "litlogger" not in record.getMessage()
     )
+    # What noise may follow from is not for every terminal.
+    logging.getLogger("lightning_fabric.utilities.seed").addFilter(
+        lambda record: "Seed set to" not in record.getMessage()
+    )

@@ -12,7 +12,8 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
-    spent = federation.settings.protection.epsilons(clients)
+    protection = federation.settings.protection
+    spent = protection.epsilons(clients)
     return Run(
         module.adapted,
         federation.global_models(),
@@ -32,7 +33,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "average": loop.algorithm.average,
             "global_model": loop.algorithm.global_model,
             "multilabel": module.multilabel,
-            "seed": loop.seed,
-            "privacy": federation.settings.protection.record(clients),
+            "seed": None if protection.test_mode else loop.seed,  # from which the noise would follow
+            "privacy": protection.record(clients),
         },
     )

@@ -13,6 +13,10 @@ from statistics import fmean, pstdev
 from typing import Any
 
 Record = Mapping[str, Any]
+TEST_MODE = (
+    "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
+    "take the noise off, whatever ε says. Do not release what was trained so."
+)
 
 
 def epsilon_text(value: float) -> str:
@@ -35,6 +39,11 @@ def mean_and_std(values: Sequence[float]) -> str:
     return f"{epsilon_text(fmean(values))} ± {epsilon_text(pstdev(values))}"
 
 
+def is_test_mode(record: Record | None) -> bool:
+    """Whether any noise followed from the run's seed."""
+    return any(not level["options"]["secure_rng"] for level in (record or {}).values())
+
+
 def privacy_card(record: Record | None, client: int | None) -> str:
     """The section "Privacy" of an adapter's model card, as Markdown.
 
@@ -53,7 +62,8 @@ def privacy_card(record: Record | None, client: int | None) -> str:
     if "client" in record:
         parts += _whole_clients(record["client"], client)
     levels = [record[part] for part in ("sample", "client") if part in record]
-    return "\n\n".join(["## Privacy", *parts, _limits(levels)])
+    warning = [f"> **{TEST_MODE}**"] if is_test_mode(record) else []
+    return "\n\n".join(["## Privacy", *warning, *parts, _limits(levels)])
 
 
 def privacy_lines(record: Record | None) -> str:
@@ -75,7 +85,7 @@ def privacy_lines(record: Record | None) -> str:
             f"Privacy of a client as a whole at δ = {delta:g}: ε {mean_and_std(values)}, at most "
             f"{epsilon_text(max(values))} (the global adapter alone; nothing is guaranteed of a client's own)."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, TEST_MODE] if is_test_mode(record) else lines)
 
 
 def _floats(values: Sequence[float | str]) -> list[float]:
@@ -173,8 +183,6 @@ def _whole_clients(level: Record, client: int | None) -> list[str]:
 def _limits(levels: Sequence[Record]) -> str:
     """What is not covered."""
     points = ["The numbers of clients and of each client's images are taken as known."]
-    if not all(level["options"]["secure_rng"] for level in levels):
-        points.append("Noise follows from the run's seed: whoever knows or guesses it can take the noise off.")
     if any(level["options"]["accountant"] == "gdp" for level in levels):
         points.append("The accountant `gdp` is an approximation, which can report too little.")
     points += [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from perada.privacy_card import epsilon_text, mean_and_std
+from perada.privacy_card import TEST_MODE, epsilon_text, mean_and_std
 
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
@@ -52,12 +52,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
-def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
+def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: bool = False) -> str:
     """One row per client, then mean and standard deviation of all; of many clients the first ``ROWS`` are shown.
 
     Args:
         scores: Scores (M,) by name; ε where the name begins with ``privacy/``.
         sizes: Training images of each client.
+        test_mode: Whether the noise of a private run follows from its seed, which is then said.
     """
     rows = [
         [str(client), str(size), *(_cell(name, float(values[client])) for name, values in scores.items())]
@@ -67,7 +68,12 @@ def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int]) -> str:
         rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
     known = {name: values[~values.isnan()].double() for name, values in scores.items()}
     rows.append(["mean ± std", "", *(_spread(name, values) for name, values in known.items())])
-    return table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows)
+    return _noted(table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows), test_mode)
+
+
+def _noted(shown: str, test_mode: bool) -> str:
+    """A table, and below it what is to be known of its ε."""
+    return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 
 def _spread(name: str, values: Tensor) -> str:
@@ -106,7 +112,8 @@ def run_report(folder: Path) -> str:
         ]
         for round, values in sorted(rounds.items())
     ]
-    return table(["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)], body)
+    header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
+    return _noted(table(header, body), any("privacy/test_mode" in values for values in rounds.values()))
 
 
 def mode_line(scores: Mapping[str, float]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 
 from perada.backbones import AdaptedModel, build_backbone
@@ -23,7 +23,7 @@ from perada.export import (
     save_backbone,
     write_json,
 )
-from perada.privacy_card import privacy_card
+from perada.privacy_card import TEST_MODE, is_test_mode, privacy_card
 from perada.refinement import ensemble
 from perada.states import State, clone, set_state
 
@@ -58,8 +58,9 @@ class Run:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation.
-        info: What the run was: backbone, weights, number of classes, image size, algorithm, seed; ``privacy`` if it was
-            private, as :mod:`perada.privacy_card` describes it.
+        info: What the run was: backbone, weights, number of classes, image size, algorithm, seed (``None`` where the
+            noise of a private run follows from it); ``privacy`` if it was private, as :mod:`perada.privacy_card`
+            describes it.
     """
 
     def __init__(
@@ -163,6 +164,8 @@ class Run:
             return folder
         folder.mkdir(parents=True, exist_ok=True)
         privacy, personal = self.info.get("privacy"), self._personal is not None
+        if is_test_mode(privacy):
+            rank_zero_warn(f"{str(folder)!r}: {TEST_MODE}")
         with contiguous(self._adapted.model):
             for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
                 save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None))

@@ -100,7 +100,7 @@ def test_a_training_without_privacy_has_no_section():
         ({"sampling": "shuffle"}, "no amplification is claimed", "Poisson"),
         ({"accountant": "prv"}, "Opacus's accountant `prv`", "report too little"),
         ({"accountant": "gdp"}, "can report too little", "`rdp`"),
-        ({"secure_rng": False}, "Noise follows from the run's seed: whoever knows or guesses it", "`gdp`"),
+        ({"secure_rng": False}, "> **Test mode, not private: noise follows from the run's seed", "`gdp`"),
         ({"secure_rng": True}, "Settings chosen by several runs", "seed"),
     ],
 )
@@ -147,9 +147,10 @@ def test_both_kinds_stand_in_one_section():
     assert card.count("## Privacy") == 1
     assert card.count("Not covered:") == 1
     assert len(tables(card)) == 3
-    secure = sample(secure_rng=True) | whole(secure_rng=True)
-    assert "seed" not in privacy_card(secure, 0)
-    assert "seed" in privacy_card(sample(secure_rng=True) | whole(), 0)
+    assert "seed" not in privacy_card(sample() | whole(), 0)
+    for record in (sample(secure_rng=False) | whole(), sample() | whole(secure_rng=False)):
+        for client in (None, 0):
+            assert "Test mode, not private" in privacy_card(record, client)
 
 
 def test_lines_beside_an_export():

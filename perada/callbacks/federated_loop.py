@@ -31,6 +31,7 @@ from perada.federation import Federation
 from perada.loss_scaling import LossScaling
 from perada.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy
+from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
 from perada.ranks import Distributed, Ranks
 from perada.server import Distillation, Mean, ServerRule, client_weights
@@ -110,6 +111,11 @@ class FederatedLoop(pl.Callback):
         self._step = 0
         self._loaded: dict[str, Any] | None = None
         self._weights = ""
+
+    @property
+    def test_mode(self) -> bool:
+        """Whether the noise of a private run follows from the seed, which is then written nowhere."""
+        return test_mode(self.privacy, self.client_privacy)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
@@ -278,7 +284,12 @@ class FederatedLoop(pl.Callback):
             raise ValueError(
                 "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
             )
-        check_belongs(saved["belongs"], self._belonging(*parts(trainer, pl_module)))
+        assert self.protection is not None
+        self.protection.check_alike(saved["federation"].get("privacy"))
+        here = self._belonging(*parts(trainer, pl_module))
+        if self.test_mode and trainer.state.fn != "fit":
+            del here["seed"]  # it may be forgotten: what is evaluated is all in the checkpoint
+        check_belongs(saved["belongs"], here)
         find_clients(saved["federation"], trainer.ckpt_path)
         self._loaded = saved
         if trainer.state.fn == "fit":
@@ -288,4 +299,5 @@ class FederatedLoop(pl.Callback):
         """What a checkpoint must have in common with the run that loads it."""
         if not self._weights:
             self._weights = frozen_digest(module.model)
-        return belonging(self.algorithm, self.server_rule, self.seed, data, module) | {"frozen weights": self._weights}
+        mine = belonging(self.algorithm, self.server_rule, self.seed, data, module, disguise=self.test_mode)
+        return mine | {"frozen weights": self._weights}

@@ -157,7 +157,7 @@ class Plan:
         rows = [(recipe, algorithm) for recipe in request.recipes for algorithm in request.algorithms or [""]]
         self.rows = list(dict.fromkeys(rows))
         for row in self.rows:
-            make_cli(self.job(row, request.seeds[0], "run", {}).args)
+            _check_seeds(make_cli(self.job(row, request.seeds[0], "run", {}).args).loop.test_mode)
             tried: set[str] = set()
             for point in request.points():
                 if not tried.issuperset(words(point)):
@@ -203,6 +203,15 @@ class Plan:
     def start_label(self, recipe: str) -> str:
         """The row of a recipe's initial model."""
         return f"{recipe.removesuffix('.yaml')} {START}" if len(self.request.recipes) > 1 else START
+
+
+def _check_seeds(test_mode: bool) -> None:
+    """Refuse to write seeds beside results, where noise follows from them."""
+    if test_mode:
+        raise ValueError(
+            "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside its "
+            "results: the noise would follow from it; leave secure_rng out"
+        )
 
 
 def _digest(path: str) -> str:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cohort batches for private training: each stream draws its own, so that the costs of what it trains compose."""
 
+import secrets
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -25,9 +27,10 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
     """The cohort batches of one private round: an item has one of them for each stream of its phase, by name.
 
     A client's batches depend on the stream, the seed, the round and the client, not on the cohort; with
-    ``sampling.secure`` on nothing but the operating system. All are drawn when the dataset is made, so every worker
-    serves the same ones. A stream runs on from one of its phases to the next, and does not advance in phases without
-    it: a shuffled stream begins as few passes as its steps need.
+    ``sampling.secure`` on nothing but a cryptographic generator. So do the datasets' random transforms, which go by an
+    image's place: were they known, all images behind one that is taken out would be known to change theirs. All batches
+    are drawn when the dataset is made, so every worker serves the same ones. A stream runs on from one of its phases to
+    the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
 
     A batch may hold no image of a client: its count is then 0. The rows (C, B, ...) are as wide as the largest count,
     and at least 1.
@@ -53,6 +56,7 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
                 f"{len(plan.steps)}: name the streams of each phase"
             )
         self.store, self.plan, self.batch_size, self.seed, self.sampling = store, plan, batch_size, seed, sampling
+        self._items = secrets.randbits(256) if sampling.secure else seed
         self.walk = list(active_steps(plan))
         names = dict.fromkeys(name for phase in sampling.streams for name in phase)
         self.batches = {name: [self._draw(name, row) for row in range(len(plan.clients))] for name in names}
@@ -86,7 +90,7 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
         indices = [self.batches[name][row][self._steps_before(phase, name, row) + within] for row in range(active)]
         counts = tuple(len(rows) for rows in indices)
         owners = torch.tensor(clients).repeat_interleave(torch.tensor(counts))
-        key = self.seed, self.plan.round, step, derive_seed(self.seed, f"stream/{name}")
+        key = self._items, self.plan.round, step, derive_seed(self._items, f"stream/{name}")
         x, y = self._read(owners, torch.cat(indices), key)
         return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, self.plan.round)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perada.privacy.accounting import Ledger
-from perada.privacy.clipping import sensitivity
+from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.ranks import Ranks
 from perada.seeding import generator
@@ -49,8 +49,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
         if key not in received:
             raise ValueError(f"{key!r} is sent but was not received, so that its change is unknown; leave it out")
         if value.is_floating_point():
-            if value.element_size() < 4:
-                raise ValueError(f"{key!r} is {value.dtype}, in which the noise would be rounded; train in float32")
+            check_precision(key, value)
             changes[key] = value.detach() - received[key].detach()
     if not changes:
         raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
@@ -112,19 +111,9 @@ def _noisy(
     for key in sorted(clipped):  # so that the order of the dictionary does not matter
         result[key] += clipped[key]
         for client in range(clients if std else 0):
-            row = result[key][client]
-            noise = _normal(row.shape, row.dtype, None if generators is None else generators[client])
-            result[key][client] = row + std * noise.to(row.device)
+            source = None if generators is None else generators[client]
+            result[key][client] = with_noise(result[key][client], std, source)
     return result
-
-
-def _normal(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator | None) -> Tensor:
-    """Standard Gaussian noise on the CPU."""
-    if source is None:
-        from perada.privacy.randomness import secure_normal
-
-        return secure_normal(torch.Size(shape), dtype, torch.device("cpu"))
-    return torch.randn(tuple(shape), dtype=dtype, generator=source)
 
 
 def split_noise(noise_multiplier: float, count_noise: float) -> float:
@@ -169,8 +158,7 @@ def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: t
         The share, which noise may take below 0 or above 1.
     """
     votes = torch.where(norms.isnan(), 0.0, torch.where(norms <= max_norm, 0.5, -0.5))
-    noise = count_noise * float(_normal((), torch.float64, generator)) if count_noise else 0.0
-    return 0.5 + (float(votes.sum()) + noise) / len(norms)
+    return 0.5 + float(with_noise(votes.sum(dtype=torch.float64), count_noise, generator)) / len(norms)
 
 
 def next_norm(max_norm: float, share: float, quantile: float, lr: float) -> float:

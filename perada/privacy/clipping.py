@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from perada.privacy.randomness import secure_noise
+from perada.server.aggregate import double
 from perada.states import State
 
 METHODS = ("flat", "per_layer", "automatic")
@@ -106,23 +108,29 @@ def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -
         factors: ``{parameter: (C, B)}``; rows of factor 0 are left out, whatever stands there.
 
     Returns:
-        ``{parameter: (C, ...)}``.
+        ``{parameter: (C, ...)}``, in float32 or better.
 
     Raises:
         ValueError: If a shape is not as above.
     """
     _check(gradients, mask)
-    return {
-        name: weighted_sum(gradient.flatten(0, 1), factors[name].to(gradient.dtype) * mask)
-        for name, gradient in gradients.items()
-    }
+    return {name: weighted_sum(gradient.flatten(0, 1), factors[name] * mask) for name, gradient in gradients.items()}
 
 
 def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
-    """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`."""
+    """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`.
+
+    In single precision at least, in which the noise can then be added.
+    """
+    rows, factors = wide(rows), factors.to(wide(rows).dtype)
     kept = left_out(rows, factors)
     summed = torch.bmm(factors.unsqueeze(1), kept.reshape(*factors.shape, -1))
     return summed.view(len(factors), *rows.shape[1:])
+
+
+def wide(x: Tensor) -> Tensor:
+    """In single precision at least."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def left_out(rows: Tensor, factors: Tensor) -> Tensor:
@@ -158,21 +166,22 @@ def noisy_mean(
     """Add each client's Gaussian noise to its sum, and divide by the batch size that was expected.
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
-    when std = noise multiplier · sensitivity. Parameters take their noise in the order of their names, so the result
-    does not depend on the order of the dictionary.
+    when std = noise multiplier · sensitivity. It is computed in double precision and rounded once, with the noise in
+    it. Parameters take their noise in the order of their names, so the result does not depend on the order of the
+    dictionary.
 
     Args:
         summed: ``{parameter: (C, ...)}``, from :func:`clipped_sum`.
         std: Standard deviation of the noise in the sum, for all clients or one for each.
         expected_batch: Images expected in a batch, one number for each client.
-        generators: One for each client; noise is drawn on the generator's device. ``None`` draws it from the operating
-            system's cryptographic generator.
+        generators: One for each client; ``None`` draws from a cryptographic generator.
 
     Returns:
         ``{parameter: (C, ...)}``, in the order and the dtype of ``summed``.
 
     Raises:
-        ValueError: If there are not C of them, two clients share a generator, or a number is out of its range.
+        ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
+            in half precision, in which it has been rounded by more than the noise may be.
     """
     clients = len(expected_batch if generators is None else generators)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
@@ -190,22 +199,42 @@ def noisy_mean(
             f"std={stds} must not be negative and expected_batch={list(expected_batch)} must be positive, all finite; "
             "leave a client without images out of the round"
         )
+    for name, value in summed.items():
+        check_precision(name, value)
     result = {name: torch.empty_like(value) for name, value in summed.items()}
     for name in sorted(summed):
         for client, (scale, size) in enumerate(zip(stds, expected_batch, strict=True)):
-            row = summed[name][client]
-            noise = _normal(row, None if generators is None else generators[client]) if scale else 0.0
-            result[name][client] = (row + scale * noise) / size
+            source = None if generators is None else generators[client]
+            result[name][client] = with_noise(summed[name][client], scale, source) / size
     return result
 
 
-def _normal(row: Tensor, source: torch.Generator | None) -> Tensor:
-    """Standard Gaussian noise like ``row``."""
-    if source is None:
-        from perada.privacy.randomness import secure_normal
+def with_noise(row: Tensor, std: float, source: torch.Generator | None) -> Tensor:
+    """``row`` + std · N(0, 1), in double precision: to be rounded to the type of ``row`` by whoever stores it.
 
-        return secure_normal(row.shape, row.dtype, row.device)
-    return torch.randn(row.shape, generator=source, device=source.device, dtype=row.dtype).to(row.device)
+    Args:
+        row: Of any shape.
+        std: Standard deviation; with 0 nothing is drawn.
+        source: A generator on the CPU; ``None`` for the cryptographic one.
+    """
+    exact = double(row)
+    if not std:
+        return exact
+    noise = secure_noise(row) if source is None else torch.randn(row.shape, generator=source, dtype=row.dtype)
+    return exact + std * noise.to(exact)
+
+
+def check_precision(name: str, value: Tensor) -> None:
+    """Refuse what is in half precision, where sums are rounded by more than the noise may be.
+
+    Raises:
+        ValueError: If so.
+    """
+    if value.dtype.itemsize < 4:
+        raise ValueError(
+            f"{name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 (frozen weights "
+            "may stay as they are; precision='bf16-mixed' computes in half precision)"
+        )
 
 
 def _known(factors: Tensor) -> Tensor:

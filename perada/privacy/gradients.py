@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from perada.engine import Engine
 from perada.fold import fold
 from perada.losses import real_rows, row_losses
-from perada.privacy.clipping import factors_of, noisy_mean, sensitivity
-from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of, wide
+from perada.privacy.clipping import factors_of, noisy_mean, sensitivity, wide
+from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of
 from perada.privacy.options import Privacy
 from perada.seeding import Streams
 from perada.stacked_layers import Twin

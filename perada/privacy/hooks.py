@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from perada.fold import shell
-from perada.privacy.clipping import left_out, weighted_sum
+from perada.privacy.clipping import left_out, weighted_sum, wide
 from perada.stacked_layers import Twin
 from perada.states import train_mode
 
@@ -91,11 +91,6 @@ def samples_of(parameter: nn.Parameter) -> Samples | None:
         return Factors(wide(a), wide(b), parameter.shape[1:])
     rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
     return None if rows is None else Whole(wide(rows))
-
-
-def wide(x: Tensor) -> Tensor:
-    """In single precision at least."""
-    return x.float() if x.dtype.itemsize < 4 else x
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class Privacy:
         engine: Per-image gradients of all clients at once (``folded``), or by Opacus's own optimizer on each client in
             turn (``opacus``); ``auto`` folds where the training engine does.
         physical_batch_size: Images of a client in one forward and backward pass; all of a batch by default.
-        secure_rng: Draw batches and noise from the operating system's cryptographic generator. Otherwise they follow
-            from the run's seed, and whoever knows or guesses it can take the noise off.
+        secure_rng: Draw batches, noise, dropout and augmentation from a cryptographic generator. ``False`` is a test
+            mode: they follow from the run's seed, and whoever knows or guesses it can take the noise off.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -53,7 +53,7 @@ class Privacy:
     max_epsilon: float | None = None
     engine: Literal["auto", "folded", "opacus"] = "auto"
     physical_batch_size: int | None = None
-    secure_rng: bool = False
+    secure_rng: bool = True
 
     def __post_init__(self) -> None:
         _check_common("privacy", self)
@@ -86,7 +86,8 @@ class ClientPrivacy:
         count_noise: Standard deviation of the noise in the number of clients left as they are; by default a
             twentieth of the clients of a round.
         accountant: ``rdp``, ``prv`` or ``gdp``.
-        secure_rng: Draw the noise from the operating system's cryptographic generator.
+        secure_rng: Draw the noise from a cryptographic generator. ``False`` is a test mode: it follows from the run's
+            seed, and whoever knows or guesses it can take the noise off.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -101,7 +102,7 @@ class ClientPrivacy:
     clip_lr: float = 0.2
     count_noise: float | None = None
     accountant: Accountant = "rdp"
-    secure_rng: bool = False
+    secure_rng: bool = True
 
     def __post_init__(self) -> None:
         _check_common("client_privacy", self)
@@ -109,6 +110,11 @@ class ClientPrivacy:
         _check_positive("client_privacy", max_norm=self.max_norm, count_noise=self.count_noise, clip_lr=self.clip_lr)
         if not (_is_number(self.quantile) and 0 <= self.quantile <= 1):
             raise ValueError(f"client_privacy: quantile={self.quantile!r} is no share; give 0 to 1, 0.5 is usual")
+
+
+def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
+    """Whether any noise follows from the run's seed, which then must be told to nobody."""
+    return any(given is not None and not given.secure_rng for given in options)
 
 
 T = TypeVar("T", Privacy, ClientPrivacy)

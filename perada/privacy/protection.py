@@ -32,10 +32,22 @@ class Protection:
         if self.images is not None:
             self.images.account.spend(plan, tuning)
 
+    @property
+    def _secure_rng(self) -> dict[str, bool]:
+        """Of each section that there is, whether its noise is drawn from a cryptographic generator."""
+        images = {} if self.images is None else {"privacy": self.images.account.options.secure_rng}
+        return images | ({} if self.clients is None else {"client_privacy": self.clients.options.secure_rng})
+
+    @property
+    def test_mode(self) -> bool:
+        """Whether any noise follows from the run's seed."""
+        return not all(self._secure_rng.values())
+
     def metrics(self) -> dict[str, float]:
-        """ε so far."""
+        """ε so far, and a mark where the noise follows from the run's seed."""
         images = {} if self.images is None else self.images.account.metrics()
-        return images | ({} if self.clients is None else self.clients.metrics())
+        clients = {} if self.clients is None else self.clients.metrics()
+        return images | clients | ({"privacy/test_mode": 1.0} if self.test_mode else {})
 
     def epsilons(self, num_clients: int) -> dict[str, list[float]]:
         """ε of each client so far, by the name of the metric."""
@@ -64,7 +76,35 @@ class Protection:
         return {
             "images": None if self.images is None else self.images.account.state_dict(),
             "clients": None if self.clients is None else self.clients.state_dict(),
+            "secure_rng": self._secure_rng,
         }
+
+    def check_alike(self, saved: dict[str, Any] | None) -> None:
+        """Compare how a run was private with how this one is.
+
+        Args:
+            saved: What :meth:`state_dict` gave; ``None`` for a run that was not private.
+
+        Raises:
+            ValueError: If it was in another way.
+        """
+        saved = saved or {"images": None, "clients": None}
+        for name, own in (("images", self.images), ("clients", self.clients)):
+            if (saved[name] is None) != (own is None):
+                section = {"images": "privacy", "clients": "client_privacy"}[name]
+                with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
+                raise ValueError(
+                    f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
+                    f"not be accounted for; go on {with_it} {section}, or start anew"
+                )
+        secure = saved.get("secure_rng", dict.fromkeys(self._secure_rng, False))  # earlier versions did not say
+        for section, here in self._secure_rng.items():
+            there = secure[section]
+            if there != here:
+                raise ValueError(
+                    f"{section}: the checkpoint's noise was drawn with secure_rng={there}, and here it is {here}: what "
+                    f"is said of the noise would be wrong of one part; resume with secure_rng={there}, or start anew"
+                )
 
     def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
         """Go on from what :meth:`state_dict` gave.
@@ -77,15 +117,9 @@ class Protection:
         Raises:
             ValueError: If what was trained so far was private in another way, or would pass its target.
         """
-        saved = saved or {"images": None, "clients": None}
-        for name, own in (("images", self.images), ("clients", self.clients)):
-            if (saved[name] is None) != (own is None):
-                section = {"images": "privacy", "clients": "client_privacy"}[name]
-                with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
-                raise ValueError(
-                    f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
-                    f"not be accounted for; go on {with_it} {section}, or start anew"
-                )
+        self.check_alike(saved)
+        if saved is None:
+            return
         if self.images is not None:
             self.images.account.load_state_dict(saved["images"], rounds_done, tuned)
         if self.clients is not None:

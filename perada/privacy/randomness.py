@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws from the operating system's cryptographic generator, for training whose randomness nobody may foretell.
+"""Draws from a cryptographic generator, for training whose randomness nobody may foretell.
 
-Nothing here follows from the run's seed, so no draw can be repeated, and torch's generators are not touched.
+It is OpenSSL's, AES-256 in counter mode by default, which the operating system seeds and which starts anew in a forked
+process. Nothing here follows from the run's seed, so no draw can be repeated, and torch's generators are not touched.
 """
 
 import math
-import os
+import ssl
 
 import torch
 from torch import Tensor
 
 _BITS = 53  # of a float64's significand
-_BLOCK = 2**18  # normal draws made at a time: 16 MiB of random bytes
+_BLOCK = 2**18  # normal draws made at a time: up to 8 MiB of random bytes
 
 
 def secure_uniform(shape: tuple[int, ...]) -> Tensor:
@@ -35,9 +36,10 @@ def secure_normal(
 ) -> Tensor:
     """Draw standard normal numbers, in float64 and rounded to ``dtype`` last.
 
-    Each is half the sum of four draws by Box and Muller (1958), √(−2 ln u) · cos 2πv with u in (0, 1]. The numbers that
-    a single draw can give in floating point are so sparse that a noisy sum may tell what it was without noise (Mironov,
-    CCS 2012). Of four draws there are too many combinations for that (Holohan and Braghin, ESORICS 2021).
+    By Box and Muller (1958) two numbers u in (0, 1] and v give two draws, √(−2 ln u) times the cosine and the sine of
+    2πv. In float64 these are so sparse that a noisy sum may tell what it was without noise (Mironov, CCS 2012). There
+    each number is half the sum of four draws, of which there are too many combinations for that (Holohan and Braghin,
+    ESORICS 2021). A float32 is rounded from one draw of 2**106, some 2**80 of which round to the same.
 
     Args:
         shape: Shape of the result.
@@ -49,13 +51,28 @@ def secure_normal(
     """
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} cannot hold normal draws; give a floating-point type such as torch.float32")
-    count = _count(shape)
-    draws = torch.empty(count, dtype=dtype)
+    return _normal(_count(shape), 4 if dtype == torch.float64 else 1).to(device, dtype).view(shape)
+
+
+def secure_noise(like: Tensor) -> Tensor:
+    """Standard normal numbers for adding to ``like``, not yet rounded to its type: float64, on the CPU.
+
+    For float32 they are single draws: the sum is rounded, after the noise is in it.
+    """
+    return _normal(like.numel(), 4 if like.dtype == torch.float64 else 1).view(like.shape)
+
+
+def _normal(count: int, draws: int) -> Tensor:
+    """Normal numbers (count,) in float64, each the sum of so many draws by Box and Muller over the root of that."""
+    numbers = torch.empty(count, dtype=torch.float64)
     for start in range(0, count, _BLOCK):
-        block = draws[start : start + _BLOCK]
-        u, v = secure_uniform((2, 4, len(block)))
-        block.copy_(((1 - u).log_().mul_(-2).sqrt_() * v.mul_(2 * math.pi).cos_()).sum(0) / 2)
-    return draws.view(shape).to(device)
+        block = numbers[start : start + _BLOCK]
+        u, v = secure_uniform((2, draws, (len(block) + 1) // 2))
+        length = (1 - u).log_().mul_(-2 / draws).sqrt_()
+        v.mul_(2 * math.pi)
+        both = torch.cat([(length * v.cos()).sum(0), length.mul_(v.sin_()).sum(0)])
+        block.copy_(both[: len(block)])
+    return numbers
 
 
 def secure_permutation(n: int) -> Tensor:
@@ -80,7 +97,7 @@ def _words(count: int) -> Tensor:
     """Random int64 of 64 bits each, (count,)."""
     if not count:  # torch refuses an empty buffer
         return torch.empty(0, dtype=torch.int64)
-    return torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64)
+    return torch.frombuffer(bytearray(ssl.RAND_bytes(8 * count)), dtype=torch.int64)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -92,10 +92,11 @@ class DiskStore(ClientStore):
                 path.unlink(missing_ok=True)
         self._outdated = [path for path in self._outdated if path in needed]
         files = {client: path.name for client, path in self.written.items()}
-        return {"header": self.layout.header, "folder": str(self.folder), "files": files}
+        kept = {"header": self.layout.header, "initial": self._initial}
+        return kept | {"folder": str(self.folder), "files": files}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind; its files are read where they are."""
-        super().load_state_dict({"header": saved["header"], "rows": saved.get("rows", {})})
+        super().load_state_dict({name: value for name, value in saved.items() if name not in ("folder", "files")})
         self.written |= named_files(saved)
         self._named = [set(), set(self.written.values())]

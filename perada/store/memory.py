@@ -67,8 +67,9 @@ class ClientStore:
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients written so far, for a checkpoint."""
-        return {"header": self.layout.header, "rows": {client: self._read(client) for client in self.written}}
+        """What a client keeps that was never written, and the clients written so far, for a checkpoint."""
+        rows = {client: self._read(client) for client in self.written}
+        return {"header": self.layout.header, "initial": self._initial, "rows": rows}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind, saved by :meth:`state_dict`.
@@ -83,6 +84,8 @@ class ClientStore:
                 "the checkpoint's clients keep other tensors than this run's; go on with the configuration that "
                 "wrote it"
             )
+        if "initial" in saved:
+            self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
             self._write(client, row)
         for client, path in named_files(saved).items():

@@ -76,6 +76,7 @@ class SharedStore:
         own = self.local.state_dict()
         if self.ranks.size == 1:
             return own
+        own["initial"] = own["initial"].cpu()
         if "rows" in own:
             own["rows"] = {client: row.cpu() for client, row in own["rows"].items()}
         return joined(self.ranks.collect(own))

@@ -107,7 +107,7 @@ def test_checkpoints_hold_names_and_old_files_go(tiny, tmp_path):
     fit(tiny, tmp_path, rounds=6, clients_per_round=5)
     saved = torch.load(saved_in(tmp_path), weights_only=True)["perada"]["federation"]["clients"]
     files = {path.name for path in (run_folder(tmp_path) / "clients").iterdir()}
-    assert set(saved) == {"header", "folder", "files"}
+    assert set(saved) == {"header", "initial", "folder", "files"}
     assert set(saved["files"]) == set(range(5))
     assert set(saved["files"].values()) <= files
     assert len(files) == 2 * 5  # of this checkpoint and the one before

@@ -178,7 +178,8 @@ def test_any_number_of_workers_gives_the_same_batches(secure, monkeypatch):
     loaded = []
     for workers in (0, 2):
         if secure:  # the same bytes for both modules: what is left to differ is the workers
-            monkeypatch.setattr("os.urandom", random.Random(0).randbytes)
+            monkeypatch.setattr("ssl.RAND_bytes", random.Random(0).randbytes)
+            monkeypatch.setattr("secrets.randbits", random.Random(1).getrandbits)
         data = FederatedData([Pictures(size, noisy=True) for size in (9, 30)])
         module = FederatedDataModule(data, batch_size=2, num_workers=workers)
         private = replace(PERADA, secure=secure)
@@ -196,6 +197,40 @@ def test_what_a_dataset_draws_differs_between_streams():
     (item,) = datamodule(steps=(1,), data=data).train_dataloader()
     assert item["personal"].counts == item["local"].counts == (4,)  # all images, in order, in both
     assert not (item["personal"].x == item["local"].x).any()
+
+
+class Shaken(Dataset):
+    """Images numbered from ``first`` on, each with a transform at random: all but the first image of the whole set."""
+
+    def __init__(self, first):
+        self.numbers = range(first, 6)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        number = self.numbers[index]
+        return torch.tensor(
+            [[[number + random.random() / 2, number + np.random.rand() / 2, number + torch.rand(()) / 2]]]
+        ), 0
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_secure_transforms_of_a_dataset_do_not_go_by_a_known_key(secure):
+    """By a known key one tells what every other image became, with image 0 and without it. No clipping bounds that."""
+
+    def drawn():
+        data = FederatedData([Shaken(0)])
+        module = FederatedDataModule(data, batch_size="full")
+        private = replace(PERADA, secure=secure)
+        module.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(steps=2)], private=private)
+        return [batch["local"].x[0].flatten(1) for batch in module.train_dataloader()]
+
+    (one, later), (again, _) = drawn(), drawn()
+    assert torch.equal(one.floor(), again.floor())  # the same images
+    assert not (one == later).any()  # a step draws anew
+    assert torch.equal(one, again) != secure
+    assert not secure or not (one == again).any()
 
 
 @pytest.mark.parametrize("mapped", [False, True])

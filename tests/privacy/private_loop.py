@@ -69,8 +69,14 @@ def network(dropout=0.0):
     return nn.Sequential(OrderedDict(layers)).double()
 
 
+def seeded(privacy):
+    """Options whose draws follow from the run's seed, unless they say otherwise."""
+    return {"secure_rng": False} | privacy if isinstance(privacy, dict) else privacy
+
+
 def train(algorithm, privacy, rounds=ROUNDS, dropout=0.0, net=None, data=None, **options):
-    """``perada.finetune`` on the small problem."""
+    """``perada.finetune`` on the small problem; in the test mode, whose draws a plain loop can repeat."""
+    options |= {name: seeded(options[name]) for name in ("client_privacy",) if name in options}
     common = {
         "adapter": "full",
         "clients_per_round": CLIENTS_PER_ROUND,
@@ -88,7 +94,7 @@ def train(algorithm, privacy, rounds=ROUNDS, dropout=0.0, net=None, data=None, *
         data or task(),
         algorithm=algorithm,
         rounds=rounds,
-        privacy=privacy,
+        privacy=seeded(privacy),
         **common | QUIET | options,
     )
 

@@ -35,7 +35,7 @@ def _without_epsilon(monkeypatch):
 
 
 def private(sigma=0.0, **options):
-    return {"noise_multiplier": sigma, "max_norm": BOUND, "delta": 1e-3} | options
+    return {"noise_multiplier": sigma, "max_norm": BOUND, "delta": 1e-3, "secure_rng": False} | options
 
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of the operating system. They cannot be seeded, so a right draw fails each statistical test here about once in
-a million runs; wrong laws, such as a variance that is 5 % off, fail always."""
+"""Draws of a cryptographic generator. They cannot be seeded, so a right draw fails each statistical test here about
+once in a million runs; wrong laws, such as a variance that is 5 % off, fail always."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ N = 200_000
 
 
 class Counter:
-    """In place of os.urandom: a stream of 64-bit words that is known, and how many bytes were taken."""
+    """In place of ssl.RAND_bytes: a stream of 64-bit words that is known, and how many bytes were taken."""
 
     def __init__(self, words=None):
         self.words = words or (index * 0x9E3779B97F4A7C15 % 2**64 for index in itertools.count(1))
@@ -35,7 +35,7 @@ class Counter:
 @pytest.fixture
 def counter(monkeypatch):
     stream = Counter()
-    monkeypatch.setattr("os.urandom", stream)
+    monkeypatch.setattr("ssl.RAND_bytes", stream)
     return stream
 
 
@@ -50,8 +50,9 @@ def test_uniform_law():
     assert stats.chi2(53).sf(((ones - N / 2) ** 2 / (N / 4)).sum()) > LEVEL
 
 
-def test_normal_law():
-    draws = secure_normal((N,), torch.float64).numpy()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_normal_law(dtype):
+    draws = secure_normal((N,), dtype).double().numpy()
     assert stats.kstest(draws, "norm").pvalue > LEVEL
     assert 2 * stats.norm.sf(abs(draws.mean()) * math.sqrt(N)) > LEVEL
     squares = stats.chi2(N)
@@ -62,8 +63,13 @@ def test_normal_law():
     assert abs(stats.kurtosis(draws)) < stats.norm.isf(LEVEL / 2) * math.sqrt(24 / N)
 
 
-def test_calls_and_neighbours_are_independent():
-    first, second = (secure_normal((2, N // 2), torch.float64) for _ in range(2))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_calls_and_neighbours_are_independent(dtype):
+    """Also the two halves of a block, which share their lengths: nor are their squares correlated."""
+    first, second = (secure_normal((2, N // 2), dtype).double() for _ in range(2))
+    squares = [one.square() - 1 for one in first]
+    z = float((squares[0] * squares[1]).sum()) / math.sqrt(4 * N / 2)  # a square's variance is 2
+    assert 2 * stats.norm.sf(abs(z)) > LEVEL
     pairs = [(first, second), (first[0], first[1]), (first.flatten()[1:], first.flatten()[:-1])]
     for a, b in pairs:
         z = float((a * b).sum()) / math.sqrt(a.numel())
@@ -77,7 +83,7 @@ def test_every_order_is_as_likely_as_any_other():
     assert stats.chisquare(list(orders.values())).pvalue > LEVEL
 
 
-def test_uniform_is_53_bits_of_the_operating_systems_bytes(counter):
+def test_uniform_is_53_bits_of_the_generators_bytes(counter):
     draws = secure_uniform((3, 4))
     assert draws.shape == (3, 4)
     assert draws.flatten().tolist() == [word % 2**53 / 2**53 for word in counter.given]
@@ -85,31 +91,39 @@ def test_uniform_is_53_bits_of_the_operating_systems_bytes(counter):
 
 
 @pytest.mark.parametrize("block", [2, 5, 100])
-def test_normal_is_half_a_sum_of_four_draws_of_box_and_muller(counter, monkeypatch, block):
+@pytest.mark.parametrize(("dtype", "draws"), [(torch.float64, 4), (torch.float32, 1)])
+def test_normal_is_a_sum_of_draws_of_box_and_muller(counter, monkeypatch, dtype, draws, block):
+    """In float64 half the sum of four draws, in float32 one; both halves of a pair are used."""
     monkeypatch.setattr(randomness, "_BLOCK", block)
-    draws = secure_normal((5, 1), torch.float64)
-    assert draws.shape == (5, 1)
-    assert len(counter.given) == 5 * 4 * 2
+    found = secure_normal((5, 1), dtype)
+    assert found.shape == (5, 1)
+    assert found.dtype == dtype
     words, expected = iter(counter.given), []
     for start in range(0, 5, block):
-        width = min(block, 5 - start)
-        u, v = ([[next(words) % 2**53 / 2**53 for _ in range(width)] for _ in range(4)] for _ in range(2))
-        for i in range(width):
-            four = [math.sqrt(-2 * math.log(1 - u[k][i])) * math.cos(2 * math.pi * v[k][i]) for k in range(4)]
-            expected.append(sum(four) / 2)
-    assert draws.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+        count = min(block, 5 - start)
+        width = math.ceil(count / 2)
+        u, v = ([[next(words) % 2**53 / 2**53 for _ in range(width)] for _ in range(draws)] for _ in range(2))
+        both = [
+            sum(math.sqrt(-2 * math.log(1 - u[k][i])) * turn(2 * math.pi * v[k][i]) for k in range(draws))
+            for turn in (math.cos, math.sin)
+            for i in range(width)
+        ]
+        expected += [value / math.sqrt(draws) for value in both[:count]]
+    assert next(words, None) is None
+    # An absolute part, since the sine of 2πv is as exact as 2πv is.
+    assert found.flatten().tolist() == pytest.approx(expected, rel=torch.finfo(dtype).eps, abs=1e-14)
 
 
 @pytest.mark.parametrize("word", [0, 2**64 - 1])
 def test_the_ends_of_the_range_are_finite(monkeypatch, word):
     """A zero must not come under the logarithm, nor anything above one."""
-    monkeypatch.setattr("os.urandom", Counter(itertools.repeat(word)))
+    monkeypatch.setattr("ssl.RAND_bytes", Counter(itertools.repeat(word)))
     assert secure_normal((3,), torch.float64).isfinite().all()
 
 
 def test_permutation_sorts_the_keys_and_draws_again_on_a_tie(monkeypatch):
     stream = Counter(iter([5, 9, 5, 7, 2**63, 1]))  # as a signed number 2**63 is the smallest
-    monkeypatch.setattr("os.urandom", stream)
+    monkeypatch.setattr("ssl.RAND_bytes", stream)
     assert secure_permutation(3).tolist() == [1, 2, 0]
     assert len(stream.given) == 6
 
