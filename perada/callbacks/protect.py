@@ -18,6 +18,7 @@ from perada.privacy import ClientPrivacy, calibrate
 from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_level_refusals import check_client_level
+from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_gradients
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import rehearse
@@ -52,6 +53,9 @@ def check_private(
             "clients' images, which no ledger counts; give precision='bf16-mixed'"
         )
     _check_selection(loop, trainer, data)
+    for key, value in get_state(module.model).items():
+        if value.is_floating_point():
+            check_precision(key, value)
     if loop.algorithm.distills and distils:
         data.check_public_overlap()
     if loop.privacy is None:

@@ -232,8 +232,8 @@ def check_precision(name: str, value: Tensor) -> None:
     """
     if value.dtype.itemsize < 4:
         raise ValueError(
-            f"{name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 (frozen weights "
-            "may stay as they are; precision='bf16-mixed' computes in half precision)"
+            f"privacy: {name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 "
+            "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)"
         )
 
 

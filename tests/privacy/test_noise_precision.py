@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise that is really added, in each precision and engine, measured on what a run gives back.
+
+20,000 images with one and the same gradient give a sum so large that in half precision the noise would be less than its
+last digit. The difference of two runs is that of their noises, for nothing else differs.
+"""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.privacy import clipped_sum, noisy_mean
+
+from ..algorithms.problems import QUIET
+from .private_loop import once
+
+PIXELS, CLASSES, BOUND, SIGMA = 400, 5, 0.5, 1.5
+LEVEL = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _quick_epsilon(monkeypatch):
+    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+
+
+def network(dtype=torch.float32):
+    layer = nn.Linear(PIXELS, CLASSES, bias=False)
+    nn.init.zeros_(layer.weight)
+    return nn.Sequential(nn.Flatten(), layer).to(dtype)
+
+
+def federation(images, dtype=torch.float32):
+    x = torch.ones(images, 1, 1, PIXELS, dtype=dtype)
+    return perada.FederatedData([TensorDataset(x, torch.zeros(images, dtype=torch.long))], num_classes=CLASSES)
+
+
+def train(images, dtype, **options):
+    common = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "lr_local": 1.0, "rounds": 1}
+    run = perada.finetune(network(dtype), federation(images, dtype), **common | QUIET | options)
+    return next(iter(run.state("global").values()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float32, "32-true"), (torch.float32, "bf16-mixed"), (torch.float64, "32-true")],
+)
+@pytest.mark.parametrize("engine", ["folded", "opacus", "clients"])
+def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
+    images, options = 20_000, {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-5}
+    if engine == "clients":
+        chosen, std = {"client_privacy": options}, SIGMA * BOUND  # of the one client's change
+    else:
+        chosen = {"privacy": options | {"engine": engine, "physical_batch_size": 5000}}
+        std = SIGMA * BOUND / images  # of the mean gradient, and of the weights after a step of rate 1
+    first, second = (train(images, dtype, precision=precision, **chosen).double() for _ in range(2))
+    noise = ((first - second) / 2**0.5 / std).flatten().numpy()
+    assert (noise != 0).all()
+    low, high = stats.chi2(noise.size).ppf([LEVEL / 2, 1 - LEVEL / 2])
+    assert low < np.square(noise).sum() < high
+    assert stats.kstest(noise, "norm").pvalue > LEVEL
+    # The rest is the clipped sum: every image's gradient has the norm of the bound.
+    mean = (first + second).flatten() / 2
+    assert float(mean.norm()) == pytest.approx(BOUND, rel=0.02 if engine != "clients" else 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+@pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])
+def test_weights_in_half_precision_are_refused_at_set_up(engine, section, dtype):
+    level = {"noise_multiplier": SIGMA, "delta": 1e-5}
+    options = {"engine": "loop"} if engine == "loop" else {}
+    if section == "privacy" and engine != "loop":
+        level["engine"] = engine
+    with pytest.raises(
+        ValueError, match=r"'1\.weight' is torch\..*16, in which the noise would be rounded away"
+    ) as error:
+        train(8, dtype, **{section: level}, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_frozen_weights_may_be_in_half_precision():
+    layers = [nn.Flatten(), nn.Linear(PIXELS, 4).to(torch.bfloat16), Widened(), nn.Linear(4, CLASSES)]
+    run = perada.finetune(
+        nn.Sequential(*layers),
+        federation(8, torch.bfloat16),
+        adapter="head",
+        algorithm="fedavg",
+        rounds=1,
+        privacy={"noise_multiplier": SIGMA},
+        **QUIET,
+    )
+    assert {value.dtype for value in run.state("global").values()} == {torch.float32}
+
+
+class Widened(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+def test_parts_for_use_alone_sum_in_single_precision_and_refuse_less():
+    gradients = {"w": torch.ones(1, 5000, 3, dtype=torch.bfloat16)}
+    mask = torch.ones(1, 5000, dtype=torch.bool)
+    summed = clipped_sum(gradients, mask, {"w": torch.full((1, 5000), 0.25)})
+    assert summed["w"].dtype == torch.float32
+    assert summed["w"].tolist() == [[1250.0] * 3]
+    with pytest.raises(ValueError, match=r"'w' is torch.bfloat16, in which the noise would be rounded away"):
+        noisy_mean({"w": summed["w"].bfloat16()}, 1.0, [1.0], None)
+
+
+def test_the_noise_is_rounded_once_together_with_the_sum():
+    """A sum of 2**24 has no room for less than 2; noise of 0.4, rounded to its place, would be lost or doubled."""
+    summed = {"w": torch.full((1, 200_000), 2.0**24)}
+    found = noisy_mean(summed, 0.4, [2.0**24], None)["w"].double()[0]
+    steps = ((found - 1) * 2.0**24).round()
+    # The law of the rounded sum: below 2**24 the places are 1 apart, above it 2.
+    expected = {-1.0: stats.norm.cdf(-0.5 / 0.4) - stats.norm.cdf(-1.5 / 0.4), 2.0: stats.norm.sf(1 / 0.4)}
+    for step, share in expected.items():
+        count = int((steps == step).sum())
+        assert stats.binomtest(count, len(steps), share).pvalue > LEVEL
