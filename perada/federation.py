@@ -88,6 +88,7 @@ class Federation:
         if loader and settings.algorithm.compares:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
+        settings.protection.spend(plan, self.ranks)
         private = settings.protection.open(own, self._device)
         return self._cohort(settings.algorithm, settings.phases, own, self.store, factor, private, losses)
 
@@ -141,7 +142,6 @@ class Federation:
         shares, places = share_out(plan, ranks.size), self._places(plan)
         kept, updates, finite, counts = cohort.close()
         outcomes = gather_outcomes(cohort, finite, counts, places, len(plan.clients), ranks)
-        protection.spend(plan)
         sound = finite & (torch.arange(len(finite), device=finite.device) < len(places))  # without a stand-in
         self.scales.close("clients", cohort.scales, sound, ranks)
         metrics = round_metrics(self.settings, self.slot, self.global_state, cohort, updates, outcomes)
@@ -152,7 +152,7 @@ class Federation:
         good = outcomes.counts.nonzero().flatten().tolist()
         if protection.clients is not None:  # all are counted, since who broke depends on their images
             received = {key: value[: len(places)] for key, value in cohort.received.items()}
-            own = protection.clients.apply(own, received, plan.round, plan.clients, places, ranks)
+            own = protection.clients.privatized(own, received, plan.round, plan.clients, places, ranks)
             good = list(range(len(plan.clients)))
         if good:
             sent = Updates(own, places, len(plan.clients), ranks).part(good)
@@ -191,12 +191,12 @@ class Federation:
         broken: list[int] = []
         for plan in groups:
             protection, shares, own = self.settings.protection, share_out(plan, self.ranks.size), self._share(plan)
+            protection.spend(plan, self.ranks, tuning=True)
             private = protection.open(own, self._device, tuning=True)
             cohort = self._cohort(algorithm, [phase], own, self.tuned, factor, private)
             for batch in loader(shares[self.ranks.rank]):
                 cohort.step(batch)
             kept, _, finite, counts = cohort.close()
-            protection.spend(plan, tuning=True)
             outcomes = gather_outcomes(cohort, finite, counts, self._places(plan), len(plan.clients), self.ranks)
             self.tuned.scatter(shares, outcomes.broken(plan), kept)
             broken += outcomes.broken(plan)

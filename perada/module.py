@@ -133,7 +133,7 @@ class FederatedClassifier(pl.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None
-        self.multilabel = False
+        self.multilabel, self.seed = False, 0
         self.cohort: Cohort | None = None
         self.per_client: dict[str, Tensor] = {}
         self.scores: dict[str, float] = {}
@@ -148,12 +148,16 @@ class FederatedClassifier(pl.LightningModule):
             seed: The run's seed, from which the random initial values of head and adapter are derived.
 
         Raises:
-            ValueError: If the data's number of classes is not the one that was asked for.
+            ValueError: If the data's number of classes is not the one that was asked for, or it was built otherwise.
         """
         if self.adapted is not None and (self.num_classes, self.multilabel) != (num_classes, multilabel):
             raise ValueError(
                 f"the FederatedClassifier was built for {self.num_classes} classes, and the data has {num_classes}, or "
                 "labels of another kind; make a new one"
+            )
+        if self.adapted is not None and self.seed != seed:
+            raise ValueError(
+                "the FederatedClassifier was built with another seed than that of the FederatedLoop; make a new one"
             )
         if self.adapted is not None:
             return

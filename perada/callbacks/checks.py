@@ -5,6 +5,7 @@ import os
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import Tensor
 
 from perada.algorithms import Algorithm
@@ -32,6 +33,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"{os.environ['WORLD_SIZE']} processes; leave both out"
         )
     check_precision(trainer.precision)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise ValueError(
+                f"{type(callback).__name__} cannot be used: it trains steps on trial, which belong to no round and, in "
+                "private training, to no ledger; set batch_size and the learning rates yourself"
+            )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be used: a batch is one local step of "

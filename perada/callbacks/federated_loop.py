@@ -3,6 +3,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
@@ -10,10 +11,18 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.callbacks.checkpoint import belonging, check_belongs, find_clients, frozen_digest, go_on
+from perada.callbacks.checkpoint import (
+    RoundCheckpoint,
+    belonging,
+    check_belongs,
+    find_clients,
+    frozen_digest,
+    go_on,
+)
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.callbacks.features import use_features
 from perada.callbacks.finetuning import finetune, is_scored, score
+from perada.callbacks.journals import journals_of, keep_journal
 from perada.callbacks.parts import (
     compared,
     federation_of,
@@ -52,6 +61,10 @@ class FederatedLoop(pl.Callback):
     A round opens with the epoch: the server samples clients and sends them the global state. The epoch's training steps
     are the clients' local steps. The round closes after the last one, before validation: clients store what they keep,
     the server aggregates what they sent, and distils.
+
+    A loop belongs to one module, one data module and one fit: rounds, derived randomness and ledgers begin once. Before
+    and after it the same objects may be validated, tested and asked for predictions. Another fit takes new ones, and
+    resumes from a checkpoint (``ckpt_path``).
 
     Args:
         algorithm: What clients train, keep and send, and the server's rule; PerAda by default.
@@ -108,8 +121,12 @@ class FederatedLoop(pl.Callback):
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
         self.arguments: list[str] = []
+        self._federation: Federation | None = None
+        self._data: FederatedDataModule | None = None
+        self._began = False
         self._step = 0
         self._loaded: dict[str, Any] | None = None
+        self._journals: list[Path] = []
         self._weights = ""
 
     @property
@@ -120,6 +137,7 @@ class FederatedLoop(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = parts(trainer, pl_module)
+        self._check_fresh(stage, data, module)
         check_trainer(trainer)
         if trainer.world_size > 1:
             share_work(trainer)
@@ -136,16 +154,42 @@ class FederatedLoop(pl.Callback):
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         check_batch_norm(data, module)
-        if self.protection is None:
+        if self.protection is None or stage == "fit":  # an evaluation before may have planned other rounds
             check_private(self, trainer, data, module)
             self.protection = protect(self, trainer, data, module)
         configure_rounds(self, data, module)
         if stage == "fit":
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
 
+    def _check_fresh(self, stage: str, data: FederatedDataModule, module: FederatedClassifier) -> None:
+        """Refuse objects of another run, and a second fit."""
+        if stage == "fit" and self._began:
+            raise ValueError(
+                "this FederatedLoop has been fitted: its rounds would begin once more, and with them the noise and the "
+                "ledgers of a private run; make a new FederatedLoop and FederatedClassifier, and resume from a "
+                "checkpoint (ckpt_path)"
+            )
+        if module.federation is not None and module.federation is not self._federation:
+            raise ValueError(
+                "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
+            )
+        if self._federation is not None and (module.federation is None or data is not self._data):
+            other = "FederatedClassifier" if module.federation is None else "FederatedDataModule"
+            raise ValueError(
+                f"this FederatedLoop belongs to another {other}, with which it was used before; make a new one"
+            )
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
-        _, module = parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
+        if trainer.state.fn == "fit" and not self._began:
+            if module.federation is not None and module.federation.rounds_done and self._loaded is None:
+                raise ValueError(
+                    f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
+                    "evaluated, and fit would begin again at the first; give the checkpoint to fit too (ckpt_path), or "
+                    "make new objects"
+                )
+            module.federation, self.history = None, []
         if module.federation is None:
             ranks = Distributed() if trainer.world_size > 1 else Ranks()
             done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
@@ -164,18 +208,18 @@ class FederatedLoop(pl.Callback):
                 storage(self, trainer),
                 LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
             )
-            module.federation = Federation(
+            module.federation = self._federation = Federation(
                 module.engine, module.slot, module.initial_state, settings, self.num_clients, ranks
             )
-        elif module.federation.settings.algorithm is not self.algorithm:
-            raise ValueError(
-                "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
-            )
+            self._data = data
         if self._loaded is not None:
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
             self._loaded = None
+        if trainer.state.fn == "fit" and not self._began:
+            self._began = True
+            keep_journal(trainer, federation_of(module), self._journals)
 
     on_validation_start = _begin
     on_test_start = _begin
@@ -185,6 +229,8 @@ class FederatedLoop(pl.Callback):
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
         data, module = parts(trainer, pl_module)
+        if self._exhausted(trainer):
+            self._finish(trainer, module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
         folder = run_folder(trainer)
         if folder is not None:
@@ -196,13 +242,41 @@ class FederatedLoop(pl.Callback):
             if self.arguments:
                 (folder / "config.yaml").write_text("\n".join(self.arguments) + "\n", encoding="utf-8")
 
+    def _exhausted(self, trainer: pl.Trainer) -> bool:
+        """Whether rounds are left, and no client who could afford one."""
+        assert self._federation is not None and self.protection is not None
+        done, limit = self._federation.rounds_done, trainer.max_epochs
+        left = limit is None or not 0 <= limit <= done
+        if not left or not self.protection.limited or self.protection.affordable(range(self.num_clients)):
+            return False
+        rank_zero_warn(
+            f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the limit "
+            "(max_epsilon or target_epsilon) to train on"
+        )
+        return True
+
+    def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
+        """End a resumed run that has nothing to train, as it would have ended."""
+        trainer.limit_train_batches = 0
+        self.on_train_end(trainer, module)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, RoundCheckpoint) and callback.dirpath:
+                trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
         data, module = parts(trainer, pl_module)
-        plan = data.plan(trainer.current_epoch)
+        plan, federation = data.plan(trainer.current_epoch), federation_of(module)
+        if plan.round != federation.rounds_done:
+            raise ValueError(
+                f"round {plan.round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
+                "epochs of something else; make a new Trainer"
+            )
+        if federation.settings.protection.images is not None:
+            federation.settings.protection.images.account.check_data(data.train_sizes, data.batch_size)
         factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
         with trainer.precision_plugin.forward_context():
-            module.cohort = federation_of(module).open(plan, factor, partial(compared, trainer, data, module))
+            module.cohort = federation.open(plan, factor, partial(compared, trainer, data, module))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -236,8 +310,7 @@ class FederatedLoop(pl.Callback):
         module.log_dict(rest, on_step=False, on_epoch=True, batch_size=1)
         self._step = trainer.global_step
         self.history.append({"round": round, "step": self._step, **report.metrics})
-        if self.privacy is not None and self.privacy.max_epsilon is not None:
-            trainer.should_stop |= not warn_spent(self, federation_of(module).plan.clients)
+        trainer.should_stop |= not warn_spent(self, federation_of(module).plan.clients)
         if round + 1 == trainer.max_epochs:
             finetune(self, trainer, data, module)
 
@@ -291,7 +364,7 @@ class FederatedLoop(pl.Callback):
             del here["seed"]  # it may be forgotten: what is evaluated is all in the checkpoint
         check_belongs(saved["belongs"], here)
         find_clients(saved["federation"], trainer.ckpt_path)
-        self._loaded = saved
+        self._loaded, self._journals = saved, journals_of(saved["federation"], trainer.ckpt_path)
         if trainer.state.fn == "fit":
             go_on(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
 

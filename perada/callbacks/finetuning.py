@@ -25,7 +25,7 @@ def finetune(
         return False
     size = loop.clients_per_round or data.num_clients
     images = federation.settings.protection.images
-    able = range(data.num_clients) if images is None else images.account.affordable(range(data.num_clients), True)
+    able = federation.settings.protection.affordable(range(data.num_clients), tuning=True)
     if len(able) < data.num_clients:
         missing = sorted({*range(data.num_clients)} - {*able})
         rank_zero_warn(f"privacy: client {', '.join(map(str, missing))} cannot afford the fine-tuning")

@@ -2,7 +2,7 @@
 """Private training in the federated loop: what is refused, the account of the run, the rounds' batches."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
@@ -45,6 +45,11 @@ def check_private(
     distils = bool(loop.distillation.steps)
     if loop.client_privacy is not None:
         check_client_level(loop.algorithm, loop.server_rule, loop.weighting, distils)
+        if loop.client_privacy.delta >= 1 / data.num_clients:
+            rank_zero_warn(
+                f"client_privacy: delta={loop.client_privacy.delta} is not below 1 / {data.num_clients}, the number of "
+                "clients: it allows to show one client in full; give less"
+            )
     if loop.privacy is None and loop.client_privacy is None:
         return
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -183,22 +188,24 @@ def protect(
         check_gradients(loop.privacy, module.engine, states, x, y, module.multilabel)
         images = PrivateTraining(account, module.engine, module.multilabel, loop.seed)
     return Protection(
-        images, None if loop.client_privacy is None else _client_level(loop, loop.client_privacy, planned(0))
+        images, None if loop.client_privacy is None else _client_level(loop, loop.client_privacy, planned)
     )
 
 
-def _client_level(loop: "FederatedLoop", options: ClientPrivacy, planned: list[int]) -> ClientLevel:
+def _client_level(
+    loop: "FederatedLoop", options: ClientPrivacy, planned: Callable[[int], Sequence[int]]
+) -> ClientLevel:
     """Privacy of whole clients; with a target, the noise that the client who takes part most often needs."""
     noise = options.noise_multiplier
     if noise is None:
         assert options.target_epsilon is not None
-        if not max(planned):
+        if not max(planned(0)):
             raise ValueError(
                 f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated "
                 "for; give max_epochs (rounds), or noise_multiplier"
             )
-        noise = calibrate(options.target_epsilon, options.delta, 1.0, max(planned), options.accountant)
-    level = ClientLevel(options, noise, loop.seed)
+        noise = calibrate(options.target_epsilon, options.delta, 1.0, max(planned(0)), options.accountant)
+    level = ClientLevel(options, noise, loop.seed, planned)
     level.check(loop.clients_per_round or loop.num_clients)
     return level
 
@@ -214,16 +221,18 @@ def configure_rounds(loop: "FederatedLoop", data: FederatedDataModule, module: F
         phases=loop.phases,
         image=module.adapted.backbone.image,
         private=None if images is None else images.sampling(),
-        eligible=None if images is None else images.account.affordable,
+        eligible=None if protection is None or not protection.limited else protection.affordable,
     )
 
 
 def warn_spent(loop: "FederatedLoop", clients: Sequence[int]) -> bool:
-    """Name the clients who cannot afford another round, and say whether any is left."""
-    assert loop.protection is not None and loop.protection.images is not None and loop.privacy is not None
-    able = set(loop.protection.images.account.affordable(range(loop.num_clients)))
+    """Name those of ``clients`` whose ``max_epsilon`` has no room for another round, and say whether anyone is left."""
+    assert loop.protection is not None
+    if not loop.protection.limited:
+        return True
+    able = set(loop.protection.affordable(range(loop.num_clients)))
     spent = [client for client in clients if client not in able]
-    if spent:
+    if spent and loop.privacy is not None and loop.privacy.max_epsilon is not None:
         rank_zero_warn(
             f"privacy: client {', '.join(map(str, spent))} cannot take part any more: another round would pass "
             f"max_epsilon={loop.privacy.max_epsilon} of its {loop.privacy.ledger} ledger"

@@ -2,20 +2,20 @@
 """What a run costs each client: its noise, its ledgers, and whether it can afford another round."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from perada.privacy.accounting import Ledger, Ledgers, history_epsilon
+from perada.privacy.accounting import ROUNDING, Ledger, Ledgers, history_epsilon
 from perada.privacy.calibration import calibrate
 from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes
 from perada.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
 
-ROUNDING = 1 + 1e-9
-"""What floating-point sums may add to a limit that is met exactly."""
+Row = tuple[int, float, float, int, bool]
+"""Client, noise multiplier, sample rate, steps, and whether anything that is sent depends on them."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,41 @@ class Account:
         """Probability q of an image of the client to be in a batch."""
         return sampling_rate(self.sizes[client], self.batch_size)
 
-    def spend(self, plan: RoundPlan, tuning: bool = False) -> None:
-        """Write down what the clients of ``plan`` trained."""
-        for client in plan.clients:
-            for sigma, rate, steps, sent in self._costs(client, tuning):
-                self.ledgers.add(client, sigma, rate, steps, sent=sent)
+    def check_data(self, sizes: Sequence[int], batch_size: BatchSize) -> None:
+        """Compare the data with those that the account was made for.
+
+        Raises:
+            ValueError: If they have changed since.
+        """
+        if tuple(sizes) != self.sizes or batch_size != self.batch_size:
+            raise ValueError(
+                f"privacy: the data have batch_size={batch_size} and {sum(sizes)} images, and the ledgers count with "
+                f"batch_size={self.batch_size} and {sum(self.sizes)}; do not change them while a run is under way"
+            )
+
+    def cost(self, plan: RoundPlan, tuning: bool = False) -> list[Row]:
+        """What the clients of ``plan`` will spend: (client, σ, q, steps, whether they are sent).
+
+        Raises:
+            ValueError: If they take other steps than the ledgers count.
+        """
+        training = self.tuning if tuning else self.rounds
+        assert training is not None
+        counted = tuple(
+            tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients)
+            for phase in training.phases
+        )
+        if plan.steps != counted:
+            raise ValueError(
+                f"privacy: round {plan.round} has {plan.steps} steps of its clients by phase, and the ledgers count "
+                f"{counted}; do not use the data module for another run meanwhile"
+            )
+        return [(client, *row) for client in plan.clients for row in self._costs(client, tuning)]
+
+    def spend(self, rows: Iterable[Row]) -> None:
+        """Write down what :meth:`cost` gave."""
+        for client, sigma, rate, steps, sent in rows:
+            self.ledgers.add(client, sigma, rate, steps, sent=sent)
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
         """Those of ``clients`` who stay within ``max_epsilon`` and ``target_epsilon`` if they train once more.

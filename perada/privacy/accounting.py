@@ -20,6 +20,8 @@ from typing import Any
 
 ACCOUNTANTS = ("rdp", "prv", "gdp")
 History = Mapping[tuple[float, float], int]
+ROUNDING = 1 + 1e-9
+"""What floating-point sums may add to a limit that is met exactly."""
 
 
 def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> float:

@@ -8,13 +8,14 @@ amplification is claimed: the sample rate is 1.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from perada.privacy.accounting import Ledger
+from perada.privacy.accounting import ROUNDING, Ledger, history_epsilon
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.ranks import Ranks
@@ -178,6 +179,12 @@ def floor_variances(state: State) -> State:
 class ClientLevel:
     """Client-level privacy of a run: makes each round's updates private and keeps the account.
 
+    Args:
+        options: What was asked for.
+        noise_multiplier: z.
+        seed: The run's seed.
+        planned: Gives, from a round on, in how many of the planned ones each client takes part; needed with a target.
+
     Attributes:
         options: What was asked for.
         noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
@@ -185,8 +192,14 @@ class ClientLevel:
         ledger: Rounds that each client took part in.
     """
 
-    def __init__(self, options: ClientPrivacy, noise_multiplier: float, seed: int) -> None:
-        self.options, self.noise_multiplier, self._seed = options, noise_multiplier, seed
+    def __init__(
+        self,
+        options: ClientPrivacy,
+        noise_multiplier: float,
+        seed: int,
+        planned: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        self.options, self.noise_multiplier, self._seed, self._planned = options, noise_multiplier, seed, planned
         self.norm, self.ledger = options.max_norm, Ledger()
         self._count_noise = options.count_noise
 
@@ -216,7 +229,7 @@ class ClientLevel:
         places: Sequence[int] | None = None,
         ranks: Ranks | None = None,
     ) -> State:
-        """Make a round's updates private, count the round, and move S.
+        """Count a round, make its updates private, and move S: :meth:`spend` and :meth:`privatized`.
 
         Args:
             updates: What clients of the round sent, (c, ...); those that are not finite too, as whether they are
@@ -233,6 +246,36 @@ class ClientLevel:
         Raises:
             ValueError: As :func:`privatize` and :func:`split_noise`.
         """
+        self.spend(clients)
+        return self.privatized(updates, received, round, clients, places, ranks)
+
+    def spend(self, clients: Sequence[int], noise_multiplier: float | None = None) -> None:
+        """Count a round of ``clients``, by default with the noise of now."""
+        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        for client in clients:
+            self.ledger.add(client, noise, 1.0, 1)
+
+    def affordable(self, clients: Sequence[int]) -> list[int]:
+        """Those of ``clients`` who stay within ``target_epsilon`` if they take part once more."""
+        target = self.options.target_epsilon
+        return [client for client in clients if target is None or self._after(client, 1) <= target * ROUNDING]
+
+    def _after(self, client: int, rounds: int) -> float:
+        """ε of a client after so many rounds more."""
+        history = Counter(self.ledger.history(client))
+        history[self.noise_multiplier, 1.0] += rounds
+        return history_epsilon(history, self.options.delta, self.options.accountant)
+
+    def privatized(
+        self,
+        updates: State,
+        received: State,
+        round: int,
+        clients: Sequence[int],
+        places: Sequence[int] | None = None,
+        ranks: Ranks | None = None,
+    ) -> State:
+        """:meth:`apply` for a round that has been counted."""
         secure, ranks = self.options.secure_rng, ranks or Ranks()
         own = list(range(len(clients)) if places is None else places)
         noise, count_noise = self._split(len(clients))
@@ -247,8 +290,6 @@ class ClientLevel:
             share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
             share = ranks.gather(share)[0]  # a secure generator draws another on each rank
             self.norm = next_norm(self.norm, share, self.options.quantile, self.options.clip_lr)
-        for client in clients:
-            self.ledger.add(client, self.noise_multiplier, 1.0, 1)
         return result
 
     def epsilons(self, clients: Sequence[int] | None = None) -> dict[int, float]:
@@ -261,18 +302,35 @@ class ClientLevel:
         return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": largest}
 
     def state_dict(self) -> dict[str, Any]:
-        """S and the ledger, in lists and numbers only."""
-        return {"norm": self.norm, "ledger": self.ledger.state_dict()}
+        """S, z and the ledger, in lists and numbers only."""
+        return {"norm": self.norm, "noise_multiplier": self.noise_multiplier, "ledger": self.ledger.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+    def load_state_dict(self, state: Mapping[str, Any], rounds_done: int = 0) -> None:
+        """Resume from what :meth:`state_dict` gave; a calibrated z stays what it was.
+
+        Args:
+            state: What it gave.
+            rounds_done: Rounds that it counts.
 
         Raises:
-            ValueError: If ``state`` is not from :meth:`state_dict`; everything is then as it was.
+            ValueError: If ``state`` is not from :meth:`state_dict`, and everything is then as it was, or if the rounds
+                that are now planned would pass the target.
         """
-        if set(state) != {"norm", "ledger"}:
+        if not {"norm", "ledger"} <= set(state) <= {"norm", "noise_multiplier", "ledger"}:
             raise ValueError(f"client-level privacy has norm and ledger, not {sorted(state)}; load its state_dict()")
-        norm, ledger = float(state["norm"]), Ledger()
+        norm, noise, ledger = float(state["norm"]), state.get("noise_multiplier", self.noise_multiplier), Ledger()
         sensitivity(norm)
         ledger.load_state_dict(state["ledger"])
         self.norm, self.ledger = norm, ledger
+        target = self.options.target_epsilon
+        if target is None:
+            return
+        self.noise_multiplier = noise
+        for client, rounds in enumerate([] if self._planned is None else self._planned(rounds_done)):
+            epsilon = self._after(client, rounds)
+            if epsilon > target * ROUNDING:
+                raise ValueError(
+                    f"client_privacy: the noise was calibrated to target_epsilon={target} for another plan: with the "
+                    f"rounds planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a "
+                    "higher target_epsilon"
+                )

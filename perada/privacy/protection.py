@@ -1,36 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that protects a run: privacy of single images, of whole clients, both, or neither."""
 
-from dataclasses import asdict, dataclass
+import secrets
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from perada.privacy.client_level import ClientLevel
+from perada.privacy.journal import Journal, read_journals
 from perada.privacy.training import PrivateRound, PrivateTraining
+from perada.ranks import Ranks
 from perada.rounds import RoundPlan
 
 
-@dataclass(frozen=True)
+@dataclass
 class Protection:
     """What protects a run.
 
     Attributes:
         images: Private training of every client.
         clients: Privacy of what a client sends.
+        journal: Where rounds are written down before they are trained; nowhere where there are no checkpoints.
+        counted: The rounds in the ledgers, by an id of each.
     """
 
     images: PrivateTraining | None = None
     clients: ClientLevel | None = None
+    journal: Journal = field(default_factory=lambda: Journal([]))
+    counted: list[str] = field(default_factory=list)
 
     def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> PrivateRound | None:
         """Begin local training."""
         return None if self.images is None else self.images.open(plan, device, tuning)
 
-    def spend(self, plan: RoundPlan, tuning: bool = False) -> None:
-        """Write down what local training cost."""
+    def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
+        """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
+
+        A round that is begun is counted, whatever becomes of it: its noise has been drawn. In the test mode the same
+        noise is drawn again, and the round is counted once.
+
+        Args:
+            plan: All of the round's clients.
+            ranks: The processes.
+            tuning: Whether it is the fine-tuning after the last round.
+
+        Raises:
+            OSError: If it cannot be written down.
+        """
+        if self.images is None and self.clients is None:
+            return
+        again = f"{'tuning' if tuning else 'round'} {plan.round} {plan.clients}"
+        entry = {
+            "id": ranks.gather(again if self.test_mode else secrets.token_hex(16))[0],
+            "round": plan.round,
+            "images": [] if self.images is None else self.images.account.cost(plan, tuning),
+            "clients": [] if self.clients is None or tuning else list(plan.clients),
+            "noise_multiplier": None if self.clients is None else self.clients.noise_multiplier,
+        }
+        if entry["id"] in self.counted:
+            return
+        lost = self.journal.write(entry) if ranks.rank == 0 and not self.test_mode else []
+        ranks.gather(None)  # the others wait until it is on disk
+        if lost:
+            names = ", ".join(map(str, lost))
+            warnings.warn(
+                f"privacy: {names} cannot be written: who resumes from there does not know of it", stacklevel=2
+            )
+        self._count(entry)
+
+    def _count(self, entry: dict[str, Any]) -> None:
+        self.counted.append(entry["id"])
         if self.images is not None:
-            self.images.account.spend(plan, tuning)
+            self.images.account.spend(entry["images"])
+        if self.clients is not None:
+            self.clients.spend(entry["clients"], entry["noise_multiplier"])
+
+    def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
+        """Count the rounds that were begun after the checkpoint that this run is resumed from; all ranks call it.
+
+        Args:
+            journals: Files that hold them.
+            ranks: The processes.
+
+        Returns:
+            Those rounds.
+        """
+        known = ranks.gather(read_journals(journals))[0]
+        missing = [entry for name, entry in known.items() if name not in self.counted]
+        for entry in missing:
+            self._count(entry)
+        return sorted(entry["round"] for entry in missing)
 
     @property
     def _secure_rng(self) -> dict[str, bool]:
@@ -42,6 +105,18 @@ class Protection:
     def test_mode(self) -> bool:
         """Whether any noise follows from the run's seed."""
         return not all(self._secure_rng.values())
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit that a client may reach."""
+        images = None if self.images is None else self.images.account.options
+        limits = [] if images is None else [images.max_epsilon, images.target_epsilon]
+        return any(limit is not None for limit in [*limits, self.clients and self.clients.options.target_epsilon])
+
+    def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
+        """Those of ``clients`` who stay within every limit if they train once more, or are fine-tuned."""
+        able = list(clients) if self.images is None else self.images.account.affordable(clients, tuning)
+        return able if self.clients is None or tuning else self.clients.affordable(able)
 
     def metrics(self) -> dict[str, float]:
         """ε so far, and a mark where the noise follows from the run's seed."""
@@ -77,6 +152,8 @@ class Protection:
             "images": None if self.images is None else self.images.account.state_dict(),
             "clients": None if self.clients is None else self.clients.state_dict(),
             "secure_rng": self._secure_rng,
+            "counted": list(self.counted),
+            "journals": [str(path) for path in (*self.journal.own, *self.journal.others)],
         }
 
     def check_alike(self, saved: dict[str, Any] | None) -> None:
@@ -120,7 +197,8 @@ class Protection:
         self.check_alike(saved)
         if saved is None:
             return
+        self.counted = list(saved.get("counted", []))
         if self.images is not None:
             self.images.account.load_state_dict(saved["images"], rounds_done, tuned)
         if self.clients is not None:
-            self.clients.load_state_dict(saved["clients"])
+            self.clients.load_state_dict(saved["clients"], rounds_done)

@@ -17,6 +17,7 @@ from perada.server import FedAdam
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = ("perada", "a process without clients", "steps shared in double precision", "fedavg_ft")
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
+COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "count_noise": 2.0, "delta": 0.01}
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
@@ -39,12 +40,18 @@ CASES = {
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},
-    "private images": {"algorithm": "perada_no_kd", "privacy": {"noise_multiplier": 1.0}, "norm": False},
+    "private images": {
+        "algorithm": "perada_no_kd",
+        "privacy": {"noise_multiplier": 1.0, "secure_rng": False},
+        "norm": False,
+    },
     "private clients": {
         "algorithm": "fedavg",
-        "client_privacy": {"noise_multiplier": 0.5, "clipping": "adaptive", "count_noise": 2.0, "delta": 0.01},
+        "client_privacy": COUNTED | {"secure_rng": False},
     },
 }
+SECURE = {"algorithm": "perada_no_kd", "privacy": {"noise_multiplier": 1.0}, "client_privacy": COUNTED, "norm": False}
+"""No two of these runs draw alike."""
 
 
 def network(norm: bool, dtype: torch.dtype) -> nn.Module:
@@ -79,7 +86,8 @@ def federation(dtype: torch.dtype) -> perada.FederatedData:
 
 def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     """Run a case."""
-    options = {"norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0} | CASES[case] | extra
+    options = {"norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0}
+    options |= CASES.get(case, SECURE) | extra
     norm, dtype = options.pop("norm"), options.pop("dtype")
     data = federation(dtype)
     if options.pop("augmented", False):
@@ -122,7 +130,13 @@ def main(folder: Path, cases: list[str]) -> None:
     run("perada", size, 2, **where)  # a checkpoint to go on from on one process
     alone = {"ckpt_path": str(folder / "one.ckpt"), "default_root_dir": str(folder / "from_one")}
     done = run("perada", size, 4, **{**where, **alone})  # from one process
+    secure = run("secure", size, 2, logger=True, default_root_dir=str(folder / "secure"))
+    saved = str(folder / "secure" / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt")
+    more = {"logger": True, "default_root_dir": str(folder / "secure more"), "ckpt_path": saved}
+    again = run("secure", size, 3, **more)  # a branch, whose round the next one counts too
+    third = run("secure", size, 3, **more)
     if rank == 0:
+        found["secure"] = [results(one) for one in (secure, again, third)]
         found["resumed"] = results(done)
         torch.save(found, folder / "found.pt")
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two processes compute is what one computes."""
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +76,21 @@ def test_two_processes_do_what_one_does_whatever_the_method(case, found_by_the_o
 
 def test_two_processes_go_on_from_the_checkpoint_of_one(found):
     compare(found["resumed"], results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)
+
+
+def test_secure_processes_keep_one_ledger_and_one_journal(folder, found):
+    """What they cost is what one process costs, and a round begun by an earlier branch is counted in the next."""
+    alone = [results(run("secure", rounds=rounds)) for rounds in (2, 3)]
+    for two, one in zip(found["secure"], alone, strict=False):
+        for name, values in two["metrics"]["clients"].items():
+            if "epsilon" in name:
+                assert values == pytest.approx(one["metrics"]["clients"][name])
+        assert two["info"]["sample"]["release"] == one["info"]["sample"]["release"]
+    lines = (folder / "secure" / "lightning_logs" / "version_0" / "checkpoints" / "privacy_ledger.jsonl").read_text()
+    assert [json.loads(line)["round"] for line in lines.splitlines()] == [0, 1, 2, 2]
+    spent, doubled = (np.array(one["info"]["client"]["epsilon"]) for one in found["secure"][1:])
+    assert (doubled >= spent).all()
+    assert int((doubled > spent).sum()) == 3  # the clients of round 2
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(folder, found):

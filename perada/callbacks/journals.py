@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the journal of private rounds is: beside the checkpoints that a run writes, and beside those it came from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.federation import Federation
+from perada.privacy.journal import JOURNAL, Journal
+
+
+def journals_of(states: dict[str, Any], checkpoint: str | Path | None) -> list[Path]:
+    """The journals that tell what was begun after a checkpoint.
+
+    Args:
+        states: The saved states of a federation.
+        checkpoint: Its path.
+    """
+    named = [Path(path) for path in (states.get("privacy") or {}).get("journals", [])]
+    beside = [] if checkpoint is None else [Path(checkpoint).parent / JOURNAL]
+    return [*beside, *(path for path in named if path.is_file())]
+
+
+def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[Path]) -> None:
+    """Have private rounds written down from now on, and count those that a resumed run does not know of.
+
+    Args:
+        trainer: Its checkpoint callbacks name the folders.
+        federation: Whose rounds they are.
+        earlier: Journals of the runs that this one is resumed from.
+    """
+    protection = federation.settings.protection
+    if protection.images is None and protection.clients is None:
+        return
+    begun = protection.count_begun(earlier, federation.ranks)
+    if begun:
+        rank_zero_warn(
+            f"privacy: round {', '.join(map(str, begun))} was begun once already since this checkpoint was written; "
+            "its noise has been drawn, so it is counted too"
+        )
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    own = [Path(folder) / JOURNAL for folder in folders if folder and "://" not in str(folder)]
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        protection.journal = Journal(own, earlier)

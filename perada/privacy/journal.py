@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What private rounds cost, on disk before they are trained, so that no crash makes a ledger forget one.
+
+A checkpoint knows the rounds up to its own. What was begun after it, and was lost with the process, has been drawn from
+the generator all the same: whoever resumes draws again, and both are counted.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+JOURNAL = "privacy_ledger.jsonl"
+"""Name of the file, beside the checkpoints."""
+
+
+class Journal:
+    """Files with a line of JSON for every round that was begun.
+
+    Args:
+        own: Files of this run; they must be writable.
+        others: Those of the runs that it is resumed from, which are to know of its rounds too.
+    """
+
+    def __init__(self, own: Iterable[Path], others: Iterable[Path] = ()) -> None:
+        self.own = list(dict.fromkeys(path.absolute() for path in own))
+        self.others = [path for path in dict.fromkeys(path.absolute() for path in others) if path not in self.own]
+
+    def write(self, entry: dict[str, Any]) -> list[Path]:
+        """Add an entry to every file; on return it is on disk.
+
+        Args:
+            entry: In plain types.
+
+        Returns:
+            Those of ``others`` that could not be written.
+
+        Raises:
+            OSError: If one of ``own`` cannot be written.
+        """
+        lost = []
+        for path in (*self.own, *self.others):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab+") as file:
+                    file.seek(max(0, file.tell() - 1))
+                    cut = file.read() not in (b"", b"\n")  # by a crash: the entry goes on a line of its own
+                    file.write(b"\n" * cut + json.dumps(entry).encode() + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                if path in self.own:
+                    raise OSError(
+                        f"privacy: the round cannot be written down in {str(path)!r} ({error}), and is not begun; make "
+                        "room or give another folder"
+                    ) from error
+                lost.append(path)
+        return lost
+
+
+def read_journals(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The entries of several files by their ``id``; a line that was cut off was never begun."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            try:
+                entry = json.loads(line)
+                found[entry["id"]] = entry
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round that is begun is counted, whatever becomes of it: its noise has been drawn, and after a crash others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.privacy import clipping, history_epsilon
+from perada.privacy.journal import JOURNAL, Journal, read_journals
+
+from .private_loop import once
+
+PIXELS, CLASSES, SIGMA, CLIENTS, DELTA = 16, 3, 6.0, 3, 1e-3
+LEVELS = {
+    "images": {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
+    "clients": {"client_privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
+}
+RESUMED = "ignore:privacy. round .* was begun once already:UserWarning"
+
+
+@pytest.fixture(autouse=True)
+def _quick_epsilon(monkeypatch):
+    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+
+
+def federation(clients=CLIENTS):
+    random = torch.Generator().manual_seed(0)
+    part = TensorDataset(torch.randn(8, 1, 1, PIXELS, generator=random), torch.arange(8) % CLASSES)
+    return perada.FederatedData([part] * clients, [part] * clients, TensorDataset(part.tensors[0] + 1))
+
+
+def fit(root, rounds=3, callbacks=(), ckpt_path=None, **options):
+    layer = nn.Linear(PIXELS, CLASSES, bias=False)
+    nn.init.zeros_(layer.weight)
+    common = {"adapter": "full", "algorithm": "perada_no_kd", "batch_size": "full", "lr_local": 0.1, "local_steps": 1}
+    common |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(root)}
+    network, given = nn.Sequential(nn.Flatten(), layer), {"callbacks": list(callbacks), "ckpt_path": ckpt_path}
+    return perada.finetune(network, federation(), rounds=rounds, **common | given | options)
+
+
+def checkpoints(root, version=0):
+    return Path(root) / "lightning_logs" / f"version_{version}" / "checkpoints"
+
+
+class Crash(pl.Callback):
+    """Raises in a round: after it was opened, after its local step, or after it was closed."""
+
+    def __init__(self, round, when):
+        self.round, self.when = round, when
+
+    def _at(self, trainer, when):
+        if (trainer.current_epoch, self.when) == (self.round, when) and trainer.state.fn == "fit":
+            raise RuntimeError("crashed")
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self._at(trainer, "opened")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._at(trainer, "trained")
+
+    def on_validation_start(self, trainer, pl_module):
+        self._at(trainer, "closed")
+
+
+class Draws:
+    """Counts the noisy rows that were drawn: one a client, role and step, or one a client and round."""
+
+    def __init__(self, monkeypatch):
+        self.rows, real = 0, clipping.secure_noise
+
+        def counted(like):
+            self.rows += 1
+            return real(like)
+
+        monkeypatch.setattr(clipping, "secure_noise", counted)
+
+
+def crashed(root, when, round=1, **options):
+    with pytest.raises(RuntimeError, match="crashed"):
+        fit(root, callbacks=[Crash(round, when)], **options)
+
+
+def epsilon(steps):
+    return history_epsilon({(SIGMA, 1.0): steps}, DELTA)
+
+
+def spent(run, level):
+    record = run.info["privacy"]
+    return record["sample"]["release"] if level == "images" else record["client"]["epsilon"]
+
+
+def per_round(level):
+    return 2 if level == "images" else 1  # personal and local
+
+
+@pytest.mark.parametrize("when", ["opened", "trained", "closed"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, monkeypatch, level, when):
+    """At least what was drawn: noise of a round that was opened and not trained is counted too."""
+    drawn = Draws(monkeypatch)
+    crashed(tmp_path, when, **LEVELS[level])
+    last = str(checkpoints(tmp_path) / "last.ckpt")
+    with pytest.warns(UserWarning, match=r"privacy: round 1 was begun once already"):
+        run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
+    assert [record["round"] for record in run.metrics["rounds"]] == [0, 1, 2]
+    assert spent(run, level) == pytest.approx([epsilon(4 * per_round(level))] * CLIENTS, rel=1e-9)
+    assert 3 * per_round(level) <= drawn.rows / CLIENTS <= 4 * per_round(level)
+    assert (drawn.rows / CLIENTS == 4 * per_round(level)) == (when != "opened")
+
+
+@pytest.mark.filterwarnings(RESUMED)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_crash_counts_once_more(tmp_path, level):
+    """Also where a resumed run crashed before its first checkpoint, and the next one begins at the same."""
+    crashed(tmp_path, "closed", **LEVELS[level])
+    last = str(checkpoints(tmp_path) / "last.ckpt")
+    for times in (1, 2):
+        crashed(tmp_path, "closed", ckpt_path=last, **LEVELS[level])
+        assert not (checkpoints(tmp_path, times) / "last.ckpt").exists()
+    run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
+    assert spent(run, level) == pytest.approx([epsilon(6 * per_round(level))] * CLIENTS, rel=1e-9)
+
+
+@pytest.mark.filterwarnings(RESUMED)
+def test_branches_from_one_checkpoint_know_of_each_other(tmp_path):
+    """All of their noise was drawn for the same images. An evaluation of the checkpoint is of the checkpoint alone."""
+    options = LEVELS["images"]
+    fit(tmp_path, 1, **options)
+    first = str(checkpoints(tmp_path) / "last.ckpt")
+    one = fit(tmp_path, 2, ckpt_path=first, **options)
+    assert spent(one, "images") == pytest.approx([epsilon(4)] * CLIENTS)
+    two = fit(tmp_path, 3, ckpt_path=first, **options)
+    assert spent(two, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+    # The second branch's checkpoint holds the first branch's round already.
+    three = fit(tmp_path, 4, ckpt_path=str(checkpoints(tmp_path, 2) / "last.ckpt"), **options)
+    assert spent(three, "images") == pytest.approx([epsilon(2 * 5)] * CLIENTS)
+    # The first one's knows of what came after it.
+    four = fit(tmp_path, 3, ckpt_path=str(checkpoints(tmp_path, 1) / "last.ckpt"), **options)
+    assert spent(four, "images") == pytest.approx([epsilon(2 * 6)] * CLIENTS)
+    assert spent(fit(tmp_path, 1, ckpt_path=first, **options), "images") == pytest.approx([epsilon(2 * 6)] * CLIENTS)
+
+
+def test_after_sigkill_the_round_is_on_disk(tmp_path):
+    script = """
+        import os, signal, sys
+        from importlib import import_module
+        sys.path.insert(0, sys.argv[1])
+        tests = import_module("tests.privacy.test_begun_rounds")
+
+        class Kill(tests.pl.Callback):
+            def on_validation_start(self, trainer, pl_module):
+                if trainer.current_epoch == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        tests.fit(sys.argv[2], callbacks=[Kill()], **tests.LEVELS["images"])
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), Path(__file__).parents[2], tmp_path]
+    killed = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with pytest.warns(UserWarning, match="round 1 was begun once already"):
+        run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **LEVELS["images"])
+    assert spent(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
+
+
+@pytest.mark.filterwarnings(RESUMED)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_target_is_kept_through_a_crash(tmp_path, level):
+    """There is then no room for the last round, and the run ends without it, its fine-tuning and scores done."""
+    target = {name: {"target_epsilon": 4.0, "delta": DELTA} for name in LEVELS[level]}
+    crashed(tmp_path, "closed", **target)
+    last = str(checkpoints(tmp_path) / "last.ckpt")
+    run = fit(tmp_path, ckpt_path=last, **target)
+    assert [record["round"] for record in run.metrics["rounds"]] == [0, 1]
+    assert max(spent(run, level)) <= 4.0
+    assert min(spent(run, level)) >= 3.99
+    assert len(run.metrics["clients"]["personal/local_test"]) == CLIENTS
+    # And once more: there is no room left at all.
+    with pytest.warns(UserWarning, match="after 1 rounds no client can afford another, and nothing more is trained"):
+        again = fit(tmp_path, ckpt_path=last, **target)
+    assert [record["round"] for record in again.metrics["rounds"]] == [0]
+    assert max(spent(again, level)) <= 4.0
+    assert len(again.metrics["clients"]["personal/local_test"]) == CLIENTS
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_calibrated_run_is_not_resumed_for_more_rounds(tmp_path, level):
+    target = {name: {"target_epsilon": 2.0, "delta": DELTA} for name in LEVELS[level]}
+    section, expected = ("privacy", 2) if level == "images" else ("client_privacy", 1)
+    first = fit(tmp_path, 2, **target)
+    last = str(checkpoints(tmp_path) / "last.ckpt")
+    with pytest.raises(
+        ValueError, match=rf"{section}: the noise was calibrated to target_epsilon=2\.0 .* would come"
+    ) as error:
+        fit(tmp_path, 20, ckpt_path=last, **target)
+    assert "\n" not in str(error.value)
+    higher = {name: options | {"target_epsilon": 9.0} for name, options in target.items()}
+    run = fit(tmp_path, 4, ckpt_path=last, **higher)  # with the noise that it has
+    record = [one.info["privacy"]["sample" if level == "images" else "client"] for one in (first, run)]
+    noise = [one.get("noise_multiplier") or one["noise_multipliers"][0] for one in record]
+    assert noise[0] == noise[1]
+    rounds = history_epsilon({(noise[0], 1.0): 4 * expected}, DELTA)
+    assert spent(run, level) == pytest.approx([rounds] * CLIENTS)
+
+
+def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkeypatch):
+    """Killed after its last round: resumed, it has nothing to train, and ends as if it had not been killed."""
+    monkeypatch.chdir(tmp_path)
+    limit = {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA, "max_epsilon": epsilon(4) + 0.01}}
+    with pytest.warns(UserWarning, match="cannot take part any more"):
+        whole = fit(tmp_path, 9, **limit)
+    assert len(whole.metrics["rounds"]) == 2
+    with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
+        again = fit(tmp_path, 9, ckpt_path="last", **limit)
+    assert again.metrics == whole.metrics
+    with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
+        third = fit(tmp_path, 9, ckpt_path=str(checkpoints(tmp_path, 1) / "last.ckpt"), **limit)
+    assert third.metrics == whole.metrics
+    longer = fit(tmp_path, 3, ckpt_path="last", privacy=limit["privacy"] | {"max_epsilon": 99.0})
+    assert [record["round"] for record in longer.metrics["rounds"]] == [0, 1, 2]
+
+
+def test_in_the_test_mode_a_round_is_counted_once_since_its_noise_is_the_same(tmp_path):
+    options = {"privacy": LEVELS["images"]["privacy"] | {"secure_rng": False}}
+    whole = fit(tmp_path / "whole", **options)
+    crashed(tmp_path, "closed", **options)
+    run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **options)
+    assert run.metrics == whole.metrics
+    assert not (checkpoints(tmp_path) / JOURNAL).exists()
+
+
+def test_nothing_is_drawn_that_cannot_be_written_down(tmp_path, monkeypatch):
+    drawn = Draws(monkeypatch)
+
+    def full(descriptor):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(
+        OSError, match=r"cannot be written down in '.*privacy_ledger\.jsonl' .*no space left.* not begun"
+    ):
+        fit(tmp_path, **LEVELS["images"])
+    assert drawn.rows == 0
+
+
+def test_the_journal_says_what_a_round_cost_before_it_is_trained(tmp_path):
+    seen = []
+
+    class Reader(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            seen.append((checkpoints(tmp_path) / JOURNAL).read_text().splitlines())
+
+    fit(tmp_path, 2, callbacks=[Reader()], **LEVELS["images"])
+    assert [len(lines) for lines in seen] == [1, 2]
+    entry = json.loads(seen[1][1])
+    assert entry["round"] == 1
+    rows = Counter(tuple(row) for row in entry["images"])
+    expected = [(client, SIGMA, 1.0, 1, sent) for client in range(CLIENTS) for sent in (False, True)]
+    assert rows == Counter(expected)
+
+
+def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path):
+    path = tmp_path / "a" / JOURNAL
+    Journal([path]).write({"id": "one", "round": 0})
+    with path.open("ab") as file:
+        file.write(b'{"id": "two", "rou')
+    Journal([path], [path]).write({"id": "three", "round": 1})
+    assert list(read_journals([path, tmp_path / "missing"])) == ["one", "three"]
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    blocked = tmp_path / "file" / JOURNAL
+    assert Journal([tmp_path / JOURNAL], [blocked]).write({"id": "one"}) == [blocked]
+    assert list(read_journals([tmp_path / JOURNAL])) == ["one"]
+
+
+def test_without_privacy_there_is_no_journal(tmp_path):
+    fit(tmp_path, 1)
+    assert not (checkpoints(tmp_path) / JOURNAL).exists()
