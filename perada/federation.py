@@ -17,7 +17,7 @@ from perada.ranks import Ranks
 from perada.refinement import compare
 from perada.round_report import RoundReport, gather_outcomes, round_metrics
 from perada.rounds import Phase, RoundPlan, one_of, share_out
-from perada.server import Updates
+from perada.server import Updates, client_weights
 from perada.server_turn import ServerTurn, is_finite
 from perada.settings import FederationData, Loader, Settings
 from perada.states import State, clone, expand, to_device, unstack
@@ -154,6 +154,9 @@ class Federation:
             received = {key: value[: len(places)] for key, value in cohort.received.items()}
             own = protection.clients.privatized(own, received, plan.round, plan.clients, places, ranks)
             good = list(range(len(plan.clients)))
+            # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
+            mean = Updates(own, places, len(good), ranks).mean(client_weights("uniform", good))
+            own = expand(mean, len(places))
         if good:
             sent = Updates(own, places, len(plan.clients), ranks).part(good)
             turn = ServerTurn(self.engine, self.slot, self.settings, data, ranks, self.scales, progress)

@@ -134,7 +134,8 @@ class ServerStep:
         seed: The run's seed.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...), each still on the device that trained it: :meth:`mean` and
-            :attr:`distill` move sums over clients, and to read a name brings the tensors of all clients here.
+            :attr:`distill` move sums over clients, and to read a name brings the tensors of all clients here. With
+            privacy of whole clients each of them is their noisy mean.
         weights: Aggregation weights (C,), summing to one.
         state: The server's own tensors, kept between rounds and in checkpoints; may be changed.
         rule: The aggregation rule, which :meth:`mean` applies.

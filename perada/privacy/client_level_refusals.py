@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What privacy of whole clients cannot be used with."""
 
+import copy
+
+import torch
+
 from perada.algorithms import Algorithm, FedBE, FedEnsemble
-from perada.server.rules import ServerRule
+from perada.server import Aggregation, ServerRule, client_weights
+from perada.states import State, clone
+
+TRIED = 6
+"""Clients in the trial of a rule."""
 
 
 def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:
-    """Refuse what makes more of the clients' updates than their uniform mean, which alone has all of the noise.
+    """Refuse what is made for more of the clients' updates than their uniform mean.
 
-    An algorithm of your own is judged by its ``sends``, ``distills`` and ``modes`` alone: its ``server_step`` must not
-    look at single rows of the updates.
+    The mean alone has all of the noise, and it is all that the server's step is given: every row of its updates is the
+    noisy mean. So nothing here could leak, but what is refused could not do what it is for.
 
     Args:
         algorithm: The algorithm.
@@ -30,10 +38,11 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
             f"client_privacy cannot be used with weighting={weighting!r}: a client's number of images is private; "
             "choose weighting='uniform'"
         )
-    if not rule.weighted:
+    if not rule.function_of_mean or not only_the_mean_counts(rule):
         raise ValueError(
             f"client_privacy cannot be used with the server rule {rule.kind}: it is not a function of the clients' "
-            "mean, which alone has the noise; choose a rule on the mean, such as 'mean' or 'fedavgm'"
+            "mean, which alone has the noise; choose a rule on the mean, such as 'mean' or 'fedavgm', or set "
+            "function_of_mean in a rule of your own that is one"
         )
     if isinstance(inner, FedBE) and not inner.distill:
         raise ValueError(
@@ -51,3 +60,32 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
             f"client_privacy cannot be used with {name}(modes={algorithm.modes}): a mode's mean is over a part of the "
             f"clients, with a part of the noise; set modes=1, {sample_level}"
         )
+
+
+def only_the_mean_counts(rule: ServerRule) -> bool:
+    """Try a rule for three rounds on two sets of updates of one mean: whether the results are the same.
+
+    Raises:
+        ValueError: If it fails.
+    """
+    random = torch.Generator().manual_seed(0)
+    rounds = [torch.randn(TRIED, 4, generator=random, dtype=torch.float64) for _ in range(3)]
+    results = []
+    for alike in (False, True):
+        tried, state = copy.deepcopy(rule), dict[str, State]()
+        previous = {"weight": torch.zeros(4, dtype=torch.float64)}
+        for round, rows in enumerate(rounds):
+            updates = {"weight": rows.mean(0).expand_as(rows) if alike else rows}
+            weights = client_weights("uniform", [1] * TRIED)
+            try:
+                previous |= tried(Aggregation(updates, weights, clone(previous), frozenset(previous), round, state))
+            except Exception as error:  # a rule of the caller's own
+                raise ValueError(
+                    f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "
+                    f"where that is tried ({type(error).__name__}: {error})"
+                ) from error
+        results.append(
+            {f"{name}/{key}": v for name, part in ({"": previous} | state).items() for key, v in part.items()}
+        )
+    one, other = results
+    return one.keys() == other.keys() and all(torch.allclose(one[key], other[key], 1e-9, 1e-12) for key in one)

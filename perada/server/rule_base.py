@@ -45,9 +45,13 @@ class ServerRule(ABC):
 
     Attributes:
         weighted: Whether the clients' weights count. A rule without them cannot go with ``weighting='samples'``.
+        function_of_mean: Whether the result follows from the mean of the updates and from earlier results alone, so
+            that whatever noise the mean has protects it. Privacy of whole clients takes no other rule. False unless a
+            rule says so; what it says is tried at set-up.
     """
 
     weighted: bool = True
+    function_of_mean: bool = False
 
     @property
     def kind(self) -> str:
@@ -77,19 +81,22 @@ class ServerRule(ABC):
 class Mean(ServerRule):
     """The weighted mean (FedAvg; McMahan et al., 2017)."""
 
+    function_of_mean = True
+
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""
         return mean(given.updates, given.weights)
 
 
 class ComposedRule(ServerRule):
-    """A rule on the result of another one."""
+    """A rule on the result of another one. ``function_of_mean`` of a class is said for the mean as the other one."""
 
     def __init__(self, aggregate: ServerRule | None) -> None:
         if aggregate is not None and not isinstance(aggregate, ServerRule):
             raise ValueError(f"aggregate={aggregate!r} is not a server rule; give a ServerRule, such as Median()")
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
+        self.function_of_mean = self.function_of_mean and self.aggregate.function_of_mean
 
     @property
     def kind(self) -> str:

@@ -108,6 +108,8 @@ class ModifiedLocalGD(ComposedRule):
         ValueError: If an option is out of its range.
     """
 
+    function_of_mean = True
+
     def __init__(self, alpha: float | None = None, power: float = 1.0, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
         if alpha is not None and not 0 < alpha <= 1:

@@ -15,6 +15,8 @@ class _Optimizer(ComposedRule):
     optimiser overshot could become negative.
     """
 
+    function_of_mean = True
+
     def __init__(self, lr: float, aggregate: ServerRule | None) -> None:
         super().__init__(aggregate)
         require_positive("lr", lr)

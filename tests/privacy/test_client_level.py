@@ -3,13 +3,17 @@
 
 import json
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
 from scipy import stats
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import perada
 from perada.algorithms import ALGORITHMS, FedAvg, FedBE, FedEnsemble, PerAda, ServerStep, Slot, make_algorithm
 from perada.privacy import ClientPrivacy, clipping
 from perada.privacy.client_level import (
@@ -23,8 +27,10 @@ from perada.privacy.client_level import (
 )
 from perada.privacy.client_level_refusals import check_client_level
 from perada.server import Updates, client_weights
-from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, make_rule
+from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
 from perada.states import expand
+
+from ..algorithms.problems import QUIET
 
 SHAPES = {"head.weight": (4, 3), "norm.running_var": (3,), "scale": ()}
 COUNTER = "norm.num_batches_tracked"
@@ -414,3 +420,105 @@ def test_what_is_not_private_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"server rule Median.*such as 'mean'"):
         check_client_level(FedAvg(), Median(), "uniform", False)
     check_client_level(PerAda(), Mean(), "uniform", False)
+
+
+class Krum(ServerRule):
+    """The update that is closest to the others (Blanchard et al., NeurIPS 2017): one client's, and hardly any noise."""
+
+    def __call__(self, given):
+        rows = torch.cat([value.flatten(1) for value in given.updates.values()], 1)
+        chosen = int(torch.cdist(rows, rows).sum(1).argmin())
+        return {key: value[chosen] for key, value in given.updates.items()}
+
+
+class ClaimingKrum(Krum):
+    function_of_mean = True
+
+
+class KrumForTheMean(Mean):
+    def __call__(self, given):
+        return Krum()(given)
+
+
+class KrumAfterMomentum(FedAvgM):
+    def _aggregate(self, given):
+        return Krum()(given)
+
+
+class Late(Mean):
+    """The mean, but in the third round."""
+
+    def __call__(self, given):
+        return Krum()(given) if given.round > 1 else super().__call__(given)
+
+
+class Half(ServerRule):
+    """A function of the mean that says so."""
+
+    function_of_mean = True
+
+    def __call__(self, given):
+        mean = Mean()(given)
+        return {key: (given.previous[key] + value) / 2 for key, value in mean.items()}
+
+
+class Failing(Half):
+    def __call__(self, given):
+        return {"head": given.updates["head"].mean(0)}
+
+
+@pytest.mark.parametrize("make", [Krum, ClaimingKrum, KrumForTheMean, KrumAfterMomentum, Late])
+def test_a_rule_of_ones_own_is_refused_unless_it_says_and_shows_that_it_takes_the_mean_alone(make):
+    assert not accepted(FedAvg(), make(), False)
+    assert not accepted(FedAvg(), FedAvgM(aggregate=make()), False)
+
+
+def test_a_rule_of_ones_own_on_the_mean():
+    assert accepted(FedAvg(), Half(), False)
+    assert accepted(FedAvg(), FedAvgM(aggregate=Half()), False)
+    with pytest.raises(
+        ValueError, match=r"Failing says that it is a function of the mean, and fails .*KeyError: 'head'"
+    ):
+        check_client_level(FedAvg(), Failing(), "uniform", False)
+
+
+class TakesOneClient(FedAvg):
+    """Reads single rows in its own server step, which no attribute tells."""
+
+    seen: ClassVar = []
+
+    def server_step(self, server):
+        self.seen.append((server.previous, {key: server.updates[key].clone() for key in server.updates}))
+        return {key: server.updates[key][0] for key in server.updates}
+
+
+@pytest.mark.parametrize("clipping", ["fixed", "adaptive"])
+def test_the_servers_step_sees_the_noisy_mean_in_every_row(clipping):
+    """And that has the noise z · S / C, not the z · S / √C of a row. No client has a gradient."""
+    clients, values, z, bound = 4, 20_000, 3.0, 0.5
+    dark = TensorDataset(torch.zeros(3, 1, 1, values // 2), torch.arange(3) % 2)
+    TakesOneClient.seen.clear()
+    run = perada.finetune(
+        nn.Sequential(nn.Flatten(), nn.Linear(values // 2, 2, bias=False)),
+        perada.FederatedData([dark] * clients, num_classes=2),
+        adapter="full",
+        algorithm=TakesOneClient(),
+        rounds=1,
+        client_privacy={
+            "noise_multiplier": z,
+            "max_norm": bound,
+            "clipping": clipping,
+            "count_noise": 9.0,
+            "delta": 1e-3,
+        },
+        **QUIET,
+    )
+    ((received, updates),) = TakesOneClient.seen
+    (key,) = updates
+    assert len(updates[key]) == clients
+    assert all(torch.equal(updates[key][0], row) for row in updates[key])
+    assert torch.equal(run.state("global")[key], updates[key][0])
+    std = bound / clients * (z if clipping == "fixed" else split_noise(z, 9.0))
+    noise = (updates[key][0] - received[key]).flatten() / std
+    statistic = float(noise.square().sum())
+    assert 1e-6 < stats.chi2(values).cdf(statistic) < 1 - 1e-6
