@@ -22,6 +22,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from perada.callbacks import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.callbacks.checkpoint import find_checkpoint
 from perada.callbacks.checks import check_precision, check_trainer
+from perada.cli_classes import import_named
 from perada.cli_messages import one_line, quiet_lightning
 from perada.cli_words import find_recipe, recipes, spelt_out
 from perada.data import FederatedDataModule
@@ -147,6 +148,8 @@ class PeradaCLI(LightningCLI):
 
 def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
     """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out."""
+    words = spelt_out(args)
+    import_named(words)
     return PeradaCLI(
         model_class=FederatedClassifier,
         datamodule_class=FederatedDataModule,
@@ -156,7 +159,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in LIGHTNING},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
-        args=spelt_out(args),
+        args=words,
         run=run,
     )
 
@@ -232,7 +235,7 @@ def _compare(args: Sequence[str]) -> None:
     from perada.compare.command import main as compare
 
     start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli import main; main(['compare', '--worker'])"
-    compare(args, lambda words: make_cli(words, run=False), [sys.executable, "-c", start, *sys.path])
+    compare(args, lambda words: make_cli(words, run=False), [sys.executable, "-P", "-c", start, *sys.path])
 
 
 def _pretrain(args: Sequence[str]) -> None:
@@ -291,7 +294,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def entry_point() -> None:
     """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
-    sys.path.append(os.getcwd())  # a recipe may name classes of a module that lies there
     quiet_lightning()
     try:
         main()

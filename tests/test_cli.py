@@ -2,8 +2,10 @@
 """The ``perada`` program: its commands, its files, its errors."""
 
 import csv
+import importlib.util
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -212,6 +214,80 @@ def test_an_algorithm_of_the_users_own_module(folder, monkeypatch):
     entry_point()
     saved = torch.load(version(folder, 0) / "checkpoints" / "last.ckpt", weights_only=True)["perada"]["federation"]
     assert all(not value.any() for value in saved["global"].values())
+
+
+MINE_AND_ITS_NEIGHBOUR = """
+from perada.algorithms import FedAvg
+import my_neighbour
+
+class Boosted(FedAvg):
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+class Rule(my_neighbour.Mean):
+    pass
+"""
+
+
+def program(folder, *words, code=0):
+    """Run the program as it is installed, in ``folder``; what it printed."""
+    command = [str(Path(sys.executable).parent / "perada"), *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr[-3000:]
+    return ended.stdout + ended.stderr
+
+
+def test_no_file_of_the_folder_is_run_that_no_recipe_names(folder):
+    """Whatever libraries look for: everything that the environment could import and has not, here under its name."""
+    seen = "import sys\nopen('run_by_mistake.txt', 'a').write(__name__ + '\\n')\nraise ImportError\n"
+    asked = """
+        tabulate wandb tensorboard tensorboardX mlflow comet_ml neptune litlogger rich ipywidgets IPython colorama pandas
+        pyarrow accelerate bitsandbytes tensorflow jax flax keras onnx onnxruntime deepspeed apex xformers flash_attn
+        tiktoken sentencepiece librosa cv2 av decord datasets evaluate ruyaml omegaconf typeshed_client docstring_parser
+        argcomplete fsspec_extra requests_toolbelt torch_xla habana_frameworks lightning_habana psutil_extra hydra
+        sitecustomize usercustomize my_module
+    """.split()
+    missing = [name for name in asked if importlib.util.find_spec(name) is None]
+    assert {"tabulate", "wandb", "tensorflow", "my_module"} <= set(missing)
+    for name in missing:
+        (folder / f"{name}.py").write_text(seen)
+    assert "quickstart" in program(folder, "ls")
+    assert "usage: perada" in program(folder, "--help")
+    program(folder, "fit", "--config", "tiny.yaml", "--trainer.max_epochs=1")
+    program(folder, "export", "lightning_logs/version_0", "--output", "out")
+    program(folder, "compare", "tiny.yaml", "--jobs", "2", "--trainer.max_epochs=1")
+    assert not (folder / "run_by_mistake.txt").exists()
+
+
+def test_classes_of_the_folder_are_found_where_recipes_and_options_name_them(folder):
+    """As class_path, by its short form, as an option, in a file that a file names; with what they import themselves."""
+    (folder / "my_module.py").write_text(MINE_AND_ITS_NEIGHBOUR)
+    (folder / "my_neighbour.py").write_text("from perada.server.rules import Mean\n")
+    (folder / "part.yaml").write_text("{algorithm: my_module.Boosted}\n")
+    small = ["--config", "tiny.yaml", "--trainer.max_epochs=1"]
+    ways = [
+        ["--federated.algorithm=my_module.Boosted", "--federated.server_rule", "my_module.Rule"],
+        ["--federated", "part.yaml"],
+        ["--federated.algorithm", "{class_path: my_module.Boosted, init_args: {factor: 0.5}}"],
+    ]
+    for way in ways:
+        program(folder, "fit", *small, *way)
+    (folder / "mine.yaml").write_text((folder / "tiny.yaml").read_text() + "\nseed_everything: 4\n")
+    program(folder, "compare", "mine.yaml", "--jobs", "2", *ways[0], "--trainer.max_epochs=1")
+    (folder / "my_neighbour.py").write_text("raise RuntimeError('not today')\n")
+    says = program(folder, "fit", *small, *ways[0], code=1)
+    assert (
+        "perada: error: 'Boosted' cannot be imported from 'my_module' in this folder: RuntimeError: not today" in says
+    )
+
+
+def test_the_path_is_as_it_was_after_a_recipe_was_read(folder):
+    (folder / "my_own.py").write_text("from perada.algorithms import FedAvg\n\n\nclass Own(FedAvg):\n    pass\n")
+    before = list(sys.path)
+    cli = make_cli(["--config", "tiny.yaml", "--federated.algorithm=my_own.Own"], run=False)
+    assert type(cli.loop.algorithm).__name__ == "Own"
+    assert sys.path == before
+    assert str(folder) not in sys.path
 
 
 def test_without_a_logger_nothing_is_written(folder, capsys):

@@ -29,7 +29,7 @@ states seeding ranks rounds stacked_layers frozen_layers prefix prefix_search fo
 masked_optimizers server algorithms privacy local_training cohort store refinement settings server_turn round_report
 adapters slot twins backbone_weights backbones evaluation data progress federation scoring module strategies callbacks
 privacy_card export report run outcome pretrain api studies compare perada
-cli_words cli_messages cli
+cli_classes cli_words cli_messages cli
 """.split()
 TORCH_ONLY = set(ROOMS[: ROOMS.index("adapters")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
