@@ -241,14 +241,14 @@ def test_no_file_of_the_folder_is_run_that_no_recipe_names(folder):
     """Whatever libraries look for: everything that the environment could import and has not, here under its name."""
     seen = "import sys\nopen('run_by_mistake.txt', 'a').write(__name__ + '\\n')\nraise ImportError\n"
     asked = """
-        tabulate wandb tensorboard tensorboardX mlflow comet_ml neptune litlogger rich ipywidgets IPython colorama pandas
-        pyarrow accelerate bitsandbytes tensorflow jax flax keras onnx onnxruntime deepspeed apex xformers flash_attn
+        tabulate wandb tensorboard tensorboardX mlflow comet_ml neptune litlogger rich ipywidgets IPython colorama
+        pandas pyarrow accelerate bitsandbytes tensorflow jax flax keras onnx onnxruntime deepspeed apex xformers flash_attn
         tiktoken sentencepiece librosa cv2 av decord datasets evaluate ruyaml omegaconf typeshed_client docstring_parser
         argcomplete fsspec_extra requests_toolbelt torch_xla habana_frameworks lightning_habana psutil_extra hydra
-        sitecustomize usercustomize my_module
+        sitecustomize usercustomize a_module_of_ones_own
     """.split()
     missing = [name for name in asked if importlib.util.find_spec(name) is None]
-    assert {"tabulate", "wandb", "tensorflow", "my_module"} <= set(missing)
+    assert {"tabulate", "wandb", "tensorflow", "a_module_of_ones_own"} <= set(missing)
     for name in missing:
         (folder / f"{name}.py").write_text(seen)
     assert "quickstart" in program(folder, "ls")
