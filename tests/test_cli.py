@@ -237,57 +237,86 @@ def program(folder, *words, code=0):
     return ended.stdout + ended.stderr
 
 
-def test_no_file_of_the_folder_is_run_that_no_recipe_names(folder):
-    """Whatever libraries look for: everything that the environment could import and has not, here under its name."""
+FIT = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"]
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [["ls"], FIT],
+        pytest.param(
+            [
+                ["--help"],
+                FIT,
+                ["export", "lightning_logs/version_0", "--output", "out"],
+                ["compare", "tiny.yaml", "--jobs", "2", "--trainer.max_epochs=1"],
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_no_file_of_the_folder_is_run_that_no_recipe_names(folder, commands):
+    """Whatever libraries look for: what the environment could import and has not, here under its name."""
     seen = "import sys\nopen('run_by_mistake.txt', 'a').write(__name__ + '\\n')\nraise ImportError\n"
     asked = """
         tabulate wandb tensorboard tensorboardX mlflow comet_ml neptune litlogger rich ipywidgets IPython colorama
-        pandas pyarrow accelerate bitsandbytes tensorflow jax flax keras onnx onnxruntime deepspeed apex xformers flash_attn
-        tiktoken sentencepiece librosa cv2 av decord datasets evaluate ruyaml omegaconf typeshed_client docstring_parser
-        argcomplete fsspec_extra requests_toolbelt torch_xla habana_frameworks lightning_habana psutil_extra hydra
-        sitecustomize usercustomize a_module_of_ones_own
+        pandas pyarrow accelerate bitsandbytes tensorflow jax flax keras onnx onnxruntime deepspeed apex xformers
+        flash_attn tiktoken sentencepiece librosa cv2 av decord datasets evaluate ruyaml omegaconf typeshed_client
+        docstring_parser argcomplete torch_xla habana_frameworks lightning_habana hydra sitecustomize usercustomize
+        a_module_of_ones_own
     """.split()
     missing = [name for name in asked if importlib.util.find_spec(name) is None]
     assert {"tabulate", "wandb", "tensorflow", "a_module_of_ones_own"} <= set(missing)
     for name in missing:
         (folder / f"{name}.py").write_text(seen)
-    assert "quickstart" in program(folder, "ls")
-    assert "usage: perada" in program(folder, "--help")
-    program(folder, "fit", "--config", "tiny.yaml", "--trainer.max_epochs=1")
-    program(folder, "export", "lightning_logs/version_0", "--output", "out")
-    program(folder, "compare", "tiny.yaml", "--jobs", "2", "--trainer.max_epochs=1")
+    for words in commands:
+        program(folder, *words)
     assert not (folder / "run_by_mistake.txt").exists()
 
 
-def test_classes_of_the_folder_are_found_where_recipes_and_options_name_them(folder):
-    """As class_path, by its short form, as an option, in a file that a file names; with what they import themselves."""
-    (folder / "my_module.py").write_text(MINE_AND_ITS_NEIGHBOUR)
+@pytest.fixture
+def my_module(folder):
+    """Two modules in the folder, of which one imports the other."""
+    (folder / "my_part.py").write_text(MINE_AND_ITS_NEIGHBOUR)
     (folder / "my_neighbour.py").write_text("from perada.server.rules import Mean\n")
-    (folder / "part.yaml").write_text("{algorithm: my_module.Boosted}\n")
-    small = ["--config", "tiny.yaml", "--trainer.max_epochs=1"]
-    ways = [
-        ["--federated.algorithm=my_module.Boosted", "--federated.server_rule", "my_module.Rule"],
+    yield folder
+    for name in ("my_part", "my_neighbour"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--federated.algorithm=my_part.Boosted"],
+        ["--federated.algorithm", "my_part.Boosted"],
         ["--federated", "part.yaml"],
-        ["--federated.algorithm", "{class_path: my_module.Boosted, init_args: {factor: 0.5}}"],
-    ]
-    for way in ways:
-        program(folder, "fit", *small, *way)
-    (folder / "mine.yaml").write_text((folder / "tiny.yaml").read_text() + "\nseed_everything: 4\n")
-    program(folder, "compare", "mine.yaml", "--jobs", "2", *ways[0], "--trainer.max_epochs=1")
-    (folder / "my_neighbour.py").write_text("raise RuntimeError('not today')\n")
-    says = program(folder, "fit", *small, *ways[0], code=1)
-    assert (
-        "perada: error: 'Boosted' cannot be imported from 'my_module' in this folder: RuntimeError: not today" in says
-    )
-
-
-def test_the_path_is_as_it_was_after_a_recipe_was_read(folder):
-    (folder / "my_own.py").write_text("from perada.algorithms import FedAvg\n\n\nclass Own(FedAvg):\n    pass\n")
+        ["--federated.algorithm", "{class_path: my_part.Boosted, init_args: {factor: 0.5}}"],
+        ["--config", "part.json"],
+    ],
+)
+def test_classes_of_the_folder_are_found_where_recipes_and_options_name_them(my_module, words):
+    """As class_path, by its short form, as an option, in a file that an option names."""
+    (my_module / "part.yaml").write_text("{algorithm: my_part.Boosted}\n")
+    (my_module / "part.json").write_text('{"federated": {"algorithm": {"class_path": "my_part.Boosted"}}}')
     before = list(sys.path)
-    cli = make_cli(["--config", "tiny.yaml", "--federated.algorithm=my_own.Own"], run=False)
-    assert type(cli.loop.algorithm).__name__ == "Own"
+    loop = make_cli(["--config", "tiny.yaml", *words], run=False).loop
+    assert type(loop.algorithm).__name__ == "Boosted"
     assert sys.path == before
-    assert str(folder) not in sys.path
+    assert str(my_module) not in sys.path
+
+
+def test_a_module_of_the_folder_that_cannot_be_imported_is_named(my_module):
+    (my_module / "my_neighbour.py").write_text("raise RuntimeError('not today')\n")
+    message = "'Boosted' cannot be imported from 'my_part' in this folder: RuntimeError: not today; mend it"
+    with pytest.raises(ValueError, match=message):
+        make_cli(["--config", "tiny.yaml", "--federated.algorithm=my_part.Boosted"], run=False)
+    assert str(my_module) not in sys.path
+
+
+@pytest.mark.slow
+def test_processes_of_a_comparison_find_classes_of_the_folder(my_module):
+    words = ["--federated.algorithm=my_part.Boosted", "--federated.server_rule", "my_part.Rule"]
+    program(my_module, "compare", "tiny.yaml", "--jobs", "2", "--seeds", "0", "1", *words, "--trainer.max_epochs=1")
 
 
 def test_without_a_logger_nothing_is_written(folder, capsys):
