@@ -66,6 +66,11 @@ class Engine:
         )
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
 
+    @property
+    def runs(self) -> nn.Module:
+        """The module that passes run through: the stacked model, or the single one with its own dropout layers."""
+        return self._fold.model
+
     def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
         """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
 

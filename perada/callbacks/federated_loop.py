@@ -34,7 +34,7 @@ from perada.callbacks.parts import (
     warn_broken,
 )
 from perada.callbacks.processes import check_alike, options_here, share_work
-from perada.callbacks.protect import check_private, configure_rounds, protect, warn_spent
+from perada.callbacks.protect import check_network, check_private, configure_rounds, protect, warn_spent
 from perada.data import CohortBatch, FederatedDataModule
 from perada.federation import Federation
 from perada.loss_scaling import LossScaling
@@ -144,18 +144,24 @@ class FederatedLoop(pl.Callback):
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
         assert module.adapted is not None
+        fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
+        if fresh:
+            self.protection = None
         configure_rounds(self, data, module)
         self.algorithm.check(module.slot, data.num_clients)
         self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
         data.use_features(None)
         check_images(data, module)
+        if fresh:
+            check_private(self, trainer, data, module)
+        if stage == "fit":
+            check_network(self, data, module)
         use_features(trainer, data, module)
         check_distillation(self.algorithm, self.distillation, data)
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         check_batch_norm(data, module)
-        if self.protection is None or stage == "fit":  # an evaluation before may have planned other rounds
-            check_private(self, trainer, data, module)
+        if fresh:
             self.protection = protect(self, trainer, data, module)
         configure_rounds(self, data, module)
         if stage == "fit":

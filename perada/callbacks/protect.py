@@ -19,12 +19,12 @@ from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_level_refusals import check_client_level
 from perada.privacy.clipping import check_precision
-from perada.privacy.probe import check_gradients
+from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import rehearse
 from perada.privacy.training import PrivateTraining
 from perada.rounds import one_of, sample_cohort
-from perada.seeding import Streams, generator
+from perada.seeding import generator
 from perada.states import State, expand, get_state
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def check_private(
             f"privacy: delta={loop.privacy.delta} is not below 1 / {most}, the images of the largest client: it allows "
             "to show one image in full; give less"
         )
-    _check_independent(data, module)
 
 
 def _check_selection(loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule) -> None:
@@ -107,12 +106,30 @@ def _check_selection(loop: "FederatedLoop", trainer: pl.Trainer, data: Federated
             )
 
 
-def _check_independent(data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Refuse a network in which one image's output depends on another's, so that its gradient is not its own.
+def check_network(loop: "FederatedLoop", data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Refuse a network in which images, or clients, do not stand alone, by trying the first batch of a round.
 
     Raises:
         ValueError: If so.
     """
+    if loop.privacy is None and loop.client_privacy is None:
+        return
+    size = module.clients_per_chunk or data.num_clients
+    cohort = sample_cohort(loop.seed, 0, data.num_clients, loop.clients_per_round)[:size]
+    if loop.privacy is not None:
+        _check_batch_norm(module)
+        x, y, states = _probe(data, module)
+        check_gradients(loop.privacy, module.engine, states, x, y, module.multilabel)
+    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for(cohort, 0))))))
+    device = next(module.model.parameters()).device
+    x, y, states = batch.x.to(device), batch.y.to(device), _near(module, len(cohort))
+    if loop.privacy is not None:
+        check_one_image(loop.privacy, module.engine, states, x, y, batch.counts, module.multilabel)
+    elif module.engine.kind == "folded" and len(cohort) > 1:
+        check_clients_apart(module.engine, states, x)
+
+
+def _check_batch_norm(module: FederatedClassifier) -> None:
     trained = [key.removesuffix(".running_var") for key in module.slot.keys if key.endswith("running_var")]
     if trained:
         raise ValueError(
@@ -121,32 +138,25 @@ def _check_independent(data: FederatedDataModule, module: FederatedClassifier) -
             "train_norms=False (adapter_options), which leaves the network's own frozen statistics, lora, bottleneck "
             "or head, or a backbone with LayerNorm or GroupNorm"
         )
-    x, _, states = _probe(data, module)
-    outputs = []
-    for images in (x, torch.cat([x[:, :1], x[:, :1]], 1)):  # the first image beside two different ones
-        streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
-        with torch.no_grad():
-            outputs.append(module.engine.logits(states, images, training=True, streams=streams)[:, 0])
-    if not torch.allclose(outputs[0], outputs[1], rtol=1e-2, atol=1e-2 * float(outputs[0].abs().max())):
-        raise ValueError(
-            "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
-            "not its own (a normalisation over the batch, or the like); choose a backbone without such a layer"
-        )
 
 
 def _probe(data: FederatedDataModule, module: FederatedClassifier) -> tuple[Tensor, Tensor, State]:
     """Images (2, 2, ...) made of a client's first one, their labels, and states (2, ...) near the initial one."""
     batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
-    device = next(module.model.parameters()).device
-    x = batch.x[0, 0].to(device)
+    x = batch.x[0, 0].to(next(module.model.parameters()).device)
     images = torch.stack([x, 1 - x.flip(-1), 2 * x, x.flip(-1)]).view(2, 2, *x.shape)
-    y = batch.y[0, 0].to(device)
+    y = batch.y[0, 0].to(x.device)
+    return images, y.expand(2, 2, *y.shape), _near(module, 2)
+
+
+def _near(module: FederatedClassifier, clients: int) -> State:
+    """States (C, ...) near the initial one, all of whose parameters take part."""
     source = generator(0, "probe")
-    states = {key: value.clone() for key, value in expand(get_state(module.model), 2).items()}
+    states = {key: value.clone() for key, value in expand(get_state(module.model), clients).items()}
     for key in module.slot.parameters:
         noise = torch.randn(states[key].shape, generator=source, dtype=states[key].dtype)
-        states[key] = (states[key] + 0.02 * noise.to(device)).requires_grad_()
-    return images, y.expand(2, 2, *y.shape), states
+        states[key] = (states[key] + 0.02 * noise.to(states[key].device)).requires_grad_()
+    return states
 
 
 def protect(

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether private gradients can be had of a model: tried once, before anything is trained."""
+"""Whether private gradients can be had of a model: tried before anything is trained."""
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perada.engine import Engine
+from perada.fold import draws
 from perada.losses import row_losses
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
-from perada.seeding import Streams
+from perada.seeding import Streams, seeded
+from perada.stacked_layers import drop_rate
 from perada.states import State
 
 UNCLIPPED = 1e9
+CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}
+"""How far sums over a batch may be from the sums of their parts, relative to the largest number among them."""
+REMEDY = "choose a backbone without such a layer, or put it into evaluation mode for good"
 
 
 def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, multilabel: bool) -> None:
@@ -40,11 +47,10 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
-    plain = replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=UNCLIPPED, clipping="flat")
-    plain = replace(plain, physical_batch_size=None)
-    ones = [1.0] * clients
-    query = Query(states, x, y, (rows,) * clients, dropout, noise, [0.0] * clients, ones)
-    gradients = make_gradients(plain, engine, multilabel)
+    query = Query(states, x, y, (rows,) * clients, dropout, noise, [0.0] * clients, [1.0] * clients)
+    gradients = make_gradients(
+        replace(_without_noise(options, UNCLIPPED), physical_batch_size=None), engine, multilabel
+    )
     try:
         got = gradients(query)
     except Exception as error:  # a layer may fail under the hooks in any way
@@ -68,3 +74,173 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
                 f"privacy cannot be used with this model: a pass through it in training changes {name!r}, by what no "
                 "noise covers; put that layer into evaluation mode for good, or choose another backbone"
             )
+
+
+def check_one_image(
+    options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, counts: tuple[int, ...], multilabel: bool
+) -> None:
+    """Take one image of every client out of a batch, and compare what that does with what the image is alone.
+
+    Privacy rests on it: with one image less, a client's sum of clipped gradients is less by that image's own clipped
+    gradient, whose norm is at most the bound, and by nothing else. So is every other client's, whose rows the network
+    sees beside. A network that mixes the images of a batch, or remembers those of earlier ones, fails it. All is
+    computed in double precision if the network can, without dropout, whose masks go by an image's place.
+
+    Args:
+        options: What is asked for.
+        engine: Runs the model; a copy of it is tried.
+        states: Stack (C, ...) of float32 or float64.
+        x: Images (C, B, ...) of a whole batch.
+        y: Labels (C, B) or (C, B, K).
+        counts: Real rows of each client, at least one.
+        multilabel: Kind of labels.
+
+    Raises:
+        ValueError: If the two differ, or the same batch gives another sum after others were seen.
+    """
+    try:
+        trial = _Trial(options, engine, states, x, y, counts, multilabel, torch.float64)
+    except Exception:  # of a network that names a number format
+        trial = _Trial(options, engine, states, x, y, counts, multilabel, torch.float32)
+    everyone, rest = trial.sums(trial.all), trial.sums(trial.others)
+    if trial.remembers() or not trial.close(everyone, trial.sums(trial.all)):
+        raise ValueError(
+            "privacy: the network keeps something of the images that it sees in training, so that one batch depends on "
+            f"earlier ones, by what no noise covers; {REMEDY}"
+        )
+    if not trial.close({key: value - rest[key] for key, value in everyone.items()}, trial.alone):
+        raise ValueError(
+            "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
+            f"not its own (a normalisation over the batch, or the like); {REMEDY}"
+        )
+
+
+def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
+    """Exchange the images of one client, and look whether the others' outputs stay.
+
+    Args:
+        engine: Runs the model; a copy of it is tried.
+        states: Stack (C, ...).
+        x: Images (C, B, ...).
+
+    Raises:
+        ValueError: If they change.
+    """
+    exact = _exact(engine, torch.float64)
+    stacked = {key: _as(value, torch.float64) for key, value in states.items()}
+    changed = x.clone()
+    changed[0] = 1 - changed[0].flip(-1)
+    outputs = []
+    for images in (x, changed):
+        streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
+        with torch.no_grad(), seeded(0, "probe"):
+            outputs.append(exact.logits(stacked, _as(images, torch.float64), training=True, streams=streams)[1:])
+    before, after = outputs
+    if not torch.allclose(after, before, rtol=CLOSE[torch.float64], atol=CLOSE[torch.float64]):
+        raise ValueError(
+            "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
+            f"which runs one after another, or {REMEDY}"
+        )
+
+
+class _Trial:
+    """Clipped sums of a batch, of all of it but one image a client, and of those images.
+
+    Attributes:
+        engine: Runs the copy.
+        all: Indices of rows (C, B).
+        others: Indices (C, B − 1), of those left when one is taken out of each.
+        alone: Clipped gradients (C, ...) of the images that are taken out.
+    """
+
+    def __init__(
+        self,
+        options: Privacy,
+        engine: Engine,
+        states: State,
+        x: Tensor,
+        y: Tensor,
+        counts: tuple[int, ...],
+        multilabel: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.engine, self.dtype, self.x, self.y, self.counts = _exact(engine, dtype), dtype, _as(x, dtype), y, counts
+        self.states = {
+            key: _as(value, dtype).detach().requires_grad_(value.requires_grad) for key, value in states.items()
+        }
+        rows = torch.arange(x.shape[1]).expand(len(counts), -1)
+        out = torch.tensor(counts).unsqueeze(1) // 2  # from the middle: those behind it move up
+        self.all, self.others = rows, rows[rows != out].view(len(counts), -1)
+        self._gradients = make_gradients(_without_noise(options, UNCLIPPED), self.engine, multilabel)
+        unclipped = self._sums(out, (1,) * len(counts))
+        norms = torch.stack([value.flatten(1).square().sum(1) for value in unclipped.values()]).sum(0).sqrt()
+        self.bound = float(norms.median()) or 1.0  # so that some are clipped and some are not
+        self._gradients = make_gradients(_without_noise(options, self.bound), self.engine, multilabel)
+        self.alone = self._sums(out, (1,) * len(counts))
+
+    def sums(self, rows: Tensor) -> State:
+        """Clipped sums (C, ...) of the rows (C, B or B − 1)."""
+        less = self.x.shape[1] - rows.shape[1]
+        return self._sums(rows, tuple(count - less for count in self.counts))
+
+    def _sums(self, rows: Tensor, counts: tuple[int, ...]) -> State:
+        clients = range(len(counts))
+        places = torch.tensor(clients).unsqueeze(1).to(self.x.device), rows.to(self.x.device)
+        streams = Streams.derived(0, "probe", clients=clients, device=self.x.device)
+        sources = [torch.Generator() for _ in clients]  # there is no noise to be drawn from them
+        none, ones = [0.0] * len(counts), [1.0] * len(counts)
+        query = Query(self.states, self.x[places], self.y[places], counts, streams, sources, none, ones)
+        with seeded(0, "probe"):  # what draws from torch's global stream draws alike
+            return self._gradients(query)
+
+    def remembers(self) -> bool:
+        """Whether a pass changes what the network's modules hold, beside parameters."""
+        seen = []
+        for x in (self.x, 1 - self.x.flip(-1)):
+            streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
+            with torch.no_grad(), seeded(0, "probe"):
+                self.engine.logits(self.states, x, training=True, counts=self.counts, streams=streams)
+            seen.append(_held(self.engine.runs))
+        return seen[0] != seen[1]
+
+    def close(self, one: State, other: State) -> bool:
+        """Whether two sums are the same but for rounding."""
+        largest = max(self.bound, *(float(value.abs().max()) for value in one.values()))
+        return all(float((one[key] - other[key]).abs().max()) <= CLOSE[self.dtype] * largest for key in one)
+
+
+def _without_noise(options: Privacy, bound: float) -> Privacy:
+    clipping = "flat" if bound == UNCLIPPED else options.clipping
+    return replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=bound, clipping=clipping)
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _exact(engine: Engine, dtype: torch.dtype) -> Engine:
+    """An engine on a copy of the model in ``dtype`` that draws no random numbers, and takes images, not features."""
+    model = copy.deepcopy(engine.model).to(dtype)
+    for module in model.modules():
+        if draws(module):
+            setattr(module, "p" if drop_rate(module) == getattr(module, "p", None) else "drop_prob", 0.0)
+    return Engine(model, engine.kind, channels_last=engine.memory_format == torch.channels_last)
+
+
+def _held(model: nn.Module) -> list[Any]:
+    """What a model's modules hold: buffers, and numbers and tensors in attributes of their own."""
+
+    def told(value: Any) -> Any:  # noqa: ANN401  # whatever an attribute is
+        if isinstance(value, Tensor):
+            return str(value.detach().double().sum().item()), tuple(value.shape)  # NaN is not equal to itself
+        if isinstance(value, list | tuple):
+            return [told(item) for item in value]
+        if isinstance(value, dict):
+            return {str(key): told(item) for key, item in value.items()}
+        return value if isinstance(value, int | float | str) else None
+
+    apart = ("_parameters", "_modules", "_buffers")
+    return [
+        (told(module._buffers), {name: told(value) for name, value in vars(module).items() if name not in apart})
+        for module in model.modules()
+    ]

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial of a network at set-up: a whole batch, tightly, twice. What mixes images or remembers them is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.engine import Engine
+from perada.privacy import Privacy
+from perada.privacy.probe import check_one_image
+from perada.states import expand, get_state
+
+from ..algorithms.problems import QUIET
+from .private_loop import once
+
+MIXES = "privacy: an image's output in training depends on the other images of its batch"
+REMEMBERS = "privacy: the network keeps something of the images that it sees in training"
+SIZES, BATCH, CLASSES = (40, 25, 33), 16, 3
+
+
+@pytest.fixture(autouse=True)
+def _quick_epsilon(monkeypatch):
+    monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
+
+
+class Network(nn.Module):
+    """A network in which ``between`` stands between two layers, the second one trained by every adapter."""
+
+    def __init__(self, between):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.between, self.fc = nn.Linear(36, 8), between, nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.fc(self.between(self.first(x.flatten(1)).tanh()))
+
+
+def layer(function):
+    """A module without parameters that runs a function of itself and its input."""
+    return type(function.__name__, (nn.Module,), {"forward": function})()
+
+
+def mixes_a_little(self, x):
+    return x + 0.004 * x.mean(0)
+
+
+def mixes_hardly(self, x):
+    return x + 1e-5 * x.mean(0)
+
+
+def mixes_many(self, x):
+    return x + 0.1 * x.mean(0) if len(x) > 4 else x
+
+
+def mixes_neighbours(self, x):
+    return x + 0.1 * x.roll(1, 0)
+
+
+def mixes_pairs(self, x):
+    even = x.clone()
+    even[: len(x) // 2 * 2 : 2] += 0.1 * x[1 : len(x) // 2 * 2 : 2]
+    return even
+
+
+def mixes_backward_alone(self, x):
+    mean = x.mean(0)
+    return x + mean - mean.detach()
+
+
+def mixes_halves_of_a_large_batch(self, x):
+    half = len(x) // 2
+    return torch.cat([x[:half], x[half:] + 0.05 * x[: len(x) - half]])
+
+
+def mixes_by_rank(self, x):
+    """Sorts nothing, but scales an image by how many of the batch have a larger sum."""
+    sums = x.sum(1)
+    return x * (1 + 0.01 * (sums[None] > sums[:, None]).sum(1, keepdim=True))
+
+
+MIXING = [
+    mixes_a_little,
+    mixes_hardly,
+    mixes_many,
+    mixes_neighbours,
+    mixes_pairs,
+    mixes_backward_alone,
+    mixes_halves_of_a_large_batch,
+    mixes_by_rank,
+]
+
+
+def averages_in_an_attribute(self, x):
+    """The images of earlier batches move those of later ones. The first batch, and its own images, it leaves alone."""
+    if self.training:
+        before = getattr(self, "average", None)
+        self.average = x.detach().mean(0)
+        return x if before is None else x - 0.01 * before
+    return x
+
+
+def writes_down_only(self, x):
+    """What is written down in training would be used in evaluation, or be published."""
+    if self.training:
+        self.total = getattr(self, "total", 0.0) + float(x.detach().sum())
+    return x
+
+
+def counts_in_a_list(self, x):
+    if not hasattr(self, "seen"):
+        self.seen = []
+    self.seen.append(x.detach().mean(0))
+    return x
+
+
+REMEMBERING = [averages_in_an_attribute, writes_down_only, counts_in_a_list]
+
+
+def federation(dtype=torch.float32):
+    random = torch.Generator().manual_seed(1)
+
+    def part(n):
+        return TensorDataset(torch.randn(n, 1, 6, 6, generator=random, dtype=dtype), torch.arange(n) % CLASSES)
+
+    return perada.FederatedData([part(n) for n in SIZES], num_classes=CLASSES)
+
+
+def train(between, privacy=None, **options):
+    common = {"adapter": "full", "algorithm": "perada_no_kd", "rounds": 1, "batch_size": BATCH}
+    level = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3} | (privacy or {})}
+    return perada.finetune(Network(between), federation(), **common | level | QUIET | options)
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+def test_a_network_that_mixes_images_is_refused(function, engine):
+    with pytest.raises(ValueError, match=MIXES) as error:
+        train(layer(function), engine=engine)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("adapter", ["full", "head"])
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("function", REMEMBERING, ids=lambda function: function.__name__)
+def test_a_network_that_remembers_images_is_refused(function, engine, adapter):
+    with pytest.raises(ValueError, match=REMEMBERS) as error:
+        train(layer(function), engine=engine, adapter=adapter)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("function", [mixes_a_little, mixes_many], ids=lambda function: function.__name__)
+def test_mixing_in_the_frozen_part_is_refused_too(function):
+    """What is frozen may be computed once an image and kept, in batches of their own."""
+    with pytest.raises(ValueError, match=MIXES):
+        train(layer(function), adapter="head")
+
+
+class Alone(nn.Module):
+    """Normalises each image by itself, and counts nothing but the shape that it saw last."""
+
+    def forward(self, x):
+        self.shape = tuple(x.shape[1:])
+        return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 0.1)
+
+
+@pytest.mark.parametrize("between", [Alone, lambda: nn.GroupNorm(2, 8), lambda: nn.Dropout(0.5), nn.Identity])
+@pytest.mark.parametrize(
+    ("privacy", "options"),
+    [
+        ({}, {}),
+        ({"clipping": "automatic"}, {}),
+        ({"clipping": "per_layer", "physical_batch_size": 3}, {}),
+        ({"engine": "opacus"}, {}),
+        ({}, {"batch_size": 1}),
+        ({}, {"batch_size": "full", "clients_per_chunk": 2}),
+    ],
+)
+def test_other_networks_pass(between, privacy, options):
+    assert len(train(between(), privacy, **options).metrics["rounds"]) == 1
+
+
+class OfOneFormat(nn.Module):
+    """Names a number format, so that it cannot be tried in double precision."""
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return x
+
+
+class OfOneFormatMixing(OfOneFormat):
+    def forward(self, x):
+        return super().forward(x) + 0.004 * x.mean(0)
+
+
+def test_a_network_of_one_number_format_is_tried_in_that():
+    assert len(train(OfOneFormat()).metrics["rounds"]) == 1
+    with pytest.raises(ValueError, match=MIXES):
+        train(OfOneFormatMixing())
+
+
+def test_clients_that_share_a_batch_are_kept_apart():
+    """Whole clients are protected where a network mixes their images only if they are run one after another."""
+    level = {"noise_multiplier": 1.0, "delta": 1e-3}
+    options = {"adapter": "full", "algorithm": "fedavg", "rounds": 1, "batch_size": BATCH, "client_privacy": level}
+    with pytest.raises(
+        ValueError, match=r"client_privacy: the network mixes the images of all clients .*engine='loop'"
+    ):
+        perada.finetune(Network(layer(mixes_a_little)), federation(), **options | QUIET)
+    for more in ({"engine": "loop"}, {"clients_per_chunk": 1}):
+        perada.finetune(Network(layer(mixes_a_little)), federation(), **options | QUIET | more)
+    perada.finetune(Network(nn.BatchNorm1d(8)), federation(), **options | QUIET)  # each client's own
+
+
+def test_the_model_itself_is_left_as_it_was():
+    network = Network(nn.Dropout(0.5)).requires_grad_(False)
+    network.fc.requires_grad_(True)
+    engine = Engine(network)
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    states = {key: value.clone().requires_grad_() for key, value in expand(get_state(network), 2).items()}
+    x, y = torch.randn(2, 5, 1, 6, 6), torch.arange(10).view(2, 5) % CLASSES
+    check_one_image(Privacy(1.0), engine, states, x, y, (5, 3), False)
+    assert network.between.p == 0.5
+    assert {value.dtype for value in network.state_dict().values()} == {torch.float32}
+    assert all(torch.equal(network.state_dict()[key], value) for key, value in before.items())
