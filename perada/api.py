@@ -14,7 +14,7 @@ from torch import nn
 from perada.algorithms import Algorithm, make_algorithm
 from perada.backbones import AdapterChoice
 from perada.callbacks import FederatedLoop, RoundCheckpoint, RoundProgressBar
-from perada.callbacks.checkpoint import find_checkpoint
+from perada.callbacks.checkpoint import find_checkpoint, plain_data
 from perada.callbacks.checks import check_precision, check_trainer
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine import EngineName
@@ -235,7 +235,9 @@ def finetune(
         callbacks.insert(0, loop)  # checkpoints must see what the loop did
         check_trainer(trainer)
         trainer.fit_loop.max_epochs = rounds
-    trainer.fit(module, datamodule=data, ckpt_path=find_checkpoint(ckpt_path, Path(trainer.default_root_dir)))
+    path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
+    with plain_data(path):
+        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return outcome(module, loop)
 
 

@@ -168,18 +168,27 @@ def _from_transformers(
     from transformers import AutoConfig, AutoModelForImageClassification
 
     source = pretrained if isinstance(pretrained, str) else name.removeprefix("hf:")
+    # Code that comes with weights is never run: a name may stand in a file that somebody else wrote.
     where: dict[str, Any] = {"local_files_only": _transformers_local(name, source, pretrained is not False)}
+    where["trust_remote_code"] = False
     try:
         config = AutoConfig.from_pretrained(source, **where)
         size = _set_up(config, name, num_classes, pretrained is not False, image_size, in_chans)
         if pretrained is False:
             model = AutoModelForImageClassification.from_config(  # type: ignore[no-untyped-call]  # nor has this
-                config, dtype=torch.float32
+                config, dtype=torch.float32, trust_remote_code=False
             )
         else:
             model, report = _quiet_load(source, config, where)
     except OSError as error:
         raise no_weights(name, str(error)) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"backbone {name!r} comes with code of its own, which is not run here; if you trust it, make the model "
+            "yourself and give it as an nn.Module"
+        ) from error
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     heads = [path for path, layer in linears if layer.out_features == config.num_labels]
     if not heads:
@@ -266,7 +275,8 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
     from transformers import ImageProcessingMixin
 
     try:
-        processor, _ = ImageProcessingMixin.get_image_processor_dict(source, **where)
+        local = where["local_files_only"]
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(source, local_files_only=local)
     except OSError:
         processor = {}
     mean = _channels(processor.get("image_mean") or (0.5,), in_chans)

@@ -20,7 +20,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from perada.callbacks import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
-from perada.callbacks.checkpoint import find_checkpoint
+from perada.callbacks.checkpoint import find_checkpoint, plain_data
 from perada.callbacks.checks import check_precision, check_trainer
 from perada.cli_classes import import_named
 from perada.cli_messages import one_line, quiet_lightning
@@ -30,7 +30,7 @@ from perada.module import FederatedClassifier
 from perada.outcome import outcome
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy_card import privacy_lines
-from perada.report import client_table, mode_line, run_report
+from perada.report import client_table, mode_line, printable, run_report
 from perada.strategies import choose_strategy, device_defaults
 
 LIGHTNING = ("fit", "validate", "test", "predict")
@@ -108,6 +108,13 @@ class PeradaCLI(LightningCLI):
             return
         config = self.config[self.config.subcommand]
         config.ckpt_path = find_checkpoint(config.get("ckpt_path"), Path(config.trainer.default_root_dir or "."))
+        if config.get("weights_only") is None:
+            config.weights_only = True  # or any code would be run that a checkpoint brings
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Carry out a subcommand of LightningCLI."""
+        with plain_data(self.config[subcommand].ckpt_path):
+            super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without Lightning's advice against giving the arguments in Python."""
@@ -215,7 +222,9 @@ def _export(args: Sequence[str]) -> None:
     cli = make_cli(["--config", str(config), *(f"--trainer.{option}" for option in quiet)], run=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
-        cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(checkpoints[-1]), verbose=False)
+        path = str(checkpoints[-1])
+        with plain_data(path):
+            cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=path, verbose=False, weights_only=True)
     run = outcome(cli.model, cli.loop)
     folder = run.save(given.output)
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
@@ -300,4 +309,4 @@ def entry_point() -> None:
     except (ValueError, TypeError, OSError, ArgumentError, MisconfigurationException) as error:
         if os.environ.get("PERADA_DEBUG"):
             raise
-        sys.exit(f"perada: error: {one_line(error)}")
+        sys.exit(f"perada: error: {printable(one_line(error))}")

@@ -12,11 +12,32 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from perada.privacy.options import ClientPrivacy, Privacy, options_of
+
 Record = Mapping[str, Any]
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
     "take the noise off, whatever ε says. Do not release what was trained so."
 )
+
+
+def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # whatever a file holds
+    """Look at a record that was read from a file, which anyone may have written, before any of it is shown.
+
+    Raises:
+        ValueError, KeyError or TypeError: If it is not the record of a private run of so many clients.
+    """
+    lists = {"sample": ("noise_multipliers", "sample_rates", "server", "release"), "client": ("epsilon",)}
+    for level, of_each in record.items():
+        if level == "sample":
+            options_of(Privacy, "privacy", dict(of_each["options"]))
+        else:
+            options_of(ClientPrivacy, "client_privacy", dict(of_each["options"]))
+        for name in lists[level]:
+            if len(_floats(of_each[name])) != num_clients:
+                raise ValueError(f"privacy: {name} has {len(of_each[name])} values for {num_clients} clients")
+    if "client" in record:
+        float(record["client"]["noise_multiplier"])
 
 
 def epsilon_text(value: float) -> str:

@@ -33,11 +33,14 @@ ROUND_EPSILONS = {
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lay out a Markdown table; the first column is aligned left, the others right.
 
+    What no terminal should be sent, and what would end a cell, is replaced: names may come from anyone's file.
+
     >>> print(table(["a", "b"], [["x", "10"]]))
     | a |  b |
     |---|---:|
     | x | 10 |
     """
+    header, *rows = [[printable(cell).replace("|", "¦") for cell in row] for row in [header, *rows]]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     widths = [max(width, 1 + (column > 0)) for column, width in enumerate(widths)]
 
@@ -50,6 +53,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|".join("-" * (width + 2) if not column else "-" * (width + 1) + ":" for column, width in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+
+
+def printable(text: str) -> str:
+    r"""``text`` on one line, without the control characters that a terminal would obey.
+
+    >>> printable("a\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: bool = False) -> str:

@@ -23,7 +23,7 @@ from perada.export import (
     save_backbone,
     write_json,
 )
-from perada.privacy_card import TEST_MODE, is_test_mode, privacy_card
+from perada.privacy_card import TEST_MODE, check_record, is_test_mode, privacy_card
 from perada.refinement import ensemble
 from perada.states import State, clone, set_state
 
@@ -204,17 +204,22 @@ class Run:
             )
         try:
             saved = json.loads((folder / RUN_FILE).read_text())
-            info, clients, found = saved["info"], saved["num_clients"], saved["format"]
+            info, clients, found = dict(saved["info"]), saved["num_clients"], saved["format"]
             models, alike = saved.get("global_models", 1), saved.get("shared", False)
             metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
-            if info.get("privacy"):
-                info["privacy"] = _replace(info["privacy"], _from_json)
             if found != FORMAT:
                 raise KeyError(f"format {found}, this version reads {FORMAT}")
+            counts = {"num_clients": clients, "global_models": models, "num_classes": info["num_classes"]}
+            for name, count in counts.items():
+                if type(count) is not int or count < 1:
+                    raise ValueError(f"{name} is {count!r}, not a number of 1 or more")
+            if info.get("privacy"):
+                info["privacy"] = _replace(info["privacy"], _from_json)
+                check_record(info["privacy"], clients)
             missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
             ) from error

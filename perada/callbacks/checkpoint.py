@@ -4,8 +4,11 @@
 import hashlib
 import json
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -70,6 +73,24 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     if not zipfile.is_zipfile(ckpt_path):
         raise ValueError(f"ckpt_path={ckpt_path!r} is no checkpoint, or was cut off; give another, or 'last'")
     return ckpt_path
+
+
+@contextmanager
+def plain_data(ckpt_path: str | None) -> Iterator[None]:
+    """Say in one line that a checkpoint holds more than data: it is read without running any code that it brings.
+
+    Raises:
+        ValueError: If so.
+    """
+    try:
+        yield
+    except UnpicklingError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} holds more than tensors and plain data, and is not read, since it could run any "
+            f"code ({reason}); if you trust it, and a callback of your own put that there, give weights_only=False to "
+            "Trainer.fit, or --weights_only=false to the program"
+        ) from error
 
 
 def belonging(

@@ -7,7 +7,7 @@ from typing import Any
 
 from perada.compare.results import choose, score
 from perada.privacy_card import epsilon_text, mean_and_std
-from perada.report import SCORES, percent, table
+from perada.report import SCORES, percent, printable, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {
@@ -57,7 +57,12 @@ def summary(records: Records) -> str:
     notes = ["Scores in %, trained and sent parameters and MB sent of one client in one round."]
     notes += [_epsilon_note(private)] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
-    return "\n\n".join([table(header, rows), *notes, *_failures(shown)])
+    return _plain("\n\n".join([table(header, rows), *notes, *_failures(shown)]))
+
+
+def _plain(text: str) -> str:
+    """What a terminal may be sent: names and reasons come from a file."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def grid_table(records: Records) -> str:
@@ -78,7 +83,7 @@ def grid_table(records: Records) -> str:
         )
     note = f"Scores of {' and '.join(names)} in %: mean of {SCORES[0]} and {SCORES[1]} on held-out validation images."
     failures = _failures(tried)
-    return "\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures])
+    return _plain("\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures]))
 
 
 def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:

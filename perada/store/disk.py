@@ -98,5 +98,5 @@ class DiskStore(ClientStore):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind; its files are read where they are."""
         super().load_state_dict({name: value for name, value in saved.items() if name not in ("folder", "files")})
-        self.written |= named_files(saved)
+        self.written |= named_files(saved, self.layout)
         self._named = [set(), set(self.written.values())]

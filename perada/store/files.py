@@ -2,6 +2,7 @@
 """Rows of clients in files."""
 
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from perada.store.layout import Layout
 
+_NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+\.safetensors")
 _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
 
 
@@ -22,28 +24,47 @@ def read_row(path: Path, layout: Layout) -> Tensor:
         FileNotFoundError: If it is not there.
         ValueError: If it was cut off, or holds other tensors.
     """
+    check_row(path, layout)
+    begin = len(layout.header)
+    return torch.from_file(str(path), shared=False, size=begin + layout.size, dtype=torch.uint8)[begin:]
+
+
+def check_row(path: Path, layout: Layout) -> None:
+    """Look at a client's file: its length, and the names and shapes of what it holds.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        ValueError: If it was cut off, or holds other tensors.
+    """
     begin = len(layout.header)
     try:
-        whole = path.stat().st_size == begin + layout.size
+        with path.open("rb") as file:
+            whole = path.stat().st_size == begin + layout.size and file.read(begin) == layout.header
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{str(path)!r} is missing, the states of a client; {_REMEDY}") from error
-    if whole:
-        mapped = torch.from_file(str(path), shared=False, size=begin + layout.size, dtype=torch.uint8)
-        if mapped[:begin].numpy().tobytes() == layout.header:
-            return mapped[begin:]
-    raise ValueError(f"{str(path)!r} was cut off, or is of another run; {_REMEDY}")
+    if not whole:
+        raise ValueError(f"{str(path)!r} was cut off, or is of another run; {_REMEDY}")
 
 
-def named_files(saved: dict[str, Any]) -> dict[int, Path]:
-    """The files that a checkpoint names.
+def named_files(saved: dict[str, Any], layout: Layout) -> dict[int, Path]:
+    """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
 
     Raises:
         FileNotFoundError: If one is missing.
+        ValueError: If it names something else.
     """
-    files = {client: Path(saved["folder"], name) for client, name in saved.get("files", {}).items()}
-    for client, path in files.items():
+    files = {}
+    for client, name in saved.get("files", {}).items():
+        path, known = Path(saved["folder"], str(name)), _NAME.fullmatch(str(name))
+        if known is None or known[1] != str(client) or path.is_symlink():
+            raise ValueError(
+                f"the checkpoint names {str(path)!r} as the states of client {client}, which is not the name of a "
+                f"client's file; {_REMEDY}"
+            )
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
+        check_row(path, layout)
+        files[client] = path
     return files
 
 
@@ -71,6 +92,9 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     Args:
         saved: What :meth:`ClientStore.state_dict` gave.
         checkpoint: The checkpoint's path; a run folder that was moved or copied is found by it.
+
+    Raises:
+        ValueError: If they are not there, and are said to be in no folder of a run's clients.
     """
     if saved.get("files"):
         name = next(iter(saved["files"].values()))
@@ -79,6 +103,8 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
             for folder in (parent / "clients", parent / "clients" / own):
                 if (folder / name).is_file():
                     return saved | {"folder": str(folder)}
+        if "clients" not in Path(saved["folder"]).parts[-2:]:
+            raise ValueError(f"the checkpoint names files in {saved['folder']!r}, which is no run's; {_REMEDY}")
     return saved
 
 

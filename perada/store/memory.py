@@ -88,7 +88,7 @@ class ClientStore:
             self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
             self._write(client, row)
-        for client, path in named_files(saved).items():
+        for client, path in named_files(saved, self.layout).items():
             self._write(client, read_row(path, self.layout))
 
 
