@@ -21,7 +21,7 @@ from perada.privacy.client_level_refusals import check_client_level
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image
 from perada.privacy.protection import Protection
-from perada.privacy.rehearsal import rehearse
+from perada.privacy.rehearsal import check_unsent, rehearse
 from perada.privacy.training import PrivateTraining
 from perada.rounds import one_of, sample_cohort
 from perada.seeding import generator
@@ -183,6 +183,7 @@ def protect(
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
             queries = rehearse(algorithm, module.slot, initial, phases, clients)
+            check_unsent(algorithm, module.slot, initial, phases, queries, clients)
             return Training(phases, queries, algorithm.unsent)
 
         tuning = loop.algorithm.finetuning()

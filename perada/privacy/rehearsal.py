@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often an algorithm looks at a batch, found out before anything is trained."""
+"""How often an algorithm looks at a batch, and what it never sends, found out before anything is trained."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.rounds import Phase
+from perada.seeding import generator
+from perada.server import Mean, Updates, client_weights
 from perada.states import State, clone, expand
+
+REHEARSED = 3
+"""Rounds in which what a client keeps may find its way into what it sends."""
 
 Queries = tuple[dict[str, int], ...]
 """For each phase, how often one local step asks for a gradient, by the stream whose batch it is of."""
@@ -35,24 +41,113 @@ def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[
     received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), num_clients, 0))
     counts = []
     for phase in phases:
-        opened = {role: clone(state) for role, state in algorithm.open(kept, received, slot).items()}
-        for role, state in opened.items():
-            for key in algorithm.trained(role, phase.name, slot):
-                if key in state:
-                    state[key].requires_grad_()
-        step = _Rehearsal(algorithm, opened, kept, received, phase.name)
+        step = _Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received)
+        step.begin(phase.name, slot)
         algorithm.client_step(step)
         counts.append(dict(step.queries))
     return tuple(counts)
 
 
-class _Rehearsal:
-    """A local step without images; satisfies :class:`perada.algorithms.base.ClientStep`."""
+def check_unsent(
+    algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], queries: Queries, num_clients: int
+) -> None:
+    """Rehearse three rounds, once more with other gradients from one stream, and compare what is sent.
 
-    def __init__(self, algorithm: Algorithm, states: Stacks, kept: Stacks, received: State, phase: str) -> None:
-        self.algorithm, self.states, self.kept, self.received, self.phase = algorithm, states, kept, received, phase
-        self.round = 0
+    Args:
+        algorithm: The algorithm.
+        slot: Names of the trained tensors.
+        initial: The first global state.
+        phases: The phases of local training.
+        queries: What :func:`rehearse` found.
+        num_clients: Clients M of the federation.
+
+    Raises:
+        ValueError: If what is sent depends on a stream that ``algorithm.unsent`` names.
+    """
+    named = sorted(algorithm.unsent & {stream for asked in queries for stream in asked})
+    expected = _sent(algorithm, slot, initial, phases, num_clients) if named else []
+    for stream in named:
+        other = _sent(algorithm, slot, initial, phases, num_clients, changed=stream)
+        for round, (one, two) in enumerate(zip(expected, other, strict=True)):
+            for key in one:
+                if not torch.equal(one[key], two[key]):
+                    raise ValueError(
+                        f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
+                        f"in round {round} depends on it, so that the server's ledger would count too little; leave "
+                        f"{stream!r} out of unsent"
+                    )
+
+
+def _sent(
+    algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], num_clients: int, changed: str = ""
+) -> list[State]:
+    """What two clients send in each of a few rounds on made-up gradients, those from ``changed`` being others."""
+    algorithm, clients = copy.deepcopy(algorithm), tuple(range(min(2, num_clients)))
+    global_state, server_state = initial, dict[str, State]()
+    kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
+    sent = []
+    for round in range(REHEARSED):
+        received = algorithm.broadcast(Broadcast(global_state, slot, round, clients, num_clients, 0))
+        step = _Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received, round, changed)
+        for phase in phases:
+            step.begin(phase.name, slot)
+            algorithm.client_step(step)
+            algorithm.client_step(step)
+        kept, update = algorithm.close(step.finished(), kept, received, slot)
+        sent.append({key: value.detach().clone() for key, value in update.items()})
+        if update:
+            server = ServerStep(
+                round,
+                clients,
+                num_clients,
+                slot,
+                0,
+                global_state,
+                Updates(update),
+                client_weights("uniform", clients),
+                server_state,
+                Mean(),
+                lambda student, teachers, average_from=None: student,
+            )
+            global_state = global_state | algorithm.server_step(server)
+            server_state = server.state
+    return sent
+
+
+class _Rehearsal:
+    """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
+
+    Args:
+        algorithm: Whose steps they are.
+        opened: What it trains, (C, ...) by role.
+        kept: What the clients kept.
+        received: What the server sent.
+        round: Counted from 0.
+        changed: A stream whose gradients are others than usual.
+
+    Attributes:
+        queries: Gradients that were asked for, by stream.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, opened: Stacks, kept: Stacks, received: State, round: int = 0, changed: str = ""
+    ) -> None:
+        self.algorithm, self.kept, self.received, self.round, self._changed = algorithm, kept, received, round, changed
+        self.states: Stacks = {role: clone(state) for role, state in opened.items()}
+        self.phase = ""
         self.queries: Counter[str] = Counter()
+
+    def begin(self, phase: str, slot: Slot) -> None:
+        """Turn to a phase, and what it trains."""
+        self.phase, self.states = phase, self.finished()
+        for role, state in self.states.items():
+            for key in self.algorithm.trained(role, phase, slot):
+                if key in state:
+                    state[key].requires_grad_()
+
+    def finished(self) -> Stacks:
+        """What has come of the states, which are no longer trained."""
+        return {role: {key: value.detach() for key, value in state.items()} for role, state in self.states.items()}
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         raise no_logits(self.algorithm)
@@ -60,12 +155,22 @@ class _Rehearsal:
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
         if isinstance(states, str):
             stream, states = stream or states, self.states[states]
-        self.queries[stream or next(iter(self.states))] += 1
-        asked = [value.flatten(1).sum(1) for value in states.values() if value.requires_grad]
-        return 0 * sum(asked, start=torch.zeros(1, device=next(iter(states.values())).device))
+        stream = stream or next(iter(self.states))
+        self.queries[stream] += 1
+        purpose = f"rehearsal/{stream}" + "/changed" * (stream == self._changed)
+        random = generator(0, purpose, self.round, self.queries[stream])
+        asked = [value for _, value in sorted(states.items()) if value.requires_grad]
+        slopes = [(torch.rand(value.shape, generator=random) - 0.5).to(value) for value in asked]
+        terms = [(slope * value).flatten(1).sum(1) for slope, value in zip(slopes, asked, strict=True)]
+        some = next(iter(states.values()))
+        total = sum(terms, start=torch.zeros(len(some), device=some.device))
+        return total - total.detach()
 
     def restart(self, role: str, start: State) -> None:
-        """Nothing is trained."""
+        with torch.no_grad():
+            for key, value in self.states[role].items():
+                if value.requires_grad:
+                    value.copy_(start[key])
 
     def descend(
         self,
@@ -75,7 +180,17 @@ class _Rehearsal:
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Nothing is trained."""
+        roles = (role,) if isinstance(role, str) else role
+        leaves = [(key, v) for name in roles for key, v in self.states[name].items() if v.requires_grad]
+        for _, leaf in leaves:
+            leaf.grad = None
+        if loss is not None and loss.requires_grad:
+            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+        with torch.no_grad():
+            for key, leaf in leaves:
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                gradient = gradient if pull is None else gradient + pull[0] * (leaf - pull[1][key])
+                leaf -= 0.1 * (gradient if slope is None else gradient + slope[key])
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:

@@ -11,7 +11,18 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from perada.algorithms import ALGORITHMS, FedAlt, FedAvgFT, FedEnsemble, FedRep, PerAda, PFedMe, make_algorithm
+from perada.algorithms import (
+    ALGORITHMS,
+    APFL,
+    FedAlt,
+    FedAvg,
+    FedAvgFT,
+    FedEnsemble,
+    FedRep,
+    PerAda,
+    PFedMe,
+    make_algorithm,
+)
 from perada.data.private_batches import PrivateRoundBatches
 from perada.privacy import history_epsilon
 
@@ -81,6 +92,107 @@ def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
             assert moved > 1e-3, f"{stream} trains nothing"
         else:  # one round after the other, since a client sends in each what it made of its images
             assert all(distance(state, before) > 1e-6 for state, before in zip(changed, states, strict=True)), stream
+
+
+class SendsPersonal(PerAda):
+    """Its parent's `unsent` does not hold of it any more."""
+
+    def close(self, trained, kept, received, slot):
+        return {"personal": trained["personal"]}, trained["personal"]
+
+
+class SendsALittle(PerAda):
+    def close(self, trained, kept, received, slot):
+        keeps, sent = super().close(trained, kept, received, slot)
+        return keeps, {key: value + 1e-3 * trained["personal"][key] for key, value in sent.items()}
+
+
+class StartsFromPersonal(PerAda):
+    """In the second round what the first one left."""
+
+    def open(self, kept, received, slot):
+        return {"personal": kept["personal"], "local": kept["personal"]}
+
+
+class PulledByPersonal(PerAda):
+    def client_step(self, step):
+        step.descend("personal", step.loss("personal"))
+        step.descend("local", step.loss("local"), pull=(0.1, step.states["personal"]))
+
+
+class RestartsFromPersonal(PerAda):
+    def client_step(self, step):
+        step.descend("personal", step.loss("personal"))
+        step.restart("local", step.states["personal"])
+        step.descend("local", step.loss("local"))
+
+
+class SendsInTheNextRound(PerAda):
+    def kept(self, initial, slot):
+        return {"personal": initial, "before": initial}
+
+    def close(self, trained, kept, received, slot):
+        return {"personal": trained["personal"], "before": trained["personal"]}, kept["before"]
+
+
+class Remembers(PerAda):
+    memory = None
+
+    def close(self, trained, kept, received, slot):
+        before, self.memory = self.memory, trained["personal"]
+        return {"personal": trained["personal"]}, before or trained["local"]
+
+
+class SendsItsShare(APFL):
+    def __init__(self):
+        super().__init__(lr_alpha=0.5)
+
+    def close(self, trained, kept, received, slot):
+        keeps, sent = super().close(trained, kept, received, slot)
+        return keeps, sent | {"alpha": trained["share"]["alpha"]}
+
+    def server_step(self, server):
+        return {key: value for key, value in super().server_step(server).items() if key != "alpha"}
+
+
+class SaysTooMuch(FedAvg):
+    unsent = frozenset({"local"})
+
+
+LEAKS = [
+    SendsPersonal,
+    SendsALittle,
+    StartsFromPersonal,
+    PulledByPersonal,
+    RestartsFromPersonal,
+    SendsInTheNextRound,
+    Remembers,
+    SendsItsShare,
+    SaysTooMuch,
+    lambda: FedEnsemble(SendsPersonal(), modes=2, strata=2),
+]
+
+
+@pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
+def test_an_algorithm_that_sends_what_it_calls_unsent_is_refused(leak):
+    started = Rounds()
+    with pytest.raises(
+        ValueError, match=r"privacy: \w+\.unsent names '\w+', and '.*' that a client sends in round \d"
+    ) as error:
+        train(leak(), CHEAP, callbacks=[started], distill_steps=2)
+    assert "\n" not in str(error.value)
+    assert started.states == []
+
+
+@pytest.mark.parametrize("leak", [SendsPersonal, PulledByPersonal], ids=lambda leak: leak.__name__)
+def test_without_the_claim_it_is_counted_as_sent(leak):
+    class Honest(leak):
+        unsent = frozenset()
+
+    run = train(Honest(), CHEAP | {"noise_multiplier": SIGMA}, rounds=1)
+    sample = run.info["privacy"]["sample"]
+    assert sample["server"] == sample["release"]
+    assert max(sample["server"]) > 0
 
 
 def counted(cohorts, algorithm_counts, tuning=None):

@@ -221,6 +221,13 @@ def test_a_delta_that_allows_to_show_an_image_is_warned_of():
         train("fedavg", {"noise_multiplier": 0.0, "delta": 0.1}, rounds=1)
 
 
+def test_a_delta_that_allows_to_show_a_client_is_warned_of():
+    level = {"noise_multiplier": 1.0, "delta": 0.5}
+    with pytest.warns(UserWarning, match=r"client_privacy: delta=0\.5 is not below 1 / 4, the number of clients"):
+        train("fedavg", None, rounds=1, client_privacy=level)
+    train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.24})
+
+
 class Beside(nn.Module):
     """Uses a layer's weight without calling the layer."""
 
