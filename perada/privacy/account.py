@@ -86,6 +86,7 @@ class Account:
         self._check_ledger()
         sigma = options.noise_multiplier
         self.noise_multipliers = self._calibrated() if sigma is None else [float(sigma)] * len(self.sizes)
+        self._before = list(self.noise_multipliers)
         self._check_first_round()
 
     def rate(self, client: int) -> float:
@@ -155,12 +156,17 @@ class Account:
     def record(self) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types, for reports and model cards."""
         rates = [self.rate(client) if self.options.sampling == "poisson" else 1.0 for client in range(len(self.sizes))]
-        noise = {"noise_multipliers": list(self.noise_multipliers), "sample_rates": rates}
+        noise = {"noise_multipliers": self._least(), "sample_rates": rates}
         return {"options": asdict(self.options)} | noise | self.epsilons()
 
     def state_dict(self) -> dict[str, Any]:
         """Ledgers and noise in plain types."""
-        return {"ledgers": self.ledgers.state_dict(), "noise_multipliers": list(self.noise_multipliers)}
+        noise = {"noise_multipliers": list(self.noise_multipliers), "least_noise": self._least()}
+        return {"ledgers": self.ledgers.state_dict()} | noise
+
+    def _least(self) -> list[float]:
+        """The least noise multiplier that each client ever had, also before a run was resumed with another one."""
+        return [min(pair) for pair in zip(self.noise_multipliers, self._before, strict=True)]
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int, tuned: bool = False) -> None:
         """Go on from what :meth:`state_dict` gave; a calibrated σ stays what it was.
@@ -174,6 +180,7 @@ class Account:
             ValueError: If the rounds that are now planned would pass the target.
         """
         self.ledgers.load_state_dict(state["ledgers"])
+        self._before = list(state.get("least_noise", state["noise_multipliers"]))
         target = self.options.target_epsilon
         if target is None:
             return

@@ -255,6 +255,11 @@ class ClientLevel:
         for client in clients:
             self.ledger.add(client, noise, 1.0, 1)
 
+    @property
+    def least_noise(self) -> float:
+        """The least z that a round ever had, also before a run was resumed with another one."""
+        return min([self.noise_multiplier, *(sigma for _, sigma, *_ in self.ledger.state_dict()["rows"])])
+
     def affordable(self, clients: Sequence[int]) -> list[int]:
         """Those of ``clients`` who stay within ``target_epsilon`` if they take part once more."""
         target = self.options.target_epsilon

@@ -141,7 +141,7 @@ class Protection:
         if self.clients is not None:
             record["client"] = {
                 "options": asdict(self.clients.options),
-                "noise_multiplier": self.clients.noise_multiplier,
+                "noise_multiplier": self.clients.least_noise,
                 "epsilon": list(self.clients.epsilons(range(num_clients)).values()),
             }
         return record or None

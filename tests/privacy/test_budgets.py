@@ -277,3 +277,26 @@ def test_clients_who_left_do_not_count_in_the_plan_of_the_others():
         run = train("fedavg", privacy, 8, data=data, clients_per_round=1, seed=6)  # each is planned twice or more
     assert max(run.metrics["clients"]["privacy/release_epsilon"]) <= 3.0
     assert BATCH < min(sizes)
+
+
+@pytest.mark.filterwarnings(OVERWRITES)
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+def test_the_card_of_a_run_with_more_noise_than_before_names_the_least(tmp_path, section):
+    """Its ε counts both; of the noise a reader learns what there was at least."""
+
+    def fit(sigma, rounds, **more):
+        level = {"noise_multiplier": sigma, "delta": DELTA}
+        chosen = {"privacy": level if section == "privacy" else None}
+        more |= {"client_privacy": level} if section == "client_privacy" else {}
+        return train("fedavg", chosen["privacy"], rounds, clients_per_round=None, **more, **saving(tmp_path))
+
+    fit(2.0, 1)
+    more = fit(5.0, 2, ckpt_path=str(tmp_path / "saved.ckpt"))
+    record = more.info["privacy"]["sample" if section == "privacy" else "client"]
+    assert record.get("noise_multiplier", record.get("noise_multipliers")) in (2.0, [2.0] * len(SIZES))
+    again = fit(6.0, 3, ckpt_path=str(tmp_path / "saved.ckpt"))
+    record = again.info["privacy"]["sample" if section == "privacy" else "client"]
+    assert record.get("noise_multiplier", record.get("noise_multipliers")) in (2.0, [2.0] * len(SIZES))
+    less = fit(1.0, 4, ckpt_path=str(tmp_path / "saved.ckpt"))
+    record = less.info["privacy"]["sample" if section == "privacy" else "client"]
+    assert record.get("noise_multiplier", record.get("noise_multipliers")) in (1.0, [1.0] * len(SIZES))
