@@ -258,7 +258,7 @@ class ClientLevel:
     @property
     def least_noise(self) -> float:
         """The least z that a round ever had, also before a run was resumed with another one."""
-        return min([self.noise_multiplier, *(sigma for _, sigma, *_ in self.ledger.state_dict()["rows"])])
+        return float(min([self.noise_multiplier, *(sigma for _, sigma, *_ in self.ledger.state_dict()["rows"])]))
 
     def affordable(self, clients: Sequence[int]) -> list[int]:
         """Those of ``clients`` who stay within ``target_epsilon`` if they take part once more."""
