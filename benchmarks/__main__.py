@@ -16,6 +16,7 @@ import torch
 from benchmarks.cohort_step import cohort_step
 from benchmarks.federation_size import federation_size
 from benchmarks.privacy_audit import privacy_audit
+from benchmarks.privacy_trials import privacy_trials
 from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
 from benchmarks.round import round_profile, round_resnet, round_vit
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "private_step": private_step,
     "private_memory": private_memory,
     "privacy_audit": privacy_audit,
+    "privacy_trials": privacy_trials,
 }
 """Each takes the device, how often the ways take turns, and whether a glance is enough; it yields rows of a table."""
 

@@ -30,8 +30,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import PerAda, ServerStep
-from perada.privacy import client_level
-from perada.privacy import clipping as clipping_module
+from perada.privacy import client_level, clipping
 from perada.privacy.sampling import poisson_batches
 from perada.seeding import generator
 from perada.states import State
@@ -65,23 +64,23 @@ def privacy_audit(device: torch.device, repeats: int, quick: bool, seed: int = 0
     Args:
         device: Where the runs go.
         repeats: Not used.
-        quick: 200 trials in each audit instead of 10,000, and the first settings only.
+        quick: 2,000 trials in each audit instead of 10,000, and the first settings only.
         seed: Of data and runs.
     """
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.ERROR)  # greetings of every run
+    _quiet()
     settings: list[tuple[Clipping | None, float, float, Fault]] = [(None, 0.0, 1.0, "none")]
     settings += [(None, sigma, 1.0, fault) for sigma in (1.0, 2.0, 4.0) for fault in LESS]
     settings += [(None, sigma, 1 / IMAGES, fault) for sigma in (1.0, 1.5, 2.0) for fault in FAULTS]
-    settings += [(clipping, z, 1.0, fault) for clipping in get_args(Clipping) for z in (1.0, 2.0) for fault in LESS]
-    clients = 200 if quick else 10_000
-    for clipping, sigma, rate, fault in settings[: 2 if quick else None]:
-        if clipping is None:
+    settings += [(kind, z, 1.0, fault) for kind in get_args(Clipping) for z in (1.0, 2.0) for fault in LESS]
+    clients = 2000 if quick else 10_000
+    for kind, sigma, rate, fault in settings[: 3 if quick else None]:
+        if kind is None:
             audits = audit_images(sigma, rate, fault, clients=clients, seed=seed, device=device)
         else:
-            audits = {"client": audit_clients(sigma, clipping, fault, trials=clients, seed=seed)}
+            audits = {"client": audit_clients(sigma, kind, fault, trials=clients, seed=seed)}
         for ledger, audit in audits.items():
             yield {
-                "of": "images" if clipping is None else f"clients, {clipping} clipping",
+                "of": "images" if kind is None else f"clients, {kind} clipping",
                 "σ": sigma,
                 "q": rate,
                 "fault": fault,
@@ -93,6 +92,11 @@ def privacy_audit(device: torch.device, repeats: int, quick: bool, seed: int = 0
                 "δ": DELTA,
                 "seed": seed,
             }
+
+
+def _quiet() -> None:
+    """Leave out Lightning's greetings of every run."""
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.ERROR)
 
 
 class _Watched(PerAda):
@@ -175,7 +179,7 @@ def _along_canary(change: torch.Tensor) -> np.ndarray:
     return np.asarray(-(change[..., CANARY_PIXEL].double() @ (gradient / gradient.norm())))
 
 
-def audit_clients(z: float, clipping: Clipping, fault: Fault = "none", *, trials: int, seed: int = 0) -> Audit:
+def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: int, seed: int = 0) -> Audit:
     """Make two rounds of four clients private, in half of the trials without the part of one of them.
 
     That client sends a change along a direction of its own, or what is not finite, which is neither summed nor counted.
@@ -183,14 +187,14 @@ def audit_clients(z: float, clipping: Clipping, fault: Fault = "none", *, trials
 
     Args:
         z: Noise multiplier.
-        clipping: ``fixed`` or ``adaptive``.
+        kind: Of clipping, ``fixed`` or ``adaptive``.
         fault: What is wrong, unknown to the ledger.
         trials: Number of trials.
         seed: Of coins and noise.
     """
-    counted = {"clipping": clipping, "count_noise": COUNT_NOISE}
+    counted = {"clipping": kind, "count_noise": COUNT_NOISE}
     options = perada.ClientPrivacy(noise_multiplier=z, delta=DELTA, secure_rng=False, **counted)
-    std = z if clipping == "fixed" else client_level.split_noise(z, COUNT_NOISE)
+    std = z if kind == "fixed" else client_level.split_noise(z, COUNT_NOISE)
     present = torch.rand(trials, generator=generator(seed, "audit/clients")) < 0.5
     clients, scores = range(4), np.zeros(trials)
     received = {"weight": torch.zeros(len(clients), 2)}
@@ -252,12 +256,12 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 @contextmanager
 def _less_noise() -> Iterator[None]:
     """A quarter of the noise, for images and for clients."""
-    plain = clipping_module.with_noise
+    plain = clipping.with_noise
 
     def with_noise(row: torch.Tensor, std: float, source: torch.Generator | None) -> torch.Tensor:
         return plain(row, std / 4, source)
 
-    with patch.object(clipping_module, "with_noise", with_noise), patch.object(client_level, "with_noise", with_noise):
+    with patch.object(clipping, "with_noise", with_noise), patch.object(client_level, "with_noise", with_noise):
         yield
 
 
