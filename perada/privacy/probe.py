@@ -136,7 +136,8 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
         with torch.no_grad(), seeded(0, "probe"):
             outputs.append(exact.logits(stacked, _as(images, torch.float64), training=True, streams=streams)[1:])
     before, after = outputs
-    if not torch.allclose(after, before, rtol=CLOSE[torch.float64], atol=CLOSE[torch.float64]):
+    close = CLOSE[torch.float64]
+    if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
         raise ValueError(
             "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
             f"which runs one after another, or {REMEDY}"

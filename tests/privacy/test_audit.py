@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audits of benchmarks/privacy_audit.py and privacy_trials.py: what they prove of honest runs is not above the report.
+"""The audits of benchmarks/privacy_audit.py and privacy_trials.py: what they prove of honest runs is not above ε.
 
 Of runs with less noise than their ledgers know, with noise that is drawn again, or with other batches, it is more. The
 statistics are held against scipy, an integral and mechanisms whose ε is known.

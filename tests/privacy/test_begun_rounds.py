@@ -290,3 +290,17 @@ def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
 def test_without_privacy_there_is_no_journal(tmp_path):
     fit(tmp_path, 1)
     assert not (checkpoints(tmp_path) / JOURNAL).exists()
+
+
+@pytest.mark.filterwarnings("ignore:round .. the loss of client 1 became NaN or infinite:UserWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_client_that_breaks_is_counted_like_the_others(tmp_path, level):
+    """Whether it breaks depends on its images, and the noise that it draws is no less."""
+    data = federation()
+    data.train[1] = TensorDataset(torch.full((8, 1, 1, PIXELS), torch.nan), data.train[1].tensors[1])
+    options = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "local_steps": 1, "rounds": 2}
+    options |= {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
+    network = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
+    run = perada.finetune(network, data, **options, **LEVELS[level])
+    assert spent(run, level) == pytest.approx([epsilon(2)] * CLIENTS)
+    assert all(value.isfinite().all() for value in run.state("global").values())
