@@ -211,7 +211,7 @@ def run(data, adapter="head", net="test_resnet", **options):
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
-@pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0}])
+@pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
 def test_a_run_is_the_same_with_features(engine, privacy):
     with_features, without = (
         run(federation(), engine=engine, privacy=privacy, server_optimizer="sgd", cache_features=use)
