@@ -25,6 +25,30 @@ def test_streams_are_splitmix64():
     assert torch.equal(bits, torch.tensor([words]).view(torch.int16))
 
 
+def hashed(*key):
+    """The two integers of 64 bits in the first 16 bytes of SHAKE-256."""
+    digest = hashlib.shake_256(json.dumps(list(key)).encode()).digest(16)
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def mixed(z):
+    """The output function of SplitMix64, in Python's integers."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = ((z ^ (z >> shift)) * factor) % 2**64
+    return z
+
+
+def test_derived_streams_and_their_forks_are_splitmix64_of_hashed_keys():
+    streams = Streams.derived(5, "dropout-local", 3, clients=[4, 9]).fork("step", 7).fork("layer", 2)
+    for row, client in enumerate((4, 9)):
+        start, gamma = hashed(5, "dropout-local", 3, client)
+        gamma |= 1
+        for low, high in (hashed(7, "step"), hashed(2, "layer")):
+            start, gamma = start + low, gamma + high - high % 2
+        words = [mixed((start + place * gamma) % 2**64) for place in range(50)]
+        assert [word % 2**64 for word in streams.bits(200)[row].contiguous().view(torch.int64).tolist()] == words
+
+
 def draws(count, *key):
     return torch.rand(count, generator=generator(*key), dtype=torch.float64)
 

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import APFL, FedAvgFT, PerAda, PFedMe
 from perada.rounds import sample_cohort
+from perada.seeding import generator
 
 from ..algorithms.problems import BATCH, CLIENTS, CLIENTS_PER_ROUND, SIZES, assert_equal, task
 from .private_loop import SEED, once, rate, steps_of, train
@@ -210,6 +211,23 @@ def test_a_calibrated_run_goes_on_with_its_noise(tmp_path):
     with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for another plan") as raised:
         train(WITHOUT_KD, privacy, 6, ckpt_path=path, **saving(tmp_path / "half"))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings(OVERWRITES)
+def test_fine_tuning_has_noise_that_no_round_has(tmp_path, monkeypatch):
+    """A run that is stopped early fine-tunes; then it is resumed, and trains the round that it had not."""
+    asked = []
+
+    def spy(seed, purpose, *ids):
+        asked.append((seed, purpose, ids))
+        return generator(seed, purpose, *ids)
+
+    monkeypatch.setattr("perada.privacy.training.generator", spy)
+    privacy = {"noise_multiplier": 8.0, "delta": DELTA}
+    train(FedAvgFT(2.0), privacy, 3, **saving(tmp_path, Cohorts(stop_after=1)))
+    train(FedAvgFT(2.0), privacy, 3, ckpt_path=str(tmp_path / "saved.ckpt"), **saving(tmp_path))
+    assert len(asked) == 3 * CLIENTS_PER_ROUND + 2 * len(SIZES)
+    assert len(set(asked)) == len(asked)
 
 
 @pytest.mark.filterwarnings(OVERWRITES)

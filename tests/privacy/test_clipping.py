@@ -117,11 +117,13 @@ def test_half_precision_gradients_are_measured_in_single():
 
 @pytest.mark.parametrize("method", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_an_image_whose_gradient_is_not_finite_is_left_out(method, bad):
+@pytest.mark.parametrize("broken", [1, 2], ids=["in one parameter", "in two"])
+def test_an_image_whose_gradient_is_not_finite_is_left_out(method, bad, broken):
     gradients, mask = make()
     without = {name: gradient.clone() for name, gradient in gradients.items()}
-    for name in gradients:
-        gradients[name][0, 1] = bad
+    for place, name in enumerate(gradients):
+        if place < broken:
+            gradients[name][0, 1] = bad
         without[name][0, 1] = 0
     summed, expected = (clipped_sum(g, mask, clip_factors(g, mask, 1.0, method)) for g in (gradients, without))
     for name in gradients:
@@ -150,6 +152,13 @@ def test_noise_is_gaussian_with_each_clients_deviation():
     for i, first in enumerate(keys):
         for second in keys[:i]:
             assert abs(stats.pearsonr(standard[first], standard[second]).statistic) < 2.6 / math.sqrt(4000)
+
+
+@pytest.mark.parametrize("std", [1e-12, 1e-3, 1e6])
+def test_noise_of_any_size_is_added(std):
+    noise = noisy_mean({"w": torch.zeros(1, 4000, dtype=torch.float64)}, std, [1.0], sources(1))["w"] / std
+    low, high = stats.chi2(4000).ppf([0.005, 0.995])
+    assert low < float(noise.square().sum()) < high
 
 
 def test_without_noise_it_is_the_sum_over_the_expected_batch():

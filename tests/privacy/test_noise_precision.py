@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.privacy import clipped_sum, noisy_mean
+from perada.privacy.clipping import with_noise
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -121,3 +122,10 @@ def test_the_noise_is_rounded_once_together_with_the_sum():
     for step, share in expected.items():
         count = int((steps == step).sum())
         assert stats.binomtest(count, len(steps), share).pvalue > LEVEL
+
+
+@pytest.mark.parametrize("source", [None, torch.Generator().manual_seed(0)], ids=["secure", "seeded"])
+def test_a_noisy_sum_has_the_digits_of_double_precision_until_it_is_stored(source):
+    noisy = with_noise(torch.full((1000,), 3.0), 0.1, source)
+    assert noisy.dtype == torch.float64
+    assert int((noisy != noisy.float()).sum()) > 900

@@ -138,6 +138,31 @@ def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch
     assert float(products.fill_diagonal_(0).abs().max()) < 6
 
 
+def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
+    """Black images have no gradient by the weights, so that a step is its noise."""
+    monkeypatch.setattr("perada.privacy.account.calibrate", lambda target, delta, rate, *_: 1 + 2 * rate)
+    sizes = [3, 6, 12, 24] * 6
+    data = perada.FederatedData(
+        [TensorDataset(torch.zeros(n, 1, 10, 10), torch.arange(n) % 3) for n in sizes], num_classes=3
+    )
+    layer = nn.Linear(100, 3, bias=False)
+    options = {"adapter": "full", "lr_personal": 1.0, "batch_size": 4, "local_steps": 1, "clients_per_round": 16}
+    privacy = {"noise_multiplier": None, "target_epsilon": 2.0, "delta": 1e-3, "max_norm": 0.5}
+    run = perada.finetune(
+        nn.Sequential(nn.Flatten(), layer), data, algorithm="standalone", rounds=1, privacy=privacy, **options | QUIET
+    )
+    noise, took_part = run.info["privacy"]["sample"]["noise_multipliers"], 0
+    assert noise[:4] == pytest.approx([3.0, 1 + 8 / 6, 1 + 8 / 12, 1 + 8 / 24])
+    for client, (size, sigma) in enumerate(zip(sizes, noise, strict=True)):
+        (value,) = run.state("personal", client).values()
+        moved = (value - layer.weight.detach()).flatten().double() * min(4, size) / (0.5 * sigma)
+        if moved.any():
+            took_part += 1
+            low, high = chi2.ppf([1e-8, 1 - 1e-8], moved.numel())  # of 300 numbers: 0.6 to 1.5 times as many
+            assert low < float(moved.square().sum()) < high
+    assert took_part == 16
+
+
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_physical_batches_and_chunks_do_not_change_the_result(engine, clipping):
@@ -159,6 +184,16 @@ def test_the_training_engine_does_not_change_the_result(clipping, sigma):
     assert_same(looped.state("global"), folded.state("global"), "global")
     for m in CLIENTS:
         assert_same(looped.state("personal", m), folded.state("personal", m), f"client {m}")
+
+
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
+def test_a_client_whose_personal_adapter_breaks_is_averaged_like_the_others(engine):
+    """The server could learn from who is missing what no noise covers, if it was of a state that is not sent."""
+    common = {"momentum": 0.0, "rounds": 2}
+    whole = train(WITHOUT_KD, private(SIGMA, engine=engine), **common)
+    with pytest.warns(UserWarning, match="became NaN or infinite"):
+        broken = train(WITHOUT_KD, private(SIGMA, engine=engine), lr_personal=1e308, **common)
+    assert_same(broken.state("global"), whole.state("global"), "global")
 
 
 def test_chunks_do_not_change_dropout():

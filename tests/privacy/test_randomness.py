@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from perada.privacy import randomness
-from perada.privacy.randomness import secure_normal, secure_permutation, secure_uniform
+from perada.privacy.randomness import secure_noise, secure_normal, secure_permutation, secure_uniform
 
 LEVEL = 1e-6
 N = 200_000
@@ -112,6 +112,14 @@ def test_normal_is_a_sum_of_draws_of_box_and_muller(counter, monkeypatch, dtype,
     assert next(words, None) is None
     # An absolute part, since the sine of 2πv is as exact as 2πv is.
     assert found.flatten().tolist() == pytest.approx(expected, rel=torch.finfo(dtype).eps, abs=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "draws"), [(torch.float64, 4), (torch.float32, 1)])
+def test_noise_for_a_sum_is_not_rounded_and_has_as_many_draws(counter, dtype, draws):
+    noise = secure_noise(torch.zeros(5, 1, dtype=dtype))
+    assert noise.dtype == torch.float64
+    assert noise.shape == (5, 1)
+    assert len(counter.given) == 2 * draws * 3  # pairs
 
 
 @pytest.mark.parametrize("word", [0, 2**64 - 1])
