@@ -34,10 +34,17 @@ def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # what
         else:
             options_of(ClientPrivacy, "client_privacy", dict(of_each["options"]))
         for name in lists[level]:
-            if len(_floats(of_each[name])) != num_clients:
+            if len(of_each[name]) != num_clients:
                 raise ValueError(f"privacy: {name} has {len(of_each[name])} values for {num_clients} clients")
+            _check_numbers(name, of_each[name])
     if "client" in record:
-        float(record["client"]["noise_multiplier"])
+        _check_numbers("noise_multiplier", [record["client"]["noise_multiplier"]])
+
+
+def _check_numbers(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        if isinstance(value, bool) or not float(value) >= 0:
+            raise ValueError(f"privacy: {name} is {value!r}, not a number of 0 or more")
 
 
 def epsilon_text(value: float) -> str:

@@ -240,6 +240,8 @@ class Run:
             pretrained=pretrained,
             image_size=info["image_size"],
         )
+        if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
+            raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
         names = _global_folders(models)
         config = read_config(folder / names[0])
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))

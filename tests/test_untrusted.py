@@ -209,6 +209,10 @@ CHANGES = [
     lambda content: content["info"]["privacy"]["sample"]["options"].update({SCRIPT: 1}),
     lambda content: content["info"]["privacy"]["sample"].update(release=[SCRIPT] * 5),
     lambda content: content["info"]["privacy"]["sample"].update(server=[1.0]),
+    lambda content: content["info"]["privacy"]["sample"].update(server=[-1.0] * 5),
+    lambda content: content["info"]["privacy"]["sample"].update(release=["nan"] * 5),
+    lambda content: content["info"]["privacy"]["client"].update(epsilon=[True] * 5),
+    lambda content: content["info"]["privacy"]["client"].update(noise_multiplier=-2.0),
     lambda content: content["info"]["privacy"]["client"]["options"].update(quantile=SCRIPT, clipping="adaptive"),
     lambda content: content["info"]["privacy"]["client"].update(noise_multiplier=SCRIPT),
     lambda content: content["info"]["privacy"].update(more=SCRIPT),
@@ -227,6 +231,14 @@ def test_a_description_of_a_run_that_no_run_has_is_refused(tiny, tmp_path, chang
     with pytest.raises(ValueError, match=r"'.*run\.json' is broken") as error:
         perada.Run.load(folder, backbone=tiny.net())
     assert "\n" not in str(error.value)
+
+
+def test_a_run_that_says_it_has_a_billion_global_models_is_refused_at_once(tiny, tmp_path):
+    folder = fit(tiny, tmp_path, rounds=0, logger=False).save(tmp_path / "run")
+    content = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(content | {"global_models": 10**15}))
+    with pytest.raises(FileNotFoundError, match="lacks 'global_999999999999999'"):
+        perada.Run.load(folder, backbone=tiny.net())
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed:UserWarning")

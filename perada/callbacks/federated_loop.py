@@ -22,7 +22,7 @@ from perada.callbacks.checkpoint import (
 from perada.callbacks.checks import check_batch_norm, check_distillation, check_images, check_trainer
 from perada.callbacks.features import use_features
 from perada.callbacks.finetuning import finetune, is_scored, score
-from perada.callbacks.journals import journals_of, keep_journal
+from perada.callbacks.journals import journal_rounds_to_come, journals_of, keep_journal
 from perada.callbacks.parts import (
     compared,
     federation_of,
@@ -138,6 +138,8 @@ class FederatedLoop(pl.Callback):
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = parts(trainer, pl_module)
         self._check_fresh(stage, data, module)
+        if sum(isinstance(callback, FederatedLoop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
+            raise ValueError("the Trainer has several FederatedLoops among its callbacks; give it one")
         check_trainer(trainer)
         if trainer.world_size > 1:
             share_work(trainer)
@@ -249,16 +251,16 @@ class FederatedLoop(pl.Callback):
                 (folder / "config.yaml").write_text("\n".join(self.arguments) + "\n", encoding="utf-8")
 
     def _exhausted(self, trainer: pl.Trainer) -> bool:
-        """Whether rounds are left, and no client who could afford one."""
+        """Whether no client can afford another round; that is said where rounds are left."""
         assert self._federation is not None and self.protection is not None
         done, limit = self._federation.rounds_done, trainer.max_epochs
-        left = limit is None or not 0 <= limit <= done
-        if not left or not self.protection.limited or self.protection.affordable(range(self.num_clients)):
+        if not self.protection.limited or self.protection.affordable(range(self.num_clients)):
             return False
-        rank_zero_warn(
-            f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the limit "
-            "(max_epsilon or target_epsilon) to train on"
-        )
+        if limit is None or not 0 <= limit <= done:
+            rank_zero_warn(
+                f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the "
+                "limit (max_epsilon or target_epsilon) to train on"
+            )
         return True
 
     def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
@@ -345,6 +347,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Save the states of server and clients, and what they belong to."""
         data, module = parts(trainer, pl_module)
+        journal_rounds_to_come(trainer, federation_of(module))
         checkpoint[CHECKPOINT_KEY] = {
             "federation": federation_of(module).state_dict(),
             "history": self.history,

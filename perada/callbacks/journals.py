@@ -22,7 +22,9 @@ def journals_of(states: dict[str, Any], checkpoint: str | Path | None) -> list[P
     """
     named = [Path(path) for path in (states.get("privacy") or {}).get("journals", [])]
     beside = [] if checkpoint is None else [Path(checkpoint).parent / JOURNAL]
-    return [*beside, *(path for path in named if path.is_file())]
+    # A stranger's checkpoint may name any file, and these are written to.
+    known = [path for path in named if path.name == JOURNAL and path.is_file() and not path.is_symlink()]
+    return list(dict.fromkeys([*beside, *known]))
 
 
 def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[Path]) -> None:
@@ -46,3 +48,16 @@ def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[
     own = [Path(folder) / JOURNAL for folder in folders if folder and "://" not in str(folder)]
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         protection.journal = Journal(own, earlier)
+
+
+def journal_rounds_to_come(trainer: pl.Trainer, federation: Federation) -> None:
+    """Where no checkpoint callback names a folder, keep the journal in the default one from the first checkpoint on.
+
+    Args:
+        trainer: Which writes a checkpoint.
+        federation: Whose rounds are written down.
+    """
+    done, limit = federation.rounds_done, trainer.max_epochs
+    left = trainer.training and (limit is None or not 0 <= limit <= done)
+    if left and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        federation.settings.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)

@@ -19,7 +19,7 @@ from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_level_refusals import check_client_level
 from perada.privacy.clipping import check_precision
-from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image
+from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import check_unsent, rehearse
 from perada.privacy.training import PrivateTraining
@@ -122,6 +122,7 @@ def check_network(loop: "FederatedLoop", data: FederatedDataModule, module: Fede
         check_gradients(loop.privacy, module.engine, states, x, y, module.multilabel)
     batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for(cohort, 0))))))
     device = next(module.model.parameters()).device
+    check_products(device)
     x, y, states = batch.x.to(device), batch.y.to(device), _near(module, len(cohort))
     if loop.privacy is not None:
         check_one_image(loop.privacy, module.engine, states, x, y, batch.counts, module.multilabel)
@@ -183,7 +184,7 @@ def protect(
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
             queries = rehearse(algorithm, module.slot, initial, phases, clients)
-            check_unsent(algorithm, module.slot, initial, phases, queries, clients)
+            check_unsent(algorithm, module.slot, initial, phases, queries, clients, rounds)
             return Training(phases, queries, algorithm.unsent)
 
         tuning = loop.algorithm.finetuning()

@@ -162,7 +162,7 @@ class Account:
     def state_dict(self) -> dict[str, Any]:
         """Ledgers and noise in plain types."""
         noise = {"noise_multipliers": list(self.noise_multipliers), "least_noise": self._least()}
-        return {"ledgers": self.ledgers.state_dict()} | noise
+        return {"ledgers": self.ledgers.state_dict(), "sampling": self.options.sampling} | noise
 
     def _least(self) -> list[float]:
         """The least noise multiplier that each client ever had, also before a run was resumed with another one."""
@@ -177,8 +177,15 @@ class Account:
             tuned: Whether it counts a fine-tuning after them.
 
         Raises:
-            ValueError: If the rounds that are now planned would pass the target.
+            ValueError: If batches were drawn in another way, or the rounds that are now planned would pass the target.
         """
+        before = state.get("sampling", self.options.sampling)
+        if before != self.options.sampling:
+            raise ValueError(
+                f"privacy: the checkpoint's batches were drawn with sampling={before!r}, and here it is "
+                f"{self.options.sampling!r}: ε would be of two kinds of neighbours at once; resume with "
+                f"sampling={before!r}, or start anew"
+            )
         self.ledgers.load_state_dict(state["ledgers"])
         self._before = list(state.get("least_noise", state["noise_multipliers"]))
         target = self.options.target_epsilon

@@ -110,10 +110,9 @@ def _noisy(
         raise ValueError(f"{len(generators)} generators for {clients} clients; give each client one of its own")
     result = {key: received[key].detach().clone() for key in updates}
     for key in sorted(clipped):  # so that the order of the dictionary does not matter
-        result[key] += clipped[key]
-        for client in range(clients if std else 0):
+        for client in range(clients):
             source = None if generators is None else generators[client]
-            result[key][client] = with_noise(result[key][client], std, source)
+            result[key][client] = with_noise(result[key][client], std, source, clipped[key][client])
     return result
 
 

@@ -209,15 +209,16 @@ def noisy_mean(
     return result
 
 
-def with_noise(row: Tensor, std: float, source: torch.Generator | None) -> Tensor:
-    """``row`` + std · N(0, 1), in double precision: to be rounded to the type of ``row`` by whoever stores it.
+def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
+    """``row`` + ``added`` + std · N(0, 1), in double precision: to be rounded by whoever stores it.
 
     Args:
         row: Of any shape.
         std: Standard deviation; with 0 nothing is drawn.
         source: A generator on the CPU; ``None`` for the cryptographic one.
+        added: Of the same shape, if there is something to add.
     """
-    exact = double(row)
+    exact = double(row) if added is None else double(row) + double(added)
     if not std:
         return exact
     noise = secure_noise(row) if source is None else torch.randn(row.shape, generator=source, dtype=row.dtype)

@@ -15,6 +15,10 @@ JOURNAL = "privacy_ledger.jsonl"
 """Name of the file, beside the checkpoints."""
 
 
+FIELDS = frozenset({"id", "run", "round", "images", "clients", "noise_multiplier"})
+"""What a line says: of which run it is, and the costs of a round by client."""
+
+
 class Journal:
     """Files with a line of JSON for every round that was begun.
 
@@ -59,14 +63,31 @@ class Journal:
         return lost
 
 
-def read_journals(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The entries of several files by their ``id``; a line that was cut off was never begun."""
+def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
+    """The entries of one run, and of those resumed from it, by their ``id``; a line that was cut off was never begun.
+
+    Args:
+        paths: Files, of which some may be missing.
+        run: What its entries have as ``run``.
+
+    Raises:
+        ValueError: If a whole line of a file is no entry.
+    """
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
+        for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
             try:
                 entry = json.loads(line)
+                missing = FIELDS - set(entry)
+            except (ValueError, TypeError):
+                if not line.endswith(b"}"):  # the only one of an entry is its last letter
+                    continue
+                missing = FIELDS
+            if missing:
+                raise ValueError(
+                    f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
+                    "restore the file from a copy, or start anew"
+                )
+            if entry["run"] == run:
                 found[entry["id"]] = entry
-            except (ValueError, KeyError, TypeError):
-                continue
     return found

@@ -60,6 +60,7 @@ class Privacy:
         _check_choices("privacy", self, clipping=("flat", "per_layer", "automatic"), sampling=("poisson", "shuffle"))
         _check_choices("privacy", self, ledger=("release", "server"), engine=("auto", "folded", "opacus"))
         _check_positive("privacy", max_norm=self.max_norm, max_epsilon=self.max_epsilon)
+        _check_std("privacy", self.noise_multiplier, self.max_norm)
         size = self.physical_batch_size
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(
@@ -108,6 +109,7 @@ class ClientPrivacy:
         _check_common("client_privacy", self)
         _check_choices("client_privacy", self, clipping=("fixed", "adaptive"))
         _check_positive("client_privacy", max_norm=self.max_norm, count_noise=self.count_noise, clip_lr=self.clip_lr)
+        _check_std("client_privacy", self.noise_multiplier, self.max_norm)
         if not (_is_number(self.quantile) and 0 <= self.quantile <= 1):
             raise ValueError(f"client_privacy: quantile={self.quantile!r} is no share; give 0 to 1, 0.5 is usual")
 
@@ -153,6 +155,15 @@ def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: f
             "to 5"
         )
     _check_positive(section, target_epsilon=target_epsilon)
+
+
+def _check_std(section: str, noise_multiplier: float | None, max_norm: float) -> None:
+    """Refuse noise that no number can hold."""
+    if noise_multiplier is not None and not noise_multiplier * max_norm < math.inf:
+        raise ValueError(
+            f"{section}: noise_multiplier={noise_multiplier!r} times max_norm={max_norm!r} is not finite; usual values "
+            "of the first lie from 0.5 to 5, of the second from 0.1 to 10"
+        )
 
 
 def _is_number(value: object) -> bool:

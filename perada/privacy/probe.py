@@ -2,24 +2,28 @@
 """Whether private gradients can be had of a model: tried before anything is trained."""
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from perada.engine import Engine
 from perada.fold import draws
 from perada.losses import row_losses
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
-from perada.seeding import Streams, seeded
+from perada.seeding import Streams, generator, seeded
 from perada.stacked_layers import drop_rate
 from perada.states import State
 
 UNCLIPPED = 1e9
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """How far sums over a batch may be from the sums of their parts, relative to the largest number among them."""
+SEVERAL = 8
+"""Images of a client with which a network is tried, at least."""
 REMEDY = "choose a backbone without such a layer, or put it into evaluation mode for good"
 
 
@@ -98,10 +102,11 @@ def check_one_image(
     Raises:
         ValueError: If the two differ, or the same batch gives another sum after others were seen.
     """
+    x, y, counts = _several(x, y, counts)
     try:
         trial = _Trial(options, engine, states, x, y, counts, multilabel, torch.float64)
-    except Exception:  # of a network that names a number format
-        trial = _Trial(options, engine, states, x, y, counts, multilabel, torch.float32)
+    except Exception:  # of a network that names a number format, or has several
+        trial = _Trial(options, engine, states, x, y, counts, multilabel, None)
     everyone, rest = trial.sums(trial.all), trial.sums(trial.others)
     if trial.remembers() or not trial.close(everyone, trial.sums(trial.all)):
         raise ValueError(
@@ -126,21 +131,65 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
     Raises:
         ValueError: If they change.
     """
-    exact = _exact(engine, torch.float64)
-    stacked = {key: _as(value, torch.float64) for key, value in states.items()}
+    try:
+        before, after, close = _outputs_of_others(engine, states, x, torch.float64)
+    except Exception:  # as above
+        before, after, close = _outputs_of_others(engine, states, x, None)
+    if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
+        raise ValueError(
+            "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
+            f"which runs one after another, or {REMEDY}"
+        )
+
+
+def _outputs_of_others(
+    engine: Engine, states: State, x: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, float]:
+    """Outputs (C − 1, B, K) of all clients but the first, before and after its images change; how close is the same."""
+    exact = _exact(engine, dtype)
+    stacked = {key: _as(value, dtype) for key, value in states.items()}
     changed = x.clone()
     changed[0] = 1 - changed[0].flip(-1)
     outputs = []
     for images in (x, changed):
         streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
         with torch.no_grad(), seeded(0, "probe"):
-            outputs.append(exact.logits(stacked, _as(images, torch.float64), training=True, streams=streams)[1:])
-    before, after = outputs
-    close = CLOSE[torch.float64]
-    if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
+            outputs.append(exact.logits(stacked, _as(images, dtype), training=True, streams=streams)[1:])
+    return outputs[0], outputs[1], CLOSE[dtype or torch.float32]
+
+
+def _several(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """At least so many images of every client that a network could mix them; where it has fewer, others made of them.
+
+    A Poisson sample may hold more images than are expected, and more than one where one is.
+    """
+    rows, labels = [], []
+    for images, targets, count in zip(x, y, counts, strict=True):
+        images, targets = images[:count], targets[:count]
+        while len(images) < SEVERAL:
+            images, targets = torch.cat([images, 2 * images.flip(-1) - 1]), torch.cat([targets, targets])
+        rows.append(images)
+        labels.append(targets)
+    found = tuple(map(len, rows))
+    return pad_sequence(rows, batch_first=True), pad_sequence(labels, batch_first=True), found
+
+
+def check_products(device: torch.device) -> None:
+    """Look whether products of float32 matrices have the digits of float32.
+
+    A clipped sum is such a product. With fewer digits an image's part in it is longer than the bound, many times so
+    where its terms cancel.
+
+    Raises:
+        ValueError: If they have not.
+    """
+    a = torch.rand(2, 256, 256, generator=generator(0, "probe")).to(device)
+    exact = torch.bmm(a.double(), a.double())
+    if float((torch.bmm(a, a) / exact - 1).abs().max()) > 1e-5:
         raise ValueError(
-            "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
-            f"which runs one after another, or {REMEDY}"
+            "privacy: products of float32 matrices are computed with fewer digits here, so that an image may have more "
+            "than its share of a clipped sum; leave torch.set_float32_matmul_precision at 'highest', and TF32 off for "
+            "matrix products (precision='bf16-mixed' is fine: sums are made in float32)"
         )
 
 
@@ -163,9 +212,10 @@ class _Trial:
         y: Tensor,
         counts: tuple[int, ...],
         multilabel: bool,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
     ) -> None:
-        self.engine, self.dtype, self.x, self.y, self.counts = _exact(engine, dtype), dtype, _as(x, dtype), y, counts
+        self.engine, self.x, self.y, self.counts = _exact(engine, dtype), _as(x, dtype), y, counts
+        self._close = CLOSE[dtype or torch.float32]
         self.states = {
             key: _as(value, dtype).detach().requires_grad_(value.requires_grad) for key, value in states.items()
         }
@@ -207,7 +257,7 @@ class _Trial:
     def close(self, one: State, other: State) -> bool:
         """Whether two sums are the same but for rounding."""
         largest = max(self.bound, *(float(value.abs().max()) for value in one.values()))
-        return all(float((one[key] - other[key]).abs().max()) <= CLOSE[self.dtype] * largest for key in one)
+        return all(float((one[key] - other[key]).abs().max()) <= self._close * largest for key in one)
 
 
 def _without_noise(options: Privacy, bound: float) -> Privacy:
@@ -215,13 +265,15 @@ def _without_noise(options: Privacy, bound: float) -> Privacy:
     return replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=bound, clipping=clipping)
 
 
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _as(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _exact(engine: Engine, dtype: torch.dtype) -> Engine:
+def _exact(engine: Engine, dtype: torch.dtype | None) -> Engine:
     """An engine on a copy of the model in ``dtype`` that draws no random numbers, and takes images, not features."""
-    model = copy.deepcopy(engine.model).to(dtype)
+    model = copy.deepcopy(engine.model)
+    if dtype is not None:
+        model.to(dtype)
     for module in model.modules():
         if draws(module):
             setattr(module, "p" if drop_rate(module) == getattr(module, "p", None) else "drop_prob", 0.0)
@@ -234,10 +286,12 @@ def _held(model: nn.Module) -> list[Any]:
     def told(value: Any) -> Any:  # noqa: ANN401  # whatever an attribute is
         if isinstance(value, Tensor):
             return str(value.detach().double().sum().item()), tuple(value.shape)  # NaN is not equal to itself
-        if isinstance(value, list | tuple):
-            return [told(item) for item in value]
+        if hasattr(value, "shape") and hasattr(value, "sum"):  # an array of another library
+            return str(value.sum()), value.shape
         if isinstance(value, dict):
             return {str(key): told(item) for key, item in value.items()}
+        if isinstance(value, Collection) and not isinstance(value, str | bytes):
+            return [told(item) for item in value]
         return value if isinstance(value, int | float | str) else None
 
     apart = ("_parameters", "_modules", "_buffers")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from perada.privacy.client_level import ClientLevel
-from perada.privacy.journal import Journal, read_journals
+from perada.privacy.journal import JOURNAL, Journal, read_journals
 from perada.privacy.training import PrivateRound, PrivateTraining
 from perada.ranks import Ranks
 from perada.rounds import RoundPlan
@@ -26,12 +26,16 @@ class Protection:
         clients: Privacy of what a client sends.
         journal: Where rounds are written down before they are trained; nowhere where there are no checkpoints.
         counted: The rounds in the ledgers, by an id of each.
+        run: An id of this run and of all that are resumed from it.
+        journaled: The id of what was written down last.
     """
 
     images: PrivateTraining | None = None
     clients: ClientLevel | None = None
     journal: Journal = field(default_factory=lambda: Journal([]))
     counted: list[str] = field(default_factory=list)
+    run: str = field(default_factory=lambda: secrets.token_hex(16))
+    journaled: str | None = None
 
     def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> PrivateRound | None:
         """Begin local training."""
@@ -40,8 +44,8 @@ class Protection:
     def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
 
-        A round that is begun is counted, whatever becomes of it: its noise has been drawn. In the test mode the same
-        noise is drawn again, and the round is counted once.
+        A round that is begun is counted, whatever becomes of it: its noise has been drawn. Where all noise follows from
+        the seed the same is drawn again, and the round is counted once.
 
         Args:
             plan: All of the round's clients.
@@ -55,7 +59,8 @@ class Protection:
             return
         again = f"{'tuning' if tuning else 'round'} {plan.round} {plan.clients}"
         entry = {
-            "id": ranks.gather(again if self.test_mode else secrets.token_hex(16))[0],
+            "id": ranks.gather(again if self._repeats else secrets.token_hex(16))[0],
+            "run": self.run,
             "round": plan.round,
             "images": [] if self.images is None else self.images.account.cost(plan, tuning),
             "clients": [] if self.clients is None or tuning else list(plan.clients),
@@ -63,14 +68,34 @@ class Protection:
         }
         if entry["id"] in self.counted:
             return
-        lost = self.journal.write(entry) if ranks.rank == 0 and not self.test_mode else []
+        if ranks.rank == 0 and not self._repeats:
+            self._write(entry)
         ranks.gather(None)  # the others wait until it is on disk
+        self._count(entry)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        lost = self.journal.write(entry)
+        if self.journal.own:
+            self.journaled = entry["id"]
         if lost:
             names = ", ".join(map(str, lost))
             warnings.warn(
                 f"privacy: {names} cannot be written: who resumes from there does not know of it", stacklevel=2
             )
-        self._count(entry)
+
+    def journal_in(self, path: Path, rounds_done: int) -> None:
+        """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left.
+
+        Args:
+            path: Of the journal.
+            rounds_done: Rounds so far.
+        """
+        if self._repeats or self.journal.own or (self.images is None and self.clients is None):
+            return
+        self.journal = Journal([path], self.journal.others)
+        name, nothing = secrets.token_hex(16), dict[str, Any](images=[], clients=[], noise_multiplier=None)
+        self._write({"id": name, "run": self.run, "round": rounds_done} | nothing)
+        self.counted.append(name)
 
     def _count(self, entry: dict[str, Any]) -> None:
         self.counted.append(entry["id"])
@@ -88,8 +113,18 @@ class Protection:
 
         Returns:
             Those rounds.
+
+        Raises:
+            ValueError: If what this run has written down itself is not in them.
         """
-        known = ranks.gather(read_journals(journals))[0]
+        journals = list(journals)
+        known = ranks.gather(read_journals(journals, self.run))[0]
+        if self.journaled is not None and self.journaled not in known:
+            names = ", ".join(map(repr, map(str, journals)))
+            raise ValueError(
+                f"privacy: the checkpoint's {JOURNAL} is not there, or not whole (looked for it in {names}): rounds "
+                "that were begun after the checkpoint could not be counted. Put it beside the checkpoint, or start anew"
+            )
         missing = [entry for name, entry in known.items() if name not in self.counted]
         for entry in missing:
             self._count(entry)
@@ -100,6 +135,11 @@ class Protection:
         """Of each section that there is, whether its noise is drawn from a cryptographic generator."""
         images = {} if self.images is None else {"privacy": self.images.account.options.secure_rng}
         return images | ({} if self.clients is None else {"client_privacy": self.clients.options.secure_rng})
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a round that is trained again draws all of its noise again."""
+        return not any(self._secure_rng.values())
 
     @property
     def test_mode(self) -> bool:
@@ -153,6 +193,8 @@ class Protection:
             "clients": None if self.clients is None else self.clients.state_dict(),
             "secure_rng": self._secure_rng,
             "counted": list(self.counted),
+            "run": self.run,
+            "journaled": self.journaled,
             "journals": [str(path) for path in (*self.journal.own, *self.journal.others)],
         }
 
@@ -198,6 +240,7 @@ class Protection:
         if saved is None:
             return
         self.counted = list(saved.get("counted", []))
+        self.run, self.journaled = saved.get("run", self.run), saved.get("journaled")
         if self.images is not None:
             self.images.account.load_state_dict(saved["images"], rounds_done, tuned)
         if self.clients is not None:

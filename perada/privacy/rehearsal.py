@@ -15,7 +15,10 @@ from perada.server import Mean, Updates, client_weights
 from perada.states import State, clone, expand
 
 REHEARSED = 3
-"""Rounds in which what a client keeps may find its way into what it sends."""
+"""Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""
+
+UNPLANNED = 10**6
+"""Rounds of a run of which nobody said how many it has."""
 
 Queries = tuple[dict[str, int], ...]
 """For each phase, how often one local step asks for a gradient, by the stream whose batch it is of."""
@@ -49,9 +52,17 @@ def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[
 
 
 def check_unsent(
-    algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], queries: Queries, num_clients: int
+    algorithm: Algorithm,
+    slot: Slot,
+    initial: State,
+    phases: Sequence[Phase],
+    queries: Queries,
+    num_clients: int,
+    rounds: int | None = None,
 ) -> None:
-    """Rehearse three rounds, once more with other gradients from one stream, and compare what is sent.
+    """Rehearse the first rounds and the last one, once more with other gradients from one stream; compare what is sent.
+
+    The made-up gradients depend on the states at which they are asked for, as real ones do.
 
     Args:
         algorithm: The algorithm.
@@ -60,15 +71,17 @@ def check_unsent(
         phases: The phases of local training.
         queries: What :func:`rehearse` found.
         num_clients: Clients M of the federation.
+        rounds: Rounds that are planned, if that is known.
 
     Raises:
         ValueError: If what is sent depends on a stream that ``algorithm.unsent`` names.
     """
     named = sorted(algorithm.unsent & {stream for asked in queries for stream in asked})
-    expected = _sent(algorithm, slot, initial, phases, num_clients) if named else []
+    numbers = sorted({*range(REHEARSED), max(REHEARSED, rounds or UNPLANNED) - 1})
+    expected = _sent(algorithm, slot, initial, phases, num_clients, numbers) if named else []
     for stream in named:
-        other = _sent(algorithm, slot, initial, phases, num_clients, changed=stream)
-        for round, (one, two) in enumerate(zip(expected, other, strict=True)):
+        other = _sent(algorithm, slot, initial, phases, num_clients, numbers, changed=stream)
+        for round, one, two in zip(numbers, expected, other, strict=True):
             for key in one:
                 if not torch.equal(one[key], two[key]):
                     raise ValueError(
@@ -79,14 +92,20 @@ def check_unsent(
 
 
 def _sent(
-    algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], num_clients: int, changed: str = ""
+    algorithm: Algorithm,
+    slot: Slot,
+    initial: State,
+    phases: Sequence[Phase],
+    num_clients: int,
+    rounds: Sequence[int],
+    changed: str = "",
 ) -> list[State]:
-    """What two clients send in each of a few rounds on made-up gradients, those from ``changed`` being others."""
+    """What two clients send in each of ``rounds`` on made-up gradients, those from ``changed`` being others."""
     algorithm, clients = copy.deepcopy(algorithm), tuple(range(min(2, num_clients)))
     global_state, server_state = initial, dict[str, State]()
     kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
     sent = []
-    for round in range(REHEARSED):
+    for round in rounds:
         received = algorithm.broadcast(Broadcast(global_state, slot, round, clients, num_clients, 0))
         step = _Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received, round, changed)
         for phase in phases:
@@ -161,7 +180,7 @@ class _Rehearsal:
         random = generator(0, purpose, self.round, self.queries[stream])
         asked = [value for _, value in sorted(states.items()) if value.requires_grad]
         slopes = [(torch.rand(value.shape, generator=random) - 0.5).to(value) for value in asked]
-        terms = [(slope * value).flatten(1).sum(1) for slope, value in zip(slopes, asked, strict=True)]
+        terms = [(slope * value + value**2 / 2).flatten(1).sum(1) for slope, value in zip(slopes, asked, strict=True)]
         some = next(iter(states.values()))
         total = sum(terms, start=torch.zeros(len(some), device=some.device))
         return total - total.detach()

@@ -67,6 +67,11 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
     assert all(torch.equal(after.state("global")[key], state[key]) for key in state)
 
 
+def test_a_trainer_has_one_loop():
+    two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
+    refused("several FederatedLoops among its callbacks; give it one", lambda: two.fit(module(), data()))
+
+
 def test_noise_does_not_cancel_in_the_difference_of_two_rounds():
     """Of one fit of two rounds, on clients whose images have no gradient: seeded noise is another in each round."""
     states = []

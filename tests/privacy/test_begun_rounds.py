@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -74,6 +76,14 @@ class Crash(pl.Callback):
         self._at(trainer, "closed")
 
 
+class Saves(pl.Callback):
+    """Writes a checkpoint each time that ``hook`` is called."""
+
+    def __init__(self, path, hook="on_train_epoch_end"):
+        self.path = str(path)
+        setattr(self, hook, lambda trainer, *_: trainer.save_checkpoint(self.path))
+
+
 class Draws:
     """Counts the noisy rows that were drawn: one a client, role and step, or one a client and round."""
 
@@ -87,9 +97,9 @@ class Draws:
         monkeypatch.setattr(clipping, "secure_noise", counted)
 
 
-def crashed(root, when, round=1, **options):
+def crashed(root, when, round=1, callbacks=(), **options):
     with pytest.raises(RuntimeError, match="crashed"):
-        fit(root, callbacks=[Crash(round, when)], **options)
+        fit(root, callbacks=[*callbacks, Crash(round, when)], **options)
 
 
 def epsilon(steps):
@@ -238,6 +248,10 @@ def test_in_the_test_mode_a_round_is_counted_once_since_its_noise_is_the_same(tm
     run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **options)
     assert run.metrics == whole.metrics
     assert not (checkpoints(tmp_path) / JOURNAL).exists()
+    within = Saves(tmp_path / "within.ckpt", "on_train_batch_start")
+    crashed(tmp_path, "trained", callbacks=[within], **options)
+    run = fit(tmp_path, ckpt_path=within.path, **options)
+    assert run.metrics == whole.metrics
 
 
 def test_nothing_is_drawn_that_cannot_be_written_down(tmp_path, monkeypatch):
@@ -270,21 +284,134 @@ def test_the_journal_says_what_a_round_cost_before_it_is_trained(tmp_path):
     assert rows == Counter(expected)
 
 
+def entry(name, run="a", round=0):
+    return {"id": name, "run": run, "round": round, "images": [], "clients": [], "noise_multiplier": None}
+
+
 def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path):
     path = tmp_path / "a" / JOURNAL
-    Journal([path]).write({"id": "one", "round": 0})
+    Journal([path]).write(entry("one"))
     with path.open("ab") as file:
         file.write(b'{"id": "two", "rou')
-    Journal([path], [path]).write({"id": "three", "round": 1})
-    assert list(read_journals([path, tmp_path / "missing"])) == ["one", "three"]
+    Journal([path], [path]).write(entry("three"))
+    assert list(read_journals([path, tmp_path / "missing"], "a")) == ["one", "three"]
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_entries_of_other_runs_in_the_same_file_are_left_out(tmp_path):
+    path = tmp_path / JOURNAL
+    for name, run in (("one", "a"), ("two", "b"), ("three", "a")):
+        Journal([path]).write(entry(name, run))
+    assert list(read_journals([path], "a")) == ["one", "three"]
+
+
+@pytest.mark.parametrize("line", [b'{"id": "two", "rou#d": 1}', b'{"id": "two"}', b"[1, 2]", b'"}'])
+def test_a_damaged_line_is_not_taken_for_a_round_that_was_never_begun(tmp_path, line):
+    path = tmp_path / JOURNAL
+    path.write_bytes(json.dumps(entry("one")).encode() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=r"line 2 of '.*privacy_ledger\.jsonl' is damaged"):
+        read_journals([path], "a")
 
 
 def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     blocked = tmp_path / "file" / JOURNAL
-    assert Journal([tmp_path / JOURNAL], [blocked]).write({"id": "one"}) == [blocked]
-    assert list(read_journals([tmp_path / JOURNAL])) == ["one"]
+    assert Journal([tmp_path / JOURNAL], [blocked]).write(entry("one")) == [blocked]
+    assert list(read_journals([tmp_path / JOURNAL], "a")) == ["one"]
+
+
+@pytest.mark.parametrize("loss", ["deleted", "left behind", "shortened"])
+def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
+    """Rounds that were begun after the checkpoint would be missing."""
+    crashed(tmp_path / "run", "closed", 2, **LEVELS["images"])
+    path = checkpoints(tmp_path / "run") / JOURNAL
+    newest = checkpoints(tmp_path / "run") / "last.ckpt"
+    if loss == "deleted":
+        path.unlink()
+    elif loss == "shortened":
+        path.write_text(path.read_text().splitlines()[0] + "\n")
+    else:
+        newest = newest.rename(tmp_path / "alone.ckpt")
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"privacy_ledger\.jsonl is not there, or not whole .* beside the checkpoint"):
+        fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
+    if loss == "left behind":
+        (checkpoints(tmp_path / "elsewhere") / JOURNAL).rename(tmp_path / JOURNAL)
+        with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+            run = fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
+        assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
+    options = {"enable_checkpointing": False, "logger": False} | LEVELS[level]
+    with pytest.raises(RuntimeError, match="crashed"):
+        fit(tmp_path, callbacks=[Saves(tmp_path / "mine.ckpt"), Crash(2, "opened")], **options)
+    with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+        run = fit(tmp_path, ckpt_path=str(tmp_path / "mine.ckpt"), **options)
+    assert spent(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", JOURNAL]
+
+
+def test_a_checkpoint_of_a_run_that_is_over_needs_no_journal(tmp_path):
+    fit(tmp_path, 2, callbacks=[Saves(tmp_path / "mine.ckpt")], enable_checkpointing=False, **LEVELS["images"])
+    path = tmp_path / JOURNAL
+    before = path.read_text().splitlines()
+    assert [json.loads(line)["round"] for line in before] == [1, 1]  # when it was begun, and its only round
+    quiet = {"enable_checkpointing": False, "logger": False} | LEVELS["images"]
+    fit(tmp_path, 1, callbacks=[Saves(tmp_path / "once.ckpt")], **quiet)
+    assert path.read_text().splitlines() == before
+
+
+def test_where_one_of_two_levels_is_in_the_test_mode_the_other_draws_anew(tmp_path):
+    both = LEVELS["images"] | {"client_privacy": LEVELS["clients"]["client_privacy"] | {"secure_rng": False}}
+    crashed(tmp_path, "closed", **both)
+    with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+        run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **both)
+    assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+
+
+def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
+    """It crashed with σ = 6 and is resumed with 12."""
+    crashed(tmp_path, "opened", **LEVELS["clients"])
+    other = {"client_privacy": LEVELS["clients"]["client_privacy"] | {"noise_multiplier": 2 * SIGMA}}
+    with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+        run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **other)
+    expected = history_epsilon({(SIGMA, 1.0): 2, (2 * SIGMA, 1.0): 2}, DELTA)
+    assert spent(run, "clients") == pytest.approx([expected] * CLIENTS)
+
+
+def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp_path):
+    def one(callbacks=(), **options):
+        saving = [ModelCheckpoint(tmp_path / "both", "last", enable_version_counter=False), *callbacks]
+        return fit(tmp_path, callbacks=saving, **LEVELS["images"] | options)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty", UserWarning)
+        one(rounds=2)
+        with pytest.raises(RuntimeError, match="crashed"):
+            one([Crash(1, "opened")])
+        with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+            run = one(ckpt_path=str(tmp_path / "both" / "last.ckpt"))
+    assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", JOURNAL])
+def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tmp_path, name):
+    fit(tmp_path, 1, **LEVELS["images"])
+    path = checkpoints(tmp_path) / "last.ckpt"
+    target, saved = tmp_path / "home" / name, torch.load(path, weights_only=True)
+    target.parent.mkdir()
+    target.write_text("mine\n" if name != JOURNAL else "{mine}\n")
+    saved["perada"]["federation"]["privacy"]["journals"].append(str(target))
+    torch.save(saved, path)
+    before = target.read_text()
+    if name == JOURNAL:
+        with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+            fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
+    else:
+        fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
+    assert target.read_text() == before
 
 
 def test_without_privacy_there_is_no_journal(tmp_path):

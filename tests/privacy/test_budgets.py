@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import APFL, FedAvgFT, PerAda, PFedMe
+from perada.callbacks import FederatedLoop
 from perada.rounds import sample_cohort
 from perada.seeding import generator
 
@@ -211,6 +212,41 @@ def test_a_calibrated_run_goes_on_with_its_noise(tmp_path):
     with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for another plan") as raised:
         train(WITHOUT_KD, privacy, 6, ckpt_path=path, **saving(tmp_path / "half"))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.filterwarnings(OVERWRITES)
+def test_a_run_does_not_change_how_batches_are_drawn_on_the_way(tmp_path):
+    """ε would be of images that are added or taken out, and of images that are made void, at once."""
+    privacy = {"noise_multiplier": 5.0, "delta": DELTA}
+    train(WITHOUT_KD, privacy | {"sampling": "shuffle"}, 1, **saving(tmp_path))
+    path = str(tmp_path / "saved.ckpt")
+    with pytest.raises(ValueError, match=r"drawn with sampling='shuffle', and here it is 'poisson'"):
+        train(WITHOUT_KD, privacy, 2, ckpt_path=path, **saving(tmp_path))
+
+
+@pytest.mark.filterwarnings(OVERWRITES)
+def test_a_calibrated_run_counts_the_fine_tuning_that_is_still_to_come(tmp_path, monkeypatch):
+    """It was planned for two rounds and two more epochs, and dies in the second; four rounds alone would fit."""
+    privacy = {"target_epsilon": 3.0, "delta": DELTA}
+    options = {"clients_per_round": None, "local_epochs": 1, "batch_size": "full"}
+    begin = FederatedLoop.on_train_epoch_start
+
+    def crash(loop, trainer, module):
+        assert trainer.current_epoch < 1, "crash"
+        begin(loop, trainer, module)
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="crash"):
+        patch.setattr(FederatedLoop, "on_train_epoch_start", crash)
+        train(FedAvgFT(2.0), privacy, 2, **options | saving(tmp_path))
+    path = str(tmp_path / "saved.ckpt")
+    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for another plan"):
+        train(FedAvgFT(2.0), privacy, 4, ckpt_path=path, **options | saving(tmp_path))
+    whole = train(FedAvgFT(2.0), privacy, 2, ckpt_path=path, **options | saving(tmp_path))
+    assert all(2.99 <= spent <= 3.0 for spent in whole.metrics["clients"]["privacy/release_epsilon"])
+    again = train(
+        FedAvgFT(2.0), privacy, 2, ckpt_path=path, **options | saving(tmp_path)
+    )  # there is nothing left to do
+    assert again.metrics == whole.metrics
 
 
 @pytest.mark.filterwarnings(OVERWRITES)

@@ -240,6 +240,31 @@ def test_adaptive_rounds_equal_a_plain_loop():
     assert level.metrics() == {"privacy/client_norm": level.norm, "privacy/client_epsilon_max": math.inf}
 
 
+def test_the_noise_of_the_count_is_drawn_anew_unless_it_is_a_test():
+    """Of 8 clients of one length half of S all are short, so that S moves by the noise of the count alone."""
+    received = {"w": torch.zeros(8, 4, dtype=torch.float64)}
+    updates = {"w": received["w"] + 0.25}
+    norms = {}
+    for secure in (True, False):
+        options = ClientPrivacy(1.0, clipping="adaptive", count_noise=2.0, secure_rng=secure)
+        levels = [ClientLevel(options, 1.0, 4) for _ in range(2)]
+        for level in levels:
+            level.apply(updates, received, 0, range(8))
+        norms[secure] = [level.norm for level in levels]
+    assert norms[False][0] == norms[False][1]
+    assert norms[True][0] != norms[True][1]
+
+
+def test_the_change_is_not_rounded_before_the_noise_is_in_it():
+    """Near 10⁵ the places of float32 are 1/128 apart, and the clipped change is less than half of that."""
+    values, rate, std = 40_000, 0.05, 0.05
+    received = {"w": torch.full((1, values), 1e5)}
+    updates = {"w": received["w"] + 0.0625}
+    bound = rate * 0.0625 * values**0.5
+    noisy = privatize(updates, received, bound, std / bound, None)["w"] - received["w"]
+    assert float(noisy.double().mean()) == pytest.approx(rate * 0.0625, abs=6 * std / values**0.5)
+
+
 def test_adaptive_noise_is_the_larger_one():
     """The updates' noise is that of z_Δ, not of z."""
     clients, values = 16, 20_000
@@ -462,12 +487,18 @@ class Half(ServerRule):
         return {key: (given.previous[key] + value) / 2 for key, value in mean.items()}
 
 
+class Unsaid(Half):
+    """A function of the mean that does not say so."""
+
+    function_of_mean = False
+
+
 class Failing(Half):
     def __call__(self, given):
         return {"head": given.updates["head"].mean(0)}
 
 
-@pytest.mark.parametrize("make", [Krum, ClaimingKrum, KrumForTheMean, KrumAfterMomentum, Late])
+@pytest.mark.parametrize("make", [Krum, ClaimingKrum, KrumForTheMean, KrumAfterMomentum, Late, Unsaid])
 def test_a_rule_of_ones_own_is_refused_unless_it_says_and_shows_that_it_takes_the_mean_alone(make):
     assert not accepted(FedAvg(), make(), False)
     assert not accepted(FedAvg(), FedAvgM(aggregate=make()), False)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("perada", "adapters", "recipes", "tests", "benchmarks", "pyproject.toml", "README.md")
 
 
-def tests_of(copy: Path, names: str) -> subprocess.CompletedProcess[str]:
+def outcome_of(copy: Path, names: str) -> subprocess.CompletedProcess[str]:
     """Run test files of a copy of the project, whose modules come before those that are installed."""
     paths = [f"tests/{name}.py" for name in dict.fromkeys(names.split())]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
@@ -34,7 +34,7 @@ def copy(tmp_path):
 
 @pytest.mark.slow
 def test_without_a_mistake_they_pass(copy):
-    outcome = tests_of(copy, " ".join(mutant.tests for mutant in MUTANTS))
+    outcome = outcome_of(copy, " ".join(mutant.tests for mutant in MUTANTS))
     assert outcome.returncode == 0, outcome.stdout[-3000:]
 
 
@@ -45,5 +45,5 @@ def test_a_mistake_is_noticed(copy, mutant):
     text = path.read_text(encoding="utf-8")
     assert text.count(mutant.before) == 1
     path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
-    outcome = tests_of(copy, mutant.tests)
+    outcome = outcome_of(copy, mutant.tests)
     assert outcome.returncode == 1, f"{mutant} passes:\n{outcome.stdout[-2000:]}{outcome.stderr[-2000:]}"

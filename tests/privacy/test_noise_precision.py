@@ -7,6 +7,7 @@ last digit. The difference of two runs is that of their noises, for nothing else
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from scipy import stats
 from torch import nn
@@ -76,11 +77,20 @@ def test_weights_in_half_precision_are_refused_at_set_up(engine, section, dtype)
     options = {"engine": "loop"} if engine == "loop" else {}
     if section == "privacy" and engine != "loop":
         level["engine"] = engine
+    rounds = Rounds()
     with pytest.raises(
         ValueError, match=r"'1\.weight' is torch\..*16, in which the noise would be rounded away"
     ) as error:
-        train(8, dtype, **{section: level}, **options)
+        train(8, dtype, callbacks=[rounds], **{section: level}, **options)
     assert "\n" not in str(error.value)
+    assert not rounds.begun
+
+
+class Rounds(pl.Callback):
+    begun = False
+
+    def on_fit_start(self, trainer, pl_module):
+        self.begun = True
 
 
 def test_frozen_weights_may_be_in_half_precision():

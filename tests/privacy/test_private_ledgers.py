@@ -155,6 +155,24 @@ class SendsItsShare(APFL):
         return {key: value for key, value in super().server_step(server).items() if key != "alpha"}
 
 
+class LooksAhead(PerAda):
+    """The local gradient is taken at a point that the personal state has moved."""
+
+    def client_step(self, step):
+        step.descend("personal", step.loss("personal"))
+        ahead = {
+            key: value + 0.1 * step.states["personal"][key].detach() for key, value in step.states["local"].items()
+        }
+        step.descend("local", step.loss(ahead, "local"))
+
+
+class SendsPersonalLate(PerAda):
+    def client_step(self, step):
+        super().client_step(step)
+        if step.round >= 4:
+            step.restart("local", step.states["personal"])
+
+
 class SaysTooMuch(FedAvg):
     unsent = frozenset({"local"})
 
@@ -168,6 +186,7 @@ LEAKS = [
     SendsInTheNextRound,
     Remembers,
     SendsItsShare,
+    LooksAhead,
     SaysTooMuch,
     lambda: FedEnsemble(SendsPersonal(), modes=2, strata=2),
 ]
@@ -182,6 +201,15 @@ def test_an_algorithm_that_sends_what_it_calls_unsent_is_refused(leak):
         train(leak(), CHEAP, callbacks=[started], distill_steps=2)
     assert "\n" not in str(error.value)
     assert started.states == []
+
+
+@pytest.mark.parametrize("rounds", [5, 20])
+def test_what_is_sent_after_some_rounds_is_refused_before_the_first(rounds):
+    started = Rounds()
+    with pytest.raises(ValueError, match=r"unsent names 'personal', and '.*' that a client sends in round \d+ depends"):
+        train(SendsPersonalLate(), CHEAP, rounds, callbacks=[started])
+    assert started.states == []
+    assert len(train(SendsPersonalLate(), CHEAP, 4).metrics["rounds"]) == 4  # it is never sent in so few
 
 
 @pytest.mark.parametrize("leak", [SendsPersonal, PulledByPersonal], ids=lambda leak: leak.__name__)

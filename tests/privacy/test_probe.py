@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trial of a network at set-up: a whole batch, tightly, twice. What mixes images or remembers them is refused."""
 
+import collections
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -115,7 +118,21 @@ def counts_in_a_list(self, x):
     return x
 
 
-REMEMBERING = [averages_in_an_attribute, writes_down_only, counts_in_a_list]
+def fills_a_memory(self, x):
+    if not hasattr(self, "memory"):
+        self.memory = collections.deque(maxlen=512)
+    self.memory.extend(x.detach().mean(1).tolist())
+    return x - 0.1 * sum(self.memory) if len(self.memory) == 512 else x
+
+
+def averages_in_an_array(self, x):
+    if not hasattr(self, "held"):
+        self.held = {"average": np.zeros(x.shape[1])}
+    self.held["average"] += x.detach().double().mean(0).numpy()
+    return x
+
+
+REMEMBERING = [averages_in_an_attribute, writes_down_only, counts_in_a_list, fills_a_memory, averages_in_an_array]
 
 
 def federation(dtype=torch.float32):
@@ -139,6 +156,16 @@ def test_a_network_that_mixes_images_is_refused(function, engine):
     with pytest.raises(ValueError, match=MIXES) as error:
         train(layer(function), engine=engine)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 1}, {"batch_size": 1, "engine": "loop"}, {"batch_size": 3}], ids=str
+)
+@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+def test_it_is_refused_where_one_image_is_expected_in_a_batch(function, options):
+    """A Poisson sample may hold more."""
+    with pytest.raises(ValueError, match=MIXES):
+        train(layer(function), **options)
 
 
 @pytest.mark.parametrize("adapter", ["full", "head"])
@@ -199,6 +226,46 @@ def test_a_network_of_one_number_format_is_tried_in_that():
     assert len(train(OfOneFormat()).metrics["rounds"]) == 1
     with pytest.raises(ValueError, match=MIXES):
         train(OfOneFormatMixing())
+
+
+class OfTwoFormats(nn.Module):
+    """A frozen layer in half precision between others, as of a large backbone."""
+
+    def __init__(self):
+        super().__init__()
+        self.coarse = nn.Linear(8, 8).to(torch.bfloat16)
+
+    def forward(self, x):
+        return self.coarse(x.to(torch.bfloat16)).float()
+
+
+class OfTwoFormatsMixing(OfTwoFormats):
+    def forward(self, x):
+        return super().forward(x) + 0.02 * x.mean(0)
+
+
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+def test_a_network_of_two_number_formats_is_tried_in_these(section):
+    level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}
+    options = {"adapter": "head", "algorithm": "fedavg", "rounds": 1, "batch_size": BATCH} | level | QUIET
+    assert len(perada.finetune(Network(OfTwoFormats()), federation(), **options).metrics["rounds"]) == 1
+    with pytest.raises(ValueError, match=r"the other images of its batch|mixes the images of all clients"):
+        perada.finetune(Network(OfTwoFormatsMixing()), federation(), **options)
+
+
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+def test_products_with_fewer_digits_than_float32_are_refused(monkeypatch, section):
+    """As of torch.set_float32_matmul_precision("medium") where the processor has them, and of TF32."""
+    exact = torch.bmm
+
+    def rounded(a, b):
+        half = [value.bfloat16().float() if value.dtype == torch.float32 else value for value in (a, b)]
+        return exact(*half)
+
+    monkeypatch.setattr(torch, "bmm", rounded)
+    level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}
+    with pytest.raises(ValueError, match=r"privacy: products of float32 .* torch.set_float32_matmul_precision"):
+        train(nn.Identity(), algorithm="fedavg", **level)
 
 
 def test_clients_that_share_a_batch_are_kept_apart():
