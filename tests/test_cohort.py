@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from perada.algorithms import Ditto, FedAvg, Standalone
+from perada.algorithms import Ditto, FedAvg, PerAda, Standalone
 from perada.cohort import Cohort
 from perada.engine import Engine
 from perada.local_training import LocalTraining
@@ -177,6 +177,15 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
     for key, value in small.close()[0]["personal"].items():
         torch.testing.assert_close(value, results[0][key][:2])
+
+
+def test_dropout_of_one_role_is_not_that_of_another():
+    """Both train from the same state on the same batch, and nothing pulls one to the other."""
+    model = network(dropout=0.5)
+    running = cohort(model, LocalTraining("sgd", rates(0.1)), PerAda(0.0, distill=False))
+    running.step(batches()[0])
+    kept, sent, *_ = running.close()
+    assert not torch.allclose(kept["personal"]["fc.weight"], sent["fc.weight"])
 
 
 def test_every_phase_starts_its_optimisers_and_all_clients_anew():

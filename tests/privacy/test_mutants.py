@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of privacy are tested: each of many mistakes, made on purpose, must fail one of them."""
+"""The tests of privacy are tested: each of many mistakes, made on purpose, must fail the test that is named for it."""
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-
-from .mutants import MUTANTS
+import yaml
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("perada", "adapters", "recipes", "tests", "benchmarks", "pyproject.toml", "README.md")
 
 
-def outcome_of(copy: Path, names: str) -> subprocess.CompletedProcess[str]:
-    """Run test files of a copy of the project, whose modules come before those that are installed."""
-    paths = [f"tests/{name}.py" for name in dict.fromkeys(names.split())]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
-    variables = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=1200, check=False)
+class Mutant(NamedTuple):
+    file: str
+    before: str
+    after: str
+    test: str
+
+
+TABLE = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text(encoding="utf-8"))
+MUTANTS = [Mutant(file, **row) for file, rows in TABLE.items() for row in rows]
 
 
 @pytest.fixture
@@ -32,18 +36,29 @@ def copy(tmp_path):
     return tmp_path
 
 
+def run(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    """Run tests of a copy of the project, whose modules come before those that are installed."""
+    paths = ["tests/{}.py::{}".format(*test.split("::")) for test in tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
+    variables = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=1200, check=False)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_what_a_mistake_replaces_stands_there_once(mutant):
+    assert (ROOT / "perada" / mutant.file).read_text(encoding="utf-8").count(mutant.before) == 1
+
+
 @pytest.mark.slow
 def test_without_a_mistake_they_pass(copy):
-    outcome = outcome_of(copy, " ".join(mutant.tests for mutant in MUTANTS))
+    outcome = run(copy, dict.fromkeys(mutant.test for mutant in MUTANTS))
     assert outcome.returncode == 0, outcome.stdout[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.before.strip()[:50]}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mistake_is_noticed(copy, mutant):
     path = copy / "perada" / mutant.file
-    text = path.read_text(encoding="utf-8")
-    assert text.count(mutant.before) == 1
-    path.write_text(text.replace(mutant.before, mutant.after), encoding="utf-8")
-    outcome = outcome_of(copy, mutant.tests)
+    path.write_text(path.read_text(encoding="utf-8").replace(mutant.before, mutant.after), encoding="utf-8")
+    outcome = run(copy, [mutant.test])
     assert outcome.returncode == 1, f"{mutant} passes:\n{outcome.stdout[-2000:]}{outcome.stderr[-2000:]}"
