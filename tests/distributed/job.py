@@ -15,7 +15,7 @@ from perada.algorithms import FedEnsemble, PerAda
 from perada.server import FedAdam
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
-QUICK = ("perada", "a process without clients", "steps shared in double precision", "fedavg_ft")
+QUICK = ("perada", "a process without clients", "steps shared in double precision", "fedavg_ft", "private clients")
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "count_noise": 2.0, "delta": 0.01}
 CASES = {

@@ -310,6 +310,21 @@ def test_wrong_types(options, message):
     refused(message, privacy=options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clipping": "adaptve"}, "client_privacy: clipping='adaptve' is unknown; choose one of fixed, adaptive"),
+        ({"quantile": 1.5}, "client_privacy: quantile=1.5 is no share"),
+        ({"count_noise": 0.0}, "client_privacy: count_noise=0.0 cannot be used"),
+        ({"clip_lr": -0.2}, "client_privacy: clip_lr=-0.2 cannot be used"),
+        ({"accountant": "zcdp"}, "accountant='zcdp' is unknown"),
+        ({"delta": 0.0}, "delta=0.0 is not between 0 and 1"),
+    ],
+)
+def test_wrong_options_of_whole_clients(options, message):
+    refused(message, client_privacy={"noise_multiplier": 1.0} | options)
+
+
 def test_what_is_sent_does_not_depend_on_what_is_not():
     """A personal adapter that diverges does not keep its client from being averaged."""
     states = []
