@@ -17,7 +17,7 @@ from perada.server import FedAdam
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = ("perada", "a process without clients", "steps shared in double precision", "fedavg_ft", "private clients")
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
-COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "count_noise": 2.0, "delta": 0.01}
+COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "max_norm": 0.05, "count_noise": 2.0, "delta": 0.01}
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
