@@ -34,7 +34,7 @@ def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # what
         else:
             options_of(ClientPrivacy, "client_privacy", dict(of_each["options"]))
         for name in lists[level]:
-            if len(of_each[name]) != num_clients:
+            if not isinstance(of_each[name], list) or len(of_each[name]) != num_clients:
                 raise ValueError(f"privacy: {name} has {len(of_each[name])} values for {num_clients} clients")
             _check_numbers(name, of_each[name])
     if "client" in record:

@@ -219,7 +219,7 @@ class Run:
             missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
             ) from error

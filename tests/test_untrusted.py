@@ -212,6 +212,8 @@ CHANGES = [
     lambda content: content["info"]["privacy"]["sample"].update(server=[-1.0] * 5),
     lambda content: content["info"]["privacy"]["sample"].update(release=["nan"] * 5),
     lambda content: content["info"]["privacy"]["client"].update(epsilon=[True] * 5),
+    lambda content: content["info"]["privacy"]["client"].update(epsilon="12345"),
+    lambda content: content["info"]["privacy"]["sample"].update(release=[10**400] * 5),
     lambda content: content["info"]["privacy"]["client"].update(noise_multiplier=-2.0),
     lambda content: content["info"]["privacy"]["client"]["options"].update(quantile=SCRIPT, clipping="adaptive"),
     lambda content: content["info"]["privacy"]["client"].update(noise_multiplier=SCRIPT),

@@ -157,14 +157,16 @@ class FederatedLoop(pl.Callback):
         if fresh:
             check_private(self, trainer, data, module)
         if stage == "fit":
-            check_network(self, data, module)
+            with trainer.precision_plugin.forward_context():
+                check_network(self, trainer, data, module)
         use_features(trainer, data, module)
         check_distillation(self.algorithm, self.distillation, data)
         if stage == "fit" and not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         check_batch_norm(data, module)
         if fresh:
-            self.protection = protect(self, trainer, data, module)
+            with trainer.precision_plugin.forward_context():
+                self.protection = protect(self, trainer, data, module)
         configure_rounds(self, data, module)
         if stage == "fit":
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps

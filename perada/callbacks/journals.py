@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the journal of private rounds is: beside the checkpoints that a run writes, and beside those it came from."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,23 @@ def journals_of(states: dict[str, Any], checkpoint: str | Path | None) -> list[P
         states: The saved states of a federation.
         checkpoint: Its path.
     """
-    named = [Path(path) for path in (states.get("privacy") or {}).get("journals", [])]
-    beside = [] if checkpoint is None else [Path(checkpoint).parent / JOURNAL]
-    # A stranger's checkpoint may name any file, and these are written to.
-    known = [path for path in named if path.name == JOURNAL and path.is_file() and not path.is_symlink()]
-    return list(dict.fromkeys([*beside, *known]))
+    saved = states.get("privacy") or {}
+    folder = Path(checkpoint or ".").absolute().parent
+    before = Path(saved.get("folder") or folder)
+    found = [folder / JOURNAL]
+    for path in map(Path, saved.get("journals", [])):
+        moved = Path(os.path.normpath(folder / os.path.relpath(path, before)))  # together with the checkpoint
+        # A stranger's checkpoint may name any file, and these are written to.
+        here = [
+            place for place in (path, moved) if place.name == JOURNAL and place.is_file() and not place.is_symlink()
+        ]
+        if not here and path.parent != before:  # its own one is asked for when it is read
+            rank_zero_warn(
+                f"privacy: {str(path)!r} is not there, of a run that this one was resumed from: rounds that others "
+                "began from it are not counted, if there are any"
+            )
+        found += here
+    return list(dict.fromkeys(found))
 
 
 def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[Path]) -> None:

@@ -106,7 +106,9 @@ def _check_selection(loop: "FederatedLoop", trainer: pl.Trainer, data: Federated
             )
 
 
-def check_network(loop: "FederatedLoop", data: FederatedDataModule, module: FederatedClassifier) -> None:
+def check_network(
+    loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+) -> None:
     """Refuse a network in which images, or clients, do not stand alone, by trying the first batch of a round.
 
     Raises:
@@ -121,8 +123,8 @@ def check_network(loop: "FederatedLoop", data: FederatedDataModule, module: Fede
         x, y, states = _probe(data, module)
         check_gradients(loop.privacy, module.engine, states, x, y, module.multilabel)
     batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for(cohort, 0))))))
+    check_products(trainer.strategy.root_device)  # where it will train: now it may be elsewhere
     device = next(module.model.parameters()).device
-    check_products(device)
     x, y, states = batch.x.to(device), batch.y.to(device), _near(module, len(cohort))
     if loop.privacy is not None:
         check_one_image(loop.privacy, module.engine, states, x, y, batch.counts, module.multilabel)

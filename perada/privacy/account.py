@@ -65,6 +65,7 @@ class Account:
     Attributes:
         noise_multipliers: σ of each client.
         ledgers: What was spent.
+        lost: What of it no plan knew of: rounds that a crash took, or that another run trained.
 
     Raises:
         ValueError: If a client cannot keep within what was asked for.
@@ -81,7 +82,7 @@ class Account:
     ) -> None:
         self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
         self.rounds, self.tuning, self._planned = rounds, tuning, planned
-        self.ledgers = Ledgers()
+        self.ledgers, self.lost = Ledgers(), Ledgers()
         self._steps = cache(self._entries)
         self._check_ledger()
         sigma = options.noise_multiplier
@@ -124,10 +125,11 @@ class Account:
             )
         return [(client, *row) for client in plan.clients for row in self._costs(client, tuning)]
 
-    def spend(self, rows: Iterable[Row]) -> None:
-        """Write down what :meth:`cost` gave."""
+    def spend(self, rows: Iterable[Row], lost: bool = False) -> None:
+        """Write down what :meth:`cost` gave; ``lost`` if it is not among the planned rounds."""
         for client, sigma, rate, steps, sent in rows:
-            self.ledgers.add(client, sigma, rate, steps, sent=sent)
+            for ledgers in (self.ledgers, self.lost) if lost else (self.ledgers,):
+                ledgers.add(client, sigma, rate, steps, sent=sent)
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
         """Those of ``clients`` who stay within ``max_epsilon`` and ``target_epsilon`` if they train once more.
@@ -162,7 +164,8 @@ class Account:
     def state_dict(self) -> dict[str, Any]:
         """Ledgers and noise in plain types."""
         noise = {"noise_multipliers": list(self.noise_multipliers), "least_noise": self._least()}
-        return {"ledgers": self.ledgers.state_dict(), "sampling": self.options.sampling} | noise
+        spent = {"ledgers": self.ledgers.state_dict(), "lost": self.lost.state_dict()}
+        return spent | {"sampling": self.options.sampling} | noise
 
     def _least(self) -> list[float]:
         """The least noise multiplier that each client ever had, also before a run was resumed with another one."""
@@ -187,6 +190,7 @@ class Account:
                 f"sampling={before!r}, or start anew"
             )
         self.ledgers.load_state_dict(state["ledgers"])
+        self.lost.load_state_dict(state.get("lost", Ledgers().state_dict()))
         self._before = list(state.get("least_noise", state["noise_multipliers"]))
         target = self.options.target_epsilon
         if target is None:
@@ -247,9 +251,10 @@ class Account:
         return history_epsilon(history, self.options.delta, self.options.accountant)
 
     def _whole_plan(self, client: int, rounds: int, tuned: bool) -> Counter[tuple[float, float]]:
-        """What is spent, and what so many rounds more and a fine-tuning will cost."""
-        ledger = self.ledgers.release if self.options.ledger == "release" else self.ledgers.server
-        history = Counter(ledger.history(client))
+        """What is spent by plan, and what so many rounds more and a fine-tuning will cost."""
+        name = self.options.ledger
+        history = Counter(getattr(self.ledgers, name).history(client))
+        history -= Counter(getattr(self.lost, name).history(client))
         for tuning, times in ((False, rounds), (True, 0 if tuned else 1)):
             for sigma, rate, steps, sent in self._costs(client, tuning):
                 if self._counted(sent):

@@ -189,6 +189,7 @@ class ClientLevel:
         noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
         norm: S of the next round.
         ledger: Rounds that each client took part in.
+        lost: Those of them that no plan knew of: that a crash took, or that another run trained.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class ClientLevel:
         planned: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.options, self.noise_multiplier, self._seed, self._planned = options, noise_multiplier, seed, planned
-        self.norm, self.ledger = options.max_norm, Ledger()
+        self.norm, self.ledger, self.lost = options.max_norm, Ledger(), Ledger()
         self._count_noise = options.count_noise
 
     def check(self, clients: int) -> None:
@@ -248,11 +249,12 @@ class ClientLevel:
         self.spend(clients)
         return self.privatized(updates, received, round, clients, places, ranks)
 
-    def spend(self, clients: Sequence[int], noise_multiplier: float | None = None) -> None:
-        """Count a round of ``clients``, by default with the noise of now."""
+    def spend(self, clients: Sequence[int], noise_multiplier: float | None = None, lost: bool = False) -> None:
+        """Count a round of ``clients``, by default with the noise of now; ``lost`` if it is not a planned one."""
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         for client in clients:
-            self.ledger.add(client, noise, 1.0, 1)
+            for ledger in (self.ledger, self.lost) if lost else (self.ledger,):
+                ledger.add(client, noise, 1.0, 1)
 
     @property
     def least_noise(self) -> float:
@@ -267,6 +269,12 @@ class ClientLevel:
     def _after(self, client: int, rounds: int) -> float:
         """ε of a client after so many rounds more."""
         history = Counter(self.ledger.history(client))
+        history[self.noise_multiplier, 1.0] += rounds
+        return history_epsilon(history, self.options.delta, self.options.accountant)
+
+    def _by_plan(self, client: int, rounds: int) -> float:
+        """The same, but for the rounds that were lost."""
+        history = Counter(self.ledger.history(client)) - Counter(self.lost.history(client))
         history[self.noise_multiplier, 1.0] += rounds
         return history_epsilon(history, self.options.delta, self.options.accountant)
 
@@ -307,7 +315,8 @@ class ClientLevel:
 
     def state_dict(self) -> dict[str, Any]:
         """S, z and the ledger, in lists and numbers only."""
-        return {"norm": self.norm, "noise_multiplier": self.noise_multiplier, "ledger": self.ledger.state_dict()}
+        ledgers = {"ledger": self.ledger.state_dict(), "lost": self.lost.state_dict()}
+        return {"norm": self.norm, "noise_multiplier": self.noise_multiplier} | ledgers
 
     def load_state_dict(self, state: Mapping[str, Any], rounds_done: int = 0) -> None:
         """Resume from what :meth:`state_dict` gave; a calibrated z stays what it was.
@@ -320,18 +329,20 @@ class ClientLevel:
             ValueError: If ``state`` is not from :meth:`state_dict`, and everything is then as it was, or if the rounds
                 that are now planned would pass the target.
         """
-        if not {"norm", "ledger"} <= set(state) <= {"norm", "noise_multiplier", "ledger"}:
+        if not {"norm", "ledger"} <= set(state) <= {"norm", "noise_multiplier", "ledger", "lost"}:
             raise ValueError(f"client-level privacy has norm and ledger, not {sorted(state)}; load its state_dict()")
-        norm, noise, ledger = float(state["norm"]), state.get("noise_multiplier", self.noise_multiplier), Ledger()
+        norm, noise = float(state["norm"]), state.get("noise_multiplier", self.noise_multiplier)
+        ledger, lost = Ledger(), Ledger()
         sensitivity(norm)
         ledger.load_state_dict(state["ledger"])
-        self.norm, self.ledger = norm, ledger
+        lost.load_state_dict(state.get("lost", lost.state_dict()))
+        self.norm, self.ledger, self.lost = norm, ledger, lost
         target = self.options.target_epsilon
         if target is None:
             return
         self.noise_multiplier = noise
         for client, rounds in enumerate([] if self._planned is None else self._planned(rounds_done)):
-            epsilon = self._after(client, rounds)
+            epsilon = self._by_plan(client, rounds)
             if epsilon > target * ROUNDING:
                 raise ValueError(
                     f"client_privacy: the noise was calibrated to target_epsilon={target} for another plan: with the "

@@ -19,6 +19,15 @@ FIELDS = frozenset({"id", "run", "round", "images", "clients", "noise_multiplier
 """What a line says: of which run it is, and the costs of a round by client."""
 
 
+CUT = b" #cut"
+"""Put behind a line that a crash cut off."""
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file, but not another one by its name."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 class Journal:
     """Files with a line of JSON for every round that was begun.
 
@@ -47,10 +56,10 @@ class Journal:
         for path in (*self.own, *self.others):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab+") as file:
+                with open(path, "ab+", opener=_no_link) as file:
                     file.seek(max(0, file.tell() - 1))
-                    cut = file.read() not in (b"", b"\n")  # by a crash: the entry goes on a line of its own
-                    file.write(b"\n" * cut + json.dumps(entry).encode() + b"\n")
+                    cut = file.read() not in (b"", b"\n")  # by a crash
+                    file.write((CUT + b"\n") * cut + json.dumps(entry).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -75,15 +84,16 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
-        for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() and not path.is_symlink() else []
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
+                continue
             try:
                 entry = json.loads(line)
-                missing = FIELDS - set(entry)
+                whole = FIELDS <= set(entry)
             except (ValueError, TypeError):
-                if not line.endswith(b"}"):  # the only one of an entry is its last letter
-                    continue
-                missing = FIELDS
-            if missing:
+                whole = False
+            if not whole:
                 raise ValueError(
                     f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
                     "restore the file from a copy, or start anew"

@@ -154,6 +154,10 @@ def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: f
             f"{section}: noise_multiplier={noise_multiplier!r} is negative or not finite; usual values lie from 0.5 "
             "to 5"
         )
+    if noise_multiplier is not None and noise_multiplier > 1e100:  # the accountants square it
+        raise ValueError(
+            f"{section}: noise_multiplier={noise_multiplier!r} is too large; usual values lie from 0.5 to 5"
+        )
     _check_positive(section, target_epsilon=target_epsilon)
 
 

@@ -24,6 +24,8 @@ CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """How far sums over a batch may be from the sums of their parts, relative to the largest number among them."""
 SEVERAL = 8
 """Images of a client with which a network is tried, at least."""
+DEEPEST = 5
+"""Levels of lists and the like in a module's attributes that are looked into."""
 REMEDY = "choose a backbone without such a layer, or put it into evaluation mode for good"
 
 
@@ -48,7 +50,13 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
     noise = [torch.Generator(x.device) for _ in range(clients)]
     before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     with torch.enable_grad():
-        logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
+        logits, other, again = (_logits_after(seed, engine, states, x, dropout) for seed in (0, 1, 0))
+        if torch.equal(logits, again) and not torch.allclose(logits, other, equal_nan=True):
+            raise ValueError(
+                "privacy cannot be used with this model: it draws from torch's global stream of random numbers "
+                "(F.dropout or the like), which others may foretell, and which goes by an image's place in the batch; "
+                "use nn.Dropout as a module, or set the rates (such as drop_rate or attn_drop_rate) to 0"
+            )
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
     query = Query(states, x, y, (rows,) * clients, dropout, noise, [0.0] * clients, [1.0] * clients)
@@ -78,6 +86,12 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
                 f"privacy cannot be used with this model: a pass through it in training changes {name!r}, by what no "
                 "noise covers; put that layer into evaluation mode for good, or choose another backbone"
             )
+
+
+def _logits_after(seed: int, engine: Engine, states: State, x: Tensor, dropout: Streams) -> Tensor:
+    """Logits (C, B, K) where torch's global stream begins with ``seed``."""
+    with seeded(seed, "probe"):
+        return engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
 
 
 def check_one_image(
@@ -184,8 +198,9 @@ def check_products(device: torch.device) -> None:
         ValueError: If they have not.
     """
     a = torch.rand(2, 256, 256, generator=generator(0, "probe")).to(device)
-    exact = torch.bmm(a.double(), a.double())
-    if float((torch.bmm(a, a) / exact - 1).abs().max()) > 1e-5:
+    with torch.autocast(device.type, enabled=False):
+        error = torch.bmm(a, a) / torch.bmm(a.double(), a.double()) - 1
+    if float(error.abs().max()) > 1e-5:
         raise ValueError(
             "privacy: products of float32 matrices are computed with fewer digits here, so that an image may have more "
             "than its share of a clipped sum; leave torch.set_float32_matmul_precision at 'highest', and TF32 off for "
@@ -283,15 +298,17 @@ def _exact(engine: Engine, dtype: torch.dtype | None) -> Engine:
 def _held(model: nn.Module) -> list[Any]:
     """What a model's modules hold: buffers, and numbers and tensors in attributes of their own."""
 
-    def told(value: Any) -> Any:  # noqa: ANN401  # whatever an attribute is
+    def told(value: Any, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
         if isinstance(value, Tensor):
             return str(value.detach().double().sum().item()), tuple(value.shape)  # NaN is not equal to itself
-        if hasattr(value, "shape") and hasattr(value, "sum"):  # an array of another library
-            return str(value.sum()), value.shape
+        if hasattr(value, "tobytes"):  # an array of NumPy's, or the like
+            return value.tobytes()
+        if depth > DEEPEST:  # it may hold itself
+            return None
         if isinstance(value, dict):
-            return {str(key): told(item) for key, item in value.items()}
+            return {str(key): told(item, depth + 1) for key, item in value.items()}
         if isinstance(value, Collection) and not isinstance(value, str | bytes):
-            return [told(item) for item in value]
+            return [told(item, depth + 1) for item in value]
         return value if isinstance(value, int | float | str) else None
 
     apart = ("_parameters", "_modules", "_buffers")

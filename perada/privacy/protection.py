@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that protects a run: privacy of single images, of whole clients, both, or neither."""
 
+import re
 import secrets
 import warnings
 from collections.abc import Iterable, Sequence
@@ -57,15 +58,15 @@ class Protection:
         """
         if self.images is None and self.clients is None:
             return
-        again = f"{'tuning' if tuning else 'round'} {plan.round} {plan.clients}"
-        entry = {
-            "id": ranks.gather(again if self._repeats else secrets.token_hex(16))[0],
+        entry: dict[str, Any] = {
             "run": self.run,
             "round": plan.round,
             "images": [] if self.images is None else self.images.account.cost(plan, tuning),
             "clients": [] if self.clients is None or tuning else list(plan.clients),
             "noise_multiplier": None if self.clients is None else self.clients.noise_multiplier,
         }
+        alike = f"{'tuning' if tuning else 'round'} {list(entry.values())[1:]}"
+        entry["id"] = ranks.gather(alike if self._repeats else secrets.token_hex(16))[0]
         if entry["id"] in self.counted:
             return
         if ranks.rank == 0 and not self._repeats:
@@ -97,12 +98,12 @@ class Protection:
         self._write({"id": name, "run": self.run, "round": rounds_done} | nothing)
         self.counted.append(name)
 
-    def _count(self, entry: dict[str, Any]) -> None:
+    def _count(self, entry: dict[str, Any], lost: bool = False) -> None:
         self.counted.append(entry["id"])
         if self.images is not None:
-            self.images.account.spend(entry["images"])
+            self.images.account.spend(entry["images"], lost)
         if self.clients is not None:
-            self.clients.spend(entry["clients"], entry["noise_multiplier"])
+            self.clients.spend(entry["clients"], entry["noise_multiplier"], lost)
 
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
         """Count the rounds that were begun after the checkpoint that this run is resumed from; all ranks call it.
@@ -127,7 +128,7 @@ class Protection:
             )
         missing = [entry for name, entry in known.items() if name not in self.counted]
         for entry in missing:
-            self._count(entry)
+            self._count(entry, lost=True)
         return sorted(entry["round"] for entry in missing)
 
     @property
@@ -195,7 +196,8 @@ class Protection:
             "counted": list(self.counted),
             "run": self.run,
             "journaled": self.journaled,
-            "journals": [str(path) for path in (*self.journal.own, *self.journal.others)],
+            "journals": [str(path) for path in (*self.journal.own, *self.journal.others) if path.exists()],
+            "folder": str(self.journal.own[0].parent) if self.journal.own else None,
         }
 
     def check_alike(self, saved: dict[str, Any] | None) -> None:
@@ -240,7 +242,9 @@ class Protection:
         if saved is None:
             return
         self.counted = list(saved.get("counted", []))
-        self.run, self.journaled = saved.get("run", self.run), saved.get("journaled")
+        self.run, self.journaled = str(saved.get("run", self.run)), saved.get("journaled")
+        if not re.fullmatch("[0-9a-f]{32}", self.run):  # it is written into files
+            raise ValueError(f"the checkpoint's id of the private run is {self.run!r}, which perada did not write")
         if self.images is not None:
             self.images.account.load_state_dict(saved["images"], rounds_done, tuned)
         if self.clients is not None:

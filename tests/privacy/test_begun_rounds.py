@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,6 +203,13 @@ def test_a_target_is_kept_through_a_crash(tmp_path, level):
     assert [record["round"] for record in again.metrics["rounds"]] == [0]
     assert max(spent(again, level)) <= 4.0
     assert len(again.metrics["clients"]["personal/local_test"]) == CLIENTS
+    # What the crash cost does not look like another plan: the ended run can be resumed, and evaluated.
+    ended = str(checkpoints(tmp_path, 1) / "last.ckpt")
+    with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
+        once_more = fit(tmp_path, ckpt_path=ended, **target)
+    assert spent(once_more, level) == spent(run, level)
+    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=4\.0 for another plan"):
+        fit(tmp_path, 6, ckpt_path=ended, **target)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -305,12 +313,25 @@ def test_entries_of_other_runs_in_the_same_file_are_left_out(tmp_path):
     assert list(read_journals([path], "a")) == ["one", "three"]
 
 
-@pytest.mark.parametrize("line", [b'{"id": "two", "rou#d": 1}', b'{"id": "two"}', b"[1, 2]", b'"}'])
+@pytest.mark.parametrize(
+    "line", [b'{"id": "two", "rou#d": 1}', b'{"id": "two"}', b"[1, 2]", b'"}', b'{"id": "two", "rouXXXX', b"\0" * 9]
+)
 def test_a_damaged_line_is_not_taken_for_a_round_that_was_never_begun(tmp_path, line):
     path = tmp_path / JOURNAL
     path.write_bytes(json.dumps(entry("one")).encode() + b"\n" + line + b"\n")
     with pytest.raises(ValueError, match=r"line 2 of '.*privacy_ledger\.jsonl' is damaged"):
         read_journals([path], "a")
+
+
+def test_a_link_is_neither_read_nor_written(tmp_path):
+    other, path = tmp_path / "other", tmp_path / JOURNAL
+    Journal([other]).write(entry("one"))
+    path.symlink_to(other)
+    before = other.read_text()
+    assert read_journals([path], "a") == {}
+    with pytest.raises(OSError, match="cannot be written down"):
+        Journal([path]).write(entry("two"))
+    assert other.read_text() == before
 
 
 def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
@@ -396,6 +417,51 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
 
+@pytest.mark.filterwarnings(RESUMED)
+@pytest.mark.parametrize("moved", [True, False])
+def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, moved):
+    """B and D are resumed from A, and D's round is in the journals of A and D."""
+    root, options = tmp_path / "before", LEVELS["images"]
+    fit(root, 1, **options)
+    start = str(checkpoints(root) / "last.ckpt")
+    fit(root, 2, ckpt_path=start, **options)
+    crashed(root, "closed", ckpt_path=start, **options)
+    if moved:
+        root = root.rename(tmp_path / "after")
+    else:
+        shutil.rmtree(root / "lightning_logs" / "version_0")
+    path = str(checkpoints(root, 1) / "last.ckpt")
+    if moved:
+        with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+            run = fit(root, 3, ckpt_path=path, **options)
+        assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
+    else:
+        with pytest.warns(
+            UserWarning, match=r"privacy_ledger\.jsonl' is not there, of a run that this one was resumed"
+        ):
+            fit(root, 3, ckpt_path=path, **options)
+
+
+def test_in_the_test_mode_a_round_with_other_noise_is_counted_once_more(tmp_path):
+    def options(sigma):
+        return {"privacy": {"noise_multiplier": sigma, "delta": DELTA, "secure_rng": False}}
+
+    within = Saves(tmp_path / "within.ckpt", "on_train_batch_start")
+    crashed(tmp_path, "trained", 0, callbacks=[within], **options(4.0))
+    run = fit(tmp_path, 1, ckpt_path=within.path, **options(0.5))
+    assert spent(run, "images") == pytest.approx([history_epsilon({(4.0, 1.0): 2, (0.5, 1.0): 2}, DELTA)] * CLIENTS)
+
+
+def test_an_id_that_perada_did_not_write_is_not_written_into_a_journal(tmp_path):
+    fit(tmp_path, 1, **LEVELS["images"])
+    path = checkpoints(tmp_path) / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    saved["perada"]["federation"]["privacy"]["run"] = "$(touch owned)"
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r"id of the private run is .* which perada did not write"):
+        fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
+
+
 @pytest.mark.parametrize("name", ["notes.txt", JOURNAL])
 def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tmp_path, name):
     fit(tmp_path, 1, **LEVELS["images"])
@@ -410,7 +476,8 @@ def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tm
         with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     else:
-        fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
+        with pytest.warns(UserWarning, match="is not there, of a run that this one was resumed from"):
+            fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     assert target.read_text() == before
 
 

@@ -27,6 +27,10 @@ TABLE = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text(encodi
 MUTANTS = [Mutant(file, **row) for file, rows in TABLE.items() for row in rows]
 
 
+def name(mutant: Mutant) -> str:
+    return f"{mutant.file}: {' '.join(mutant.before.split())[:50]}"
+
+
 @pytest.fixture
 def copy(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "lightning_logs")
@@ -44,7 +48,7 @@ def run(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=1200, check=False)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name)
 def test_what_a_mistake_replaces_stands_there_once(mutant):
     assert (ROOT / "perada" / mutant.file).read_text(encoding="utf-8").count(mutant.before) == 1
 
@@ -56,7 +60,7 @@ def test_without_a_mistake_they_pass(copy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name)
 def test_a_mistake_is_noticed(copy, mutant):
     path = copy / "perada" / mutant.file
     path.write_text(path.read_text(encoding="utf-8").replace(mutant.before, mutant.after), encoding="utf-8")

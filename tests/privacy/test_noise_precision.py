@@ -70,6 +70,29 @@ def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     assert float(mean.norm()) == pytest.approx(BOUND, rel=0.02 if engine != "clients" else 100)
 
 
+@pytest.mark.parametrize("adapter", ["lora", "bottleneck", "head", "full"])
+@pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])
+def test_computing_in_half_precision_trains_in_single(adapter, engine):
+    """Of a real backbone, whose layers the trainer's precision casts."""
+    random = torch.Generator().manual_seed(0)
+    part = TensorDataset(torch.randn(4, 3, 32, 32, generator=random), torch.arange(4) % 3)
+    options = {"engine": "loop"} if engine == "loop" else {}
+    run = perada.finetune(
+        "test_vit",
+        perada.FederatedDataModule(perada.FederatedData([part] * 2, num_classes=3), batch_size=2),
+        adapter=adapter,
+        pretrained=False,
+        image_size=32,
+        algorithm="perada_no_kd",
+        rounds=1,
+        local_steps=1,
+        precision="bf16-mixed",
+        privacy={"noise_multiplier": 1.0, "delta": 1e-3, "engine": "auto" if engine == "loop" else engine},
+        **options | {name: value for name, value in QUIET.items() if name != "precision"},
+    )
+    assert {value.dtype for value in run.state("global").values() if value.is_floating_point()} == {torch.float32}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 @pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])

@@ -303,7 +303,11 @@ def test_ia3():
         ({"noise_multiplier": 1.0, "secure_rng": "no"}, "secure_rng='no' is neither true nor false"),
         ({"noise_multiplier": 1.0, "physical_batch_size": True}, "physical_batch_size=True"),
         ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "give one of them"),
-        ({"noise_multiplier": 1e308, "max_norm": 10.0}, r"noise_multiplier=1e\+308 times max_norm=10.0 is not finite"),
+        ({"noise_multiplier": 1e200}, r"noise_multiplier=1e\+200 is too large"),
+        (
+            {"noise_multiplier": 1e99, "max_norm": 1e300},
+            r"noise_multiplier=1e\+99 times max_norm=1e\+300 is not finite",
+        ),
     ],
 )
 def test_wrong_types(options, message):

@@ -192,7 +192,23 @@ class Alone(nn.Module):
         return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 0.1)
 
 
-@pytest.mark.parametrize("between", [Alone, lambda: nn.GroupNorm(2, 8), lambda: nn.Dropout(0.5), nn.Identity])
+class Annotated(nn.Module):
+    """Attributes that are no numbers, one of which holds itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = np.array(["a", "b"])
+        self.date = np.datetime64("2026-01-01")
+        self.itself = []
+        self.itself.append(self.itself)
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "between", [Alone, Annotated, lambda: nn.GroupNorm(2, 8), lambda: nn.Dropout(0.5), nn.Identity]
+)
 @pytest.mark.parametrize(
     ("privacy", "options"),
     [
@@ -226,6 +242,16 @@ def test_a_network_of_one_number_format_is_tried_in_that():
     assert len(train(OfOneFormat()).metrics["rounds"]) == 1
     with pytest.raises(ValueError, match=MIXES):
         train(OfOneFormatMixing())
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+def test_dropout_from_the_global_stream_is_refused(engine):
+    def drops(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+    with pytest.raises(ValueError, match=r"draws from torch's global stream .* drop_rate .* to 0") as error:
+        train(layer(drops), engine=engine)
+    assert "\n" not in str(error.value)
 
 
 class OfTwoFormats(nn.Module):
