@@ -67,7 +67,7 @@ def privacy_audit(device: torch.device, repeats: int, quick: bool, seed: int = 0
         quick: 2,000 trials in each audit instead of 10,000, and the first settings only.
         seed: Of data and runs.
     """
-    _quiet()
+    quiet()
     settings: list[tuple[Clipping | None, float, float, Fault]] = [(None, 0.0, 1.0, "none")]
     settings += [(None, sigma, 1.0, fault) for sigma in (1.0, 2.0, 4.0) for fault in LESS]
     settings += [(None, sigma, 1 / IMAGES, fault) for sigma in (1.0, 1.5, 2.0) for fault in FAULTS]
@@ -94,12 +94,12 @@ def privacy_audit(device: torch.device, repeats: int, quick: bool, seed: int = 0
             }
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leave out Lightning's greetings of every run."""
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.ERROR)
 
 
-class _Watched(PerAda):
+class Watched(PerAda):
     """PerAda without distillation, which keeps what the clients sent."""
 
     def __init__(self) -> None:
@@ -107,6 +107,7 @@ class _Watched(PerAda):
         self.sent: list[State] = []
 
     def server_step(self, server: ServerStep) -> State:
+        """Keep the changes (C, ...) of a round's clients, and go on as PerAda does."""
         self.sent.append({key: value - server.previous[key] for key, value in server.updates.items()})
         return super().server_step(server)
 
@@ -136,11 +137,11 @@ def audit_images(
     present = torch.rand(clients, generator=generator(seed, "audit/coins")) < 0.5
     layer = nn.Linear(PIXELS, CLASSES, bias=False)
     nn.init.zeros_(layer.weight)
-    watched, rows = _Watched(), round(IMAGES * rate)
+    watched, rows = Watched(), round(IMAGES * rate)
     with FAULTS[fault]():
         run = perada.finetune(
             nn.Sequential(nn.Flatten(), layer),
-            perada.FederatedData([_images(bool(held), seed) for held in present], num_classes=CLASSES),
+            perada.FederatedData([canary_images(bool(held), seed) for held in present], num_classes=CLASSES),
             adapter="full",
             algorithm=watched,
             rounds=2,
@@ -157,13 +158,13 @@ def audit_images(
     (key,) = run.state("personal", 0)
     personal = torch.stack([run.state("personal", client)[key] for client in range(clients)])
     local = torch.stack([sent[key] for sent in watched.sent]).sum(0)
-    server, own = (_along_canary(change.cpu()) * rows / LR for change in (local, personal))
+    server, own = (along_canary(change.cpu()) * rows / LR for change in (local, personal))
     spent = {name: max(run.metrics["clients"][f"privacy/{name}_epsilon"]) for name in ("server", "release")}
     scores = {"server": server, "release": server + own}
     return {name: Audit(spent[name], *lower_bounds(scores[name], present.numpy(), DELTA)) for name in spent}
 
 
-def _images(canary: bool, seed: int) -> Dataset[Any]:
+def canary_images(canary: bool, seed: int) -> Dataset[Any]:
     """A client's images: noise with a dark pixel, the same for all clients, then the canary or a black image."""
     x = torch.randn(IMAGES, 1, 1, PIXELS, generator=generator(seed, "audit/images"))
     x[..., CANARY_PIXEL] = 0
@@ -172,7 +173,7 @@ def _images(canary: bool, seed: int) -> Dataset[Any]:
     return TensorDataset(x, torch.arange(IMAGES) % CLASSES)
 
 
-def _along_canary(change: torch.Tensor) -> np.ndarray:
+def along_canary(change: torch.Tensor) -> np.ndarray:
     """How far changes (C, K, pixels) of the weights go down the canary's gradient at the start, (C,)."""
     gradient = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
     gradient[(IMAGES - 1) % CLASSES] -= 1

@@ -15,7 +15,7 @@ digit. The difference of two runs is that of their noises.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -30,11 +30,11 @@ from benchmarks.privacy_audit import (
     IMAGES,
     PIXELS,
     Audit,
-    _along_canary,
-    _images,
-    _quiet,
-    _Watched,
+    Watched,
+    along_canary,
+    canary_images,
     lower_bounds,
+    quiet,
 )
 from perada.privacy import clipping, history_epsilon, training
 from perada.seeding import derive_seed, generator
@@ -43,7 +43,7 @@ HIGH, LOW = 100.0, 0.01
 """Learning rates at which a canary's gradient stands in one step, and in all of them."""
 LARGE = 20_000
 Pair = Literal["rounds", "roles", "fits"]
-PAIRS: tuple[Pair, ...] = ("rounds", "roles", "fits")
+PrivacyEngine = Literal["folded", "opacus"]
 PRECISIONS = (("32-true", torch.float32), ("bf16-mixed", torch.float32), ("32-true", torch.float64))
 
 
@@ -56,9 +56,9 @@ def privacy_trials(device: torch.device, repeats: int, quick: bool, seed: int = 
         quick: 1,000 clients and 200,000 streams instead of 5,000 and a million.
         seed: Of data and runs.
     """
-    _quiet()
+    quiet()
     clients = 1000 if quick else 5000
-    for pair in PAIRS:
+    for pair in get_args(Pair):
         for repeated in (False, True):
             audit = audit_difference(pair, 2.0, repeated, clients=clients, seed=seed)
             yield {
@@ -77,7 +77,7 @@ def privacy_trials(device: torch.device, repeats: int, quick: bool, seed: int = 
             "found": shared_streams(count, short),
             "trials": count,
         }
-    for engine in ("folded", "opacus"):
+    for engine in get_args(PrivacyEngine):
         for precision, dtype in PRECISIONS:
             for rounded in (False, True) if dtype == torch.float32 else (False,):
                 lost, ratio = measured_noise(engine, precision, dtype, rounded)
@@ -103,12 +103,12 @@ def audit_difference(pair: Pair, sigma: float, repeated: bool, *, clients: int, 
         What the ledgers reported of both releases together, and what is proved.
     """
     present = torch.rand(clients, generator=generator(seed, "trials/coins")) < 0.5
-    data = perada.FederatedData([_images(bool(held), seed) for held in present], num_classes=CLASSES)
+    data = perada.FederatedData([canary_images(bool(held), seed) for held in present], num_classes=CLASSES)
 
     def run(lr_personal: float, lr_local: float, rounds: int, steps: int) -> tuple[perada.Run, list[np.ndarray]]:
         layer = nn.Linear(PIXELS, CLASSES, bias=False)
         nn.init.zeros_(layer.weight)
-        watched = _Watched()
+        watched = Watched()
         done = perada.finetune(
             nn.Sequential(nn.Flatten(), layer),
             data,
@@ -126,7 +126,7 @@ def audit_difference(pair: Pair, sigma: float, repeated: bool, *, clients: int, 
             logger=False,
             enable_progress_bar=False,
         )
-        sent = [_along_canary(next(iter(state.values()))) * IMAGES / lr_local for state in watched.sent]
+        sent = [along_canary(next(iter(state.values()))) * IMAGES / lr_local for state in watched.sent]
         return done, sent
 
     fault: Callable[[], AbstractContextManager[object]] = (lambda: _drawn_again(pair)) if repeated else nullcontext
@@ -138,7 +138,7 @@ def audit_difference(pair: Pair, sigma: float, repeated: bool, *, clients: int, 
             done, (local,) = run(HIGH, LOW, rounds=1, steps=2)
             (key,) = done.state("personal", 0)
             own = torch.stack([done.state("personal", client)[key] for client in range(clients)])
-            scores = local - _along_canary(own) * IMAGES / HIGH
+            scores = local - along_canary(own) * IMAGES / HIGH
             spent = done.metrics["clients"]["privacy/release_epsilon"]
         else:
             (_, (low,)), (_, (high,)) = (run(LOW, rate, rounds=1, steps=2) for rate in (LOW, HIGH))
@@ -174,7 +174,7 @@ def shared_streams(count: int, short: bool) -> int:
     return count - len(drawn)
 
 
-def measured_noise(engine: str, precision: str, dtype: torch.dtype, rounded: bool) -> tuple[float, float]:
+def measured_noise(engine: PrivacyEngine, precision: str, dtype: torch.dtype, rounded: bool) -> tuple[float, float]:
     """The noise of a step of 20,000 images, from the difference of two runs.
 
     Args:
@@ -200,7 +200,7 @@ def measured_noise(engine: str, precision: str, dtype: torch.dtype, rounded: boo
                 rounds=1,
                 batch_size="full",
                 lr_local=1.0,
-                privacy=perada.Privacy(1.0, engine=engine, physical_batch_size=5000),  # type: ignore[arg-type]  # a word
+                privacy=perada.Privacy(1.0, engine=engine, physical_batch_size=5000),
                 precision=precision,
                 accelerator="cpu",
                 logger=False,

@@ -29,6 +29,7 @@ from perada.callbacks.parts import (
     log_history,
     parts,
     progress,
+    rounds_left,
     run_folder,
     storage,
     warn_broken,
@@ -255,10 +256,10 @@ class FederatedLoop(pl.Callback):
     def _exhausted(self, trainer: pl.Trainer) -> bool:
         """Whether no client can afford another round; that is said where rounds are left."""
         assert self._federation is not None and self.protection is not None
-        done, limit = self._federation.rounds_done, trainer.max_epochs
+        done = self._federation.rounds_done
         if not self.protection.limited or self.protection.affordable(range(self.num_clients)):
             return False
-        if limit is None or not 0 <= limit <= done:
+        if rounds_left(trainer, done):
             rank_zero_warn(
                 f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the "
                 "limit (max_epsilon or target_epsilon) to train on"
@@ -375,7 +376,7 @@ class FederatedLoop(pl.Callback):
             del here["seed"]  # it may be forgotten: what is evaluated is all in the checkpoint
         check_belongs(saved["belongs"], here)
         find_clients(saved["federation"], trainer.ckpt_path)
-        self._loaded, self._journals = saved, journals_of(saved["federation"], trainer.ckpt_path)
+        self._loaded, self._journals = saved, journals_of(saved["federation"], str(trainer.ckpt_path))
         if trainer.state.fn == "fit":
             go_on(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
 

@@ -10,11 +10,12 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
+from perada.callbacks.parts import rounds_left
 from perada.federation import Federation
 from perada.privacy.journal import JOURNAL, Journal
 
 
-def journals_of(states: dict[str, Any], checkpoint: str | Path | None) -> list[Path]:
+def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
     """The journals that tell what was begun after a checkpoint.
 
     Args:
@@ -22,7 +23,7 @@ def journals_of(states: dict[str, Any], checkpoint: str | Path | None) -> list[P
         checkpoint: Its path.
     """
     saved = states.get("privacy") or {}
-    folder = Path(checkpoint or ".").absolute().parent
+    folder = Path(checkpoint).absolute().parent
     before = Path(saved.get("folder") or folder)
     found = [folder / JOURNAL]
     for path in map(Path, saved.get("journals", [])):
@@ -70,7 +71,6 @@ def journal_rounds_to_come(trainer: pl.Trainer, federation: Federation) -> None:
         trainer: Which writes a checkpoint.
         federation: Whose rounds are written down.
     """
-    done, limit = federation.rounds_done, trainer.max_epochs
-    left = trainer.training and (limit is None or not 0 <= limit <= done)
-    if left and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+    done = federation.rounds_done
+    if trainer.training and rounds_left(trainer, done) and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         federation.settings.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)

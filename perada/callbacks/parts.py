@@ -61,6 +61,12 @@ def progress(trainer: pl.Trainer, steps: Iterable[T], description: str) -> Itera
     return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
 
+def rounds_left(trainer: pl.Trainer, done: int) -> bool:
+    """Whether the trainer is to train more than ``done`` rounds."""
+    limit = trainer.max_epochs
+    return limit is None or not 0 <= limit <= done
+
+
 def run_folder(trainer: pl.Trainer) -> Path | None:
     """The run's folder; ``None`` where it has none."""
     if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning

@@ -19,7 +19,8 @@ from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_level_refusals import check_client_level
 from perada.privacy.clipping import check_precision
-from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
+from perada.privacy.independence import check_clients_apart, check_one_image
+from perada.privacy.probe import check_gradients, check_products
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import check_unsent, rehearse
 from perada.privacy.training import PrivateTraining
@@ -198,7 +199,7 @@ def protect(
             None if tuning is None else training(tuning[0], (tuning[1],)),
             None if rounds is None else planned,
         )
-        x, y, states = _probe(data, module)
+        x, y, states = _probe(data, module)  # once more, where features may by now stand in the place of images
         check_gradients(loop.privacy, module.engine, states, x, y, module.multilabel)
         images = PrivateTraining(account, module.engine, module.multilabel, loop.seed)
     return Protection(

@@ -241,10 +241,13 @@ class Account:
         """Whether the ledger that limits refer to counts it."""
         return sent or self.options.ledger == "release"
 
+    def _history(self, ledgers: Ledgers, client: int) -> Counter[tuple[float, float]]:
+        """What the ledger that limits refer to says of a client."""
+        return Counter((ledgers.release if self.options.ledger == "release" else ledgers.server).history(client))
+
     def _after(self, client: int, tuning: bool) -> float:
         """ε of the client if it trains once more."""
-        ledger = self.ledgers.release if self.options.ledger == "release" else self.ledgers.server
-        history = Counter(ledger.history(client))
+        history = self._history(self.ledgers, client)
         for sigma, rate, steps, sent in self._costs(client, tuning):
             if self._counted(sent):
                 history[sigma, rate] += steps
@@ -252,9 +255,7 @@ class Account:
 
     def _whole_plan(self, client: int, rounds: int, tuned: bool) -> Counter[tuple[float, float]]:
         """What is spent by plan, and what so many rounds more and a fine-tuning will cost."""
-        name = self.options.ledger
-        history = Counter(getattr(self.ledgers, name).history(client))
-        history -= Counter(getattr(self.lost, name).history(client))
+        history = self._history(self.ledgers, client) - self._history(self.lost, client)
         for tuning, times in ((False, rounds), (True, 0 if tuned else 1)):
             for sigma, rate, steps, sent in self._costs(client, tuning):
                 if self._counted(sent):

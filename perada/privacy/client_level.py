@@ -266,15 +266,11 @@ class ClientLevel:
         target = self.options.target_epsilon
         return [client for client in clients if target is None or self._after(client, 1) <= target * ROUNDING]
 
-    def _after(self, client: int, rounds: int) -> float:
-        """ε of a client after so many rounds more."""
+    def _after(self, client: int, rounds: int, by_plan: bool = False) -> float:
+        """ε of a client after so many rounds more; ``by_plan`` without those that were lost."""
         history = Counter(self.ledger.history(client))
-        history[self.noise_multiplier, 1.0] += rounds
-        return history_epsilon(history, self.options.delta, self.options.accountant)
-
-    def _by_plan(self, client: int, rounds: int) -> float:
-        """The same, but for the rounds that were lost."""
-        history = Counter(self.ledger.history(client)) - Counter(self.lost.history(client))
+        if by_plan:
+            history -= Counter(self.lost.history(client))
         history[self.noise_multiplier, 1.0] += rounds
         return history_epsilon(history, self.options.delta, self.options.accountant)
 
@@ -342,7 +338,7 @@ class ClientLevel:
             return
         self.noise_multiplier = noise
         for client, rounds in enumerate([] if self._planned is None else self._planned(rounds_done)):
-            epsilon = self._by_plan(client, rounds)
+            epsilon = self._after(client, rounds, by_plan=True)
             if epsilon > target * ROUNDING:
                 raise ValueError(
                     f"client_privacy: the noise was calibrated to target_epsilon={target} for another plan: with the "

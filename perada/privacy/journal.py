@@ -13,18 +13,14 @@ from typing import Any
 
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file, beside the checkpoints."""
-
-
 FIELDS = frozenset({"id", "run", "round", "images", "clients", "noise_multiplier"})
 """What a line says: of which run it is, and the costs of a round by client."""
-
-
 CUT = b" #cut"
 """Put behind a line that a crash cut off."""
 
 
 def _no_link(path: str, flags: int) -> int:
-    """Open a file, but not another one by its name."""
+    """Open a file; with ``OSError`` if a symbolic link stands in its place."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 

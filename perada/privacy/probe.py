@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether private gradients can be had of a model: tried before anything is trained."""
+"""Whether private gradients can be had of a model, and of the device: tried before anything is trained."""
 
-import copy
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 from perada.engine import Engine
-from perada.fold import draws
 from perada.losses import row_losses
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
 from perada.seeding import Streams, generator, seeded
-from perada.stacked_layers import drop_rate
 from perada.states import State
 
 UNCLIPPED = 1e9
-CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}
-"""How far sums over a batch may be from the sums of their parts, relative to the largest number among them."""
-SEVERAL = 8
-"""Images of a client with which a network is tried, at least."""
-DEEPEST = 5
-"""Levels of lists and the like in a module's attributes that are looked into."""
-REMEDY = "choose a backbone without such a layer, or put it into evaluation mode for good"
+"""A bound that no gradient of the trials reaches."""
 
 
 def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, multilabel: bool) -> None:
@@ -43,26 +31,20 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         multilabel: Kind of labels.
 
     Raises:
-        ValueError: If they differ or cannot be had, or if a pass through the model changes a tensor of it.
+        ValueError: If they differ or cannot be had, if a pass through the model changes a tensor of it, or if it draws
+            from torch's global stream.
     """
     clients, rows = x.shape[:2]
     dropout = Streams.derived(0, "probe", clients=range(clients), device=x.device)
     noise = [torch.Generator(x.device) for _ in range(clients)]
+    _check_streams(engine, states, x, dropout)
     before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     with torch.enable_grad():
-        logits, other, again = (_logits_after(seed, engine, states, x, dropout) for seed in (0, 1, 0))
-        if torch.equal(logits, again) and not torch.allclose(logits, other, equal_nan=True):
-            raise ValueError(
-                "privacy cannot be used with this model: it draws from torch's global stream of random numbers "
-                "(F.dropout or the like), which others may foretell, and which goes by an image's place in the batch; "
-                "use nn.Dropout as a module, or set the rates (such as drop_rate or attn_drop_rate) to 0"
-            )
+        logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
     query = Query(states, x, y, (rows,) * clients, dropout, noise, [0.0] * clients, [1.0] * clients)
-    gradients = make_gradients(
-        replace(_without_noise(options, UNCLIPPED), physical_batch_size=None), engine, multilabel
-    )
+    gradients = make_gradients(replace(without_noise(options, UNCLIPPED), physical_batch_size=None), engine, multilabel)
     try:
         got = gradients(query)
     except Exception as error:  # a layer may fail under the hooks in any way
@@ -88,104 +70,19 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
             )
 
 
-def _logits_after(seed: int, engine: Engine, states: State, x: Tensor, dropout: Streams) -> Tensor:
-    """Logits (C, B, K) where torch's global stream begins with ``seed``."""
-    with seeded(seed, "probe"):
-        return engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
-
-
-def check_one_image(
-    options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, counts: tuple[int, ...], multilabel: bool
-) -> None:
-    """Take one image of every client out of a batch, and compare what that does with what the image is alone.
-
-    Privacy rests on it: with one image less, a client's sum of clipped gradients is less by that image's own clipped
-    gradient, whose norm is at most the bound, and by nothing else. So is every other client's, whose rows the network
-    sees beside. A network that mixes the images of a batch, or remembers those of earlier ones, fails it. All is
-    computed in double precision if the network can, without dropout, whose masks go by an image's place.
-
-    Args:
-        options: What is asked for.
-        engine: Runs the model; a copy of it is tried.
-        states: Stack (C, ...) of float32 or float64.
-        x: Images (C, B, ...) of a whole batch.
-        y: Labels (C, B) or (C, B, K).
-        counts: Real rows of each client, at least one.
-        multilabel: Kind of labels.
-
-    Raises:
-        ValueError: If the two differ, or the same batch gives another sum after others were seen.
-    """
-    x, y, counts = _several(x, y, counts)
-    try:
-        trial = _Trial(options, engine, states, x, y, counts, multilabel, torch.float64)
-    except Exception:  # of a network that names a number format, or has several
-        trial = _Trial(options, engine, states, x, y, counts, multilabel, None)
-    everyone, rest = trial.sums(trial.all), trial.sums(trial.others)
-    if trial.remembers() or not trial.close(everyone, trial.sums(trial.all)):
-        raise ValueError(
-            "privacy: the network keeps something of the images that it sees in training, so that one batch depends on "
-            f"earlier ones, by what no noise covers; {REMEDY}"
-        )
-    if not trial.close({key: value - rest[key] for key, value in everyone.items()}, trial.alone):
-        raise ValueError(
-            "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
-            f"not its own (a normalisation over the batch, or the like); {REMEDY}"
-        )
-
-
-def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
-    """Exchange the images of one client, and look whether the others' outputs stay.
-
-    Args:
-        engine: Runs the model; a copy of it is tried.
-        states: Stack (C, ...).
-        x: Images (C, B, ...).
-
-    Raises:
-        ValueError: If they change.
-    """
-    try:
-        before, after, close = _outputs_of_others(engine, states, x, torch.float64)
-    except Exception:  # as above
-        before, after, close = _outputs_of_others(engine, states, x, None)
-    if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
-        raise ValueError(
-            "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
-            f"which runs one after another, or {REMEDY}"
-        )
-
-
-def _outputs_of_others(
-    engine: Engine, states: State, x: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, float]:
-    """Outputs (C − 1, B, K) of all clients but the first, before and after its images change; how close is the same."""
-    exact = _exact(engine, dtype)
-    stacked = {key: _as(value, dtype) for key, value in states.items()}
-    changed = x.clone()
-    changed[0] = 1 - changed[0].flip(-1)
+def _check_streams(engine: Engine, states: State, x: Tensor, dropout: Streams) -> None:
+    """Refuse a model whose outputs follow torch's global stream, and not the clients' own alone."""
     outputs = []
-    for images in (x, changed):
-        streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
-        with torch.no_grad(), seeded(0, "probe"):
-            outputs.append(exact.logits(stacked, _as(images, dtype), training=True, streams=streams)[1:])
-    return outputs[0], outputs[1], CLOSE[dtype or torch.float32]
-
-
-def _several(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """At least so many images of every client that a network could mix them; where it has fewer, others made of them.
-
-    A Poisson sample may hold more images than are expected, and more than one where one is.
-    """
-    rows, labels = [], []
-    for images, targets, count in zip(x, y, counts, strict=True):
-        images, targets = images[:count], targets[:count]
-        while len(images) < SEVERAL:
-            images, targets = torch.cat([images, 2 * images.flip(-1) - 1]), torch.cat([targets, targets])
-        rows.append(images)
-        labels.append(targets)
-    found = tuple(map(len, rows))
-    return pad_sequence(rows, batch_first=True), pad_sequence(labels, batch_first=True), found
+    for seed in (0, 1, 0):
+        with torch.no_grad(), seeded(seed, "probe"):
+            outputs.append(engine.logits(states, x, training=True, streams=dropout.fork("part", 0)))
+    one, other, again = outputs
+    if torch.equal(one, again) and not torch.allclose(one, other, equal_nan=True):
+        raise ValueError(
+            "privacy cannot be used with this model: it draws from torch's global stream of random numbers (F.dropout "
+            "or the like), which others may foretell, and which goes by an image's place in the batch; use nn.Dropout "
+            "as a module, or set the rates (such as drop_rate or attn_drop_rate) to 0"
+        )
 
 
 def check_products(device: torch.device) -> None:
@@ -194,13 +91,16 @@ def check_products(device: torch.device) -> None:
     A clipped sum is such a product. With fewer digits an image's part in it is longer than the bound, many times so
     where its terms cancel.
 
+    Args:
+        device: Where the sums will be made.
+
     Raises:
         ValueError: If they have not.
     """
-    a = torch.rand(2, 256, 256, generator=generator(0, "probe")).to(device)
+    a = torch.rand(2, 256, 256, generator=generator(0, "probe"))
     with torch.autocast(device.type, enabled=False):
-        error = torch.bmm(a, a) / torch.bmm(a.double(), a.double()) - 1
-    if float(error.abs().max()) > 1e-5:
+        found, exact = torch.bmm(a.to(device), a.to(device)).cpu(), torch.bmm(a.double(), a.double())
+    if float((found / exact - 1).abs().max()) > 1e-5:
         raise ValueError(
             "privacy: products of float32 matrices are computed with fewer digits here, so that an image may have more "
             "than its share of a clipped sum; leave torch.set_float32_matmul_precision at 'highest', and TF32 off for "
@@ -208,111 +108,7 @@ def check_products(device: torch.device) -> None:
         )
 
 
-class _Trial:
-    """Clipped sums of a batch, of all of it but one image a client, and of those images.
-
-    Attributes:
-        engine: Runs the copy.
-        all: Indices of rows (C, B).
-        others: Indices (C, B − 1), of those left when one is taken out of each.
-        alone: Clipped gradients (C, ...) of the images that are taken out.
-    """
-
-    def __init__(
-        self,
-        options: Privacy,
-        engine: Engine,
-        states: State,
-        x: Tensor,
-        y: Tensor,
-        counts: tuple[int, ...],
-        multilabel: bool,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.engine, self.x, self.y, self.counts = _exact(engine, dtype), _as(x, dtype), y, counts
-        self._close = CLOSE[dtype or torch.float32]
-        self.states = {
-            key: _as(value, dtype).detach().requires_grad_(value.requires_grad) for key, value in states.items()
-        }
-        rows = torch.arange(x.shape[1]).expand(len(counts), -1)
-        out = torch.tensor(counts).unsqueeze(1) // 2  # from the middle: those behind it move up
-        self.all, self.others = rows, rows[rows != out].view(len(counts), -1)
-        self._gradients = make_gradients(_without_noise(options, UNCLIPPED), self.engine, multilabel)
-        unclipped = self._sums(out, (1,) * len(counts))
-        norms = torch.stack([value.flatten(1).square().sum(1) for value in unclipped.values()]).sum(0).sqrt()
-        self.bound = float(norms.median()) or 1.0  # so that some are clipped and some are not
-        self._gradients = make_gradients(_without_noise(options, self.bound), self.engine, multilabel)
-        self.alone = self._sums(out, (1,) * len(counts))
-
-    def sums(self, rows: Tensor) -> State:
-        """Clipped sums (C, ...) of the rows (C, B or B − 1)."""
-        less = self.x.shape[1] - rows.shape[1]
-        return self._sums(rows, tuple(count - less for count in self.counts))
-
-    def _sums(self, rows: Tensor, counts: tuple[int, ...]) -> State:
-        clients = range(len(counts))
-        places = torch.tensor(clients).unsqueeze(1).to(self.x.device), rows.to(self.x.device)
-        streams = Streams.derived(0, "probe", clients=clients, device=self.x.device)
-        sources = [torch.Generator() for _ in clients]  # there is no noise to be drawn from them
-        none, ones = [0.0] * len(counts), [1.0] * len(counts)
-        query = Query(self.states, self.x[places], self.y[places], counts, streams, sources, none, ones)
-        with seeded(0, "probe"):  # what draws from torch's global stream draws alike
-            return self._gradients(query)
-
-    def remembers(self) -> bool:
-        """Whether a pass changes what the network's modules hold, beside parameters."""
-        seen = []
-        for x in (self.x, 1 - self.x.flip(-1)):
-            streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
-            with torch.no_grad(), seeded(0, "probe"):
-                self.engine.logits(self.states, x, training=True, counts=self.counts, streams=streams)
-            seen.append(_held(self.engine.runs))
-        return seen[0] != seen[1]
-
-    def close(self, one: State, other: State) -> bool:
-        """Whether two sums are the same but for rounding."""
-        largest = max(self.bound, *(float(value.abs().max()) for value in one.values()))
-        return all(float((one[key] - other[key]).abs().max()) <= self._close * largest for key in one)
-
-
-def _without_noise(options: Privacy, bound: float) -> Privacy:
+def without_noise(options: Privacy, bound: float) -> Privacy:
+    """The options of a trial: no noise, and another bound; with that of no gradient, flat clipping."""
     clipping = "flat" if bound == UNCLIPPED else options.clipping
     return replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=bound, clipping=clipping)
-
-
-def _as(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
-
-
-def _exact(engine: Engine, dtype: torch.dtype | None) -> Engine:
-    """An engine on a copy of the model in ``dtype`` that draws no random numbers, and takes images, not features."""
-    model = copy.deepcopy(engine.model)
-    if dtype is not None:
-        model.to(dtype)
-    for module in model.modules():
-        if draws(module):
-            setattr(module, "p" if drop_rate(module) == getattr(module, "p", None) else "drop_prob", 0.0)
-    return Engine(model, engine.kind, channels_last=engine.memory_format == torch.channels_last)
-
-
-def _held(model: nn.Module) -> list[Any]:
-    """What a model's modules hold: buffers, and numbers and tensors in attributes of their own."""
-
-    def told(value: Any, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
-        if isinstance(value, Tensor):
-            return str(value.detach().double().sum().item()), tuple(value.shape)  # NaN is not equal to itself
-        if hasattr(value, "tobytes"):  # an array of NumPy's, or the like
-            return value.tobytes()
-        if depth > DEEPEST:  # it may hold itself
-            return None
-        if isinstance(value, dict):
-            return {str(key): told(item, depth + 1) for key, item in value.items()}
-        if isinstance(value, Collection) and not isinstance(value, str | bytes):
-            return [told(item, depth + 1) for item in value]
-        return value if isinstance(value, int | float | str) else None
-
-    apart = ("_parameters", "_modules", "_buffers")
-    return [
-        (told(module._buffers), {name: told(value) for name, value in vars(module).items() if name not in apart})
-        for module in model.modules()
-    ]

@@ -58,15 +58,14 @@ class Protection:
         """
         if self.images is None and self.clients is None:
             return
-        entry: dict[str, Any] = {
-            "run": self.run,
+        costs = {
             "round": plan.round,
             "images": [] if self.images is None else self.images.account.cost(plan, tuning),
             "clients": [] if self.clients is None or tuning else list(plan.clients),
             "noise_multiplier": None if self.clients is None else self.clients.noise_multiplier,
         }
-        alike = f"{'tuning' if tuning else 'round'} {list(entry.values())[1:]}"
-        entry["id"] = ranks.gather(alike if self._repeats else secrets.token_hex(16))[0]
+        name = f"{'tuning' if tuning else 'round'} {costs}" if self._repeats else secrets.token_hex(16)
+        entry = {"id": ranks.gather(name)[0], "run": self.run} | costs
         if entry["id"] in self.counted:
             return
         if ranks.rank == 0 and not self._repeats:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.privacy.probe import check_one_image
+from perada.privacy.independence import check_one_image
 from perada.states import expand, get_state
 
 from ..algorithms.problems import QUIET
