@@ -21,7 +21,7 @@ from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
 from benchmarks.round import round_profile, round_resnet, round_vit
 from benchmarks.server import distillation, evaluation
-from perada.report import table
+from perada.results.report import table
 
 BENCHMARKS = {
     "round_resnet": round_resnet,

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.timing import alone, growth, ratio, take_turns
-from perada.backbones import build_backbone, insert_adapter
+from perada.core.seeding import Streams
+from perada.core.states import expand, get_state, parameter_keys, train_mode
 from perada.engine import Engine, EngineName
-from perada.losses import client_losses
-from perada.seeding import Streams
-from perada.states import expand, get_state, parameter_keys, train_mode
+from perada.engine.losses import client_losses
+from perada.models.backbones import build_backbone, insert_adapter
 
 ROWS, CLASSES = 64, 10
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.timing import clock
 from benchmarks.workload import LR, PROX, Workload
+from perada.core.rounds import RoundPlan, batch_indices
+from perada.core.states import State, train_mode, trained_keys
 from perada.data import FederatedData, FederatedDataModule
-from perada.rounds import RoundPlan, batch_indices
-from perada.states import State, train_mode, trained_keys
 
 
 class Naive:

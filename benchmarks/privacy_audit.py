@@ -30,10 +30,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import PerAda, ServerStep
+from perada.core.seeding import generator
+from perada.core.states import State
 from perada.privacy import client_level, clipping
 from perada.privacy.sampling import poisson_batches
-from perada.seeding import generator
-from perada.states import State
 
 DELTA = 1e-3
 IMAGES, CLASSES, PIXELS, CANARY_PIXEL = 8, 3, 16, 0
@@ -272,7 +272,7 @@ def _full_batches() -> AbstractContextManager[object]:
     def full(images: int, rate: float, steps: int, **of: Any) -> list[torch.Tensor]:
         return poisson_batches(images, 1.0, steps, **of)
 
-    return patch("perada.data.private_batches.poisson_batches", full)
+    return patch("perada.data.batches.private.poisson_batches", full)
 
 
 FAULTS: dict[Fault, Callable[[], AbstractContextManager[object]]] = {

@@ -36,8 +36,8 @@ from benchmarks.privacy_audit import (
     lower_bounds,
     quiet,
 )
+from perada.core.seeding import derive_seed, generator
 from perada.privacy import clipping, history_epsilon, training
-from perada.seeding import derive_seed, generator
 
 HIGH, LOW = 100.0, 0.01
 """Learning rates at which a canary's gradient stands in one step, and in all of them."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from benchmarks.timing import alone, growth, ratio, take_turns
-from perada.backbones import build_backbone, insert_adapter
+from perada.core.seeding import Streams, generator
+from perada.core.states import State, expand, get_state, parameter_keys
 from perada.engine import Engine
-from perada.losses import client_losses
+from perada.engine.losses import client_losses
+from perada.models.backbones import build_backbone, insert_adapter
 from perada.privacy import Privacy
 from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
-from perada.seeding import Streams, generator
-from perada.states import State, expand, get_state, parameter_keys
 
 CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "test_vit, LoRA, 20 clients × 32": ("test_vit", "lora", {}, 20, 32),

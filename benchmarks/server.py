@@ -14,10 +14,10 @@ from torch import Tensor
 from benchmarks.naive import Naive
 from benchmarks.timing import ratio, take_turns
 from benchmarks.workload import Workload
+from perada.core.rounds import batch_indices
+from perada.core.states import State, clone, expand, get_state, parameter_keys, unstack
 from perada.engine import Engine
-from perada.rounds import batch_indices
 from perada.server import ensemble_logits
-from perada.states import State, clone, expand, get_state, parameter_keys, unstack
 
 KINDS = ("fp32", "bf16")
 

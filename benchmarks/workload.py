@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.data import FederatedData, FederatedDataModule
-from perada.module import FederatedClassifier
-from perada.run import Run
+from perada.lightning.module import FederatedClassifier
+from perada.results.run import Run
 from perada.server import Distillation
 
 PROX, LR, LR_SERVER = 1.0, 0.01, 1e-3

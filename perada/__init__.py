@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Personalized, parameter-efficient federated fine-tuning of pretrained vision models on PyTorch Lightning."""
 
-import perada.adapters  # noqa: F401  # registers our PEFT methods
-from perada.algorithms import Algorithm, make_algorithm
-from perada.api import finetune
-from perada.callbacks import FederatedLoop
-from perada.data import FederatedData, FederatedDataModule
-from perada.module import FederatedClassifier
-from perada.privacy import ClientPrivacy, Privacy
-from perada.run import Run
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from perada import importing
+
+if TYPE_CHECKING:
+    from perada.algorithms import Algorithm, make_algorithm
+    from perada.api import finetune
+    from perada.data import FederatedData, FederatedDataModule
+    from perada.lightning import FederatedClassifier, FederatedLoop
+    from perada.privacy import ClientPrivacy, Privacy
+    from perada.results.run import Run
 
 __all__ = [
     "Algorithm",
@@ -22,3 +26,37 @@ __all__ = [
     "finetune",
     "make_algorithm",
 ]
+
+_HOMES = {
+    "Algorithm": "perada.algorithms",
+    "ClientPrivacy": "perada.privacy",
+    "FederatedClassifier": "perada.lightning",
+    "FederatedData": "perada.data",
+    "FederatedDataModule": "perada.data",
+    "FederatedLoop": "perada.lightning",
+    "Privacy": "perada.privacy",
+    "Run": "perada.results.run",
+    "finetune": "perada.api",
+    "make_algorithm": "perada.algorithms",
+}
+
+importing.install()
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever is asked for
+    """Import a public name or a module when it is first used, so that ``import perada`` alone takes no time."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"perada.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"perada.{name}":
+                raise
+    raise AttributeError(f"module 'perada' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

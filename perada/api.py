@@ -12,23 +12,23 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
-from perada.backbones import AdapterChoice
-from perada.callbacks import FederatedLoop, RoundCheckpoint, RoundProgressBar
-from perada.callbacks.checkpoint import find_checkpoint, plain_data
-from perada.callbacks.checks import check_precision, check_trainer
 from perada.data import FederatedData, FederatedDataModule
-from perada.engine import EngineName
-from perada.local_training import ClientOptimizer
-from perada.module import FederatedClassifier, LRSchedule
-from perada.outcome import outcome
+from perada.engine.engine import EngineName
+from perada.federation.local_training import ClientOptimizer
+from perada.federation.store import StoreKind
+from perada.lightning import FederatedLoop, RoundCheckpoint, RoundProgressBar
+from perada.lightning.checkpoint import find_checkpoint, plain_data
+from perada.lightning.checks import check_precision, check_trainer
+from perada.lightning.module import FederatedClassifier, LRSchedule
+from perada.lightning.outcome import outcome
+from perada.lightning.strategies import choose_strategy, device_defaults
+from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
-from perada.run import Run
+from perada.results.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
-from perada.store import StoreKind
-from perada.strategies import choose_strategy, device_defaults
 
 
 def finetune(

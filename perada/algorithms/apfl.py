@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks, check_share
-from perada.states import State
+from perada.core.states import State
 
 
 class APFL(Algorithm):

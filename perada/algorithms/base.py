@@ -2,9 +2,9 @@
 """What an algorithm is: what clients keep and send, one client's step, and the server's rule.
 
 The names of the roles follow PerAda: ``personal`` is what a client keeps and predicts with, ``local`` what it trains
-from the received global state and sends back. Everything a client holds is a :data:`~perada.states.State`; every method
-sees the states of all clients at hand as one stack with a leading client axis C, and must treat the clients alike and
-apart.
+from the received global state and sends back. Everything a client holds is a :data:`~perada.core.states.State`. Every
+method sees the states of all clients at hand as one stack with a leading client axis C, and must treat the clients
+alike and apart.
 """
 
 import inspect
@@ -15,10 +15,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from perada.rounds import Phase
+from perada.core.rounds import Phase
+from perada.core.states import State, expand
 from perada.server.aggregate import Updates
 from perada.server.rules import Aggregation, ServerRule
-from perada.states import State, expand
 
 Stacks = dict[str, State]
 """Stacked states by role."""
@@ -48,7 +48,7 @@ class Slot:
 
 
 class ClientStep(Protocol):
-    """One local step of C clients, as an algorithm sees it (built by :class:`perada.cohort.Cohort`)."""
+    """One local step of C clients, as an algorithm sees it (built by :class:`perada.federation.cohort.Cohort`)."""
 
     round: int
     phase: str

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_count
 from perada.algorithms.fedavg import FedAvg
-from perada.rounds import Phase
-from perada.seeding import generator
-from perada.states import State, clone, expand, gather, stack, unstack
+from perada.core.rounds import Phase
+from perada.core.seeding import generator
+from perada.core.states import State, clone, expand, gather, stack, unstack
 
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""

@@ -3,7 +3,7 @@
 
 from perada.algorithms.base import ClientStep, Slot
 from perada.algorithms.fedsim import FedSim, Split, whole_loss
-from perada.rounds import Phase
+from perada.core.rounds import Phase
 
 
 class FedAlt(FedSim):

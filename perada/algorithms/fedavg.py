@@ -3,7 +3,7 @@
 
 from perada.algorithms.base import Algorithm
 from perada.algorithms.standalone import Standalone
-from perada.rounds import Phase
+from perada.core.rounds import Phase
 
 
 class FedAvg(Algorithm):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ServerStep, check_count, check_share
-from perada.seeding import generator
+from perada.core.seeding import generator
+from perada.core.states import State, expand
 from perada.server import mean
-from perada.states import State, expand
 
 Sampler = Literal["gaussian", "dirichlet"]
 

@@ -2,7 +2,7 @@
 """FedDF (Lin et al., NeurIPS 2020)."""
 
 from perada.algorithms.base import Algorithm, ServerStep
-from perada.states import State
+from perada.core.states import State
 
 
 class FedDF(Algorithm):

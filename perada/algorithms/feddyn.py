@@ -4,7 +4,7 @@
 import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
-from perada.states import State
+from perada.core.states import State
 
 
 class FedDyn(Algorithm):

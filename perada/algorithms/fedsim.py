@@ -7,7 +7,7 @@ from torch import Tensor
 
 from perada.algorithms.base import ClientStep, Slot, Stacks
 from perada.algorithms.sharing import PartialSharing
-from perada.states import State
+from perada.core.states import State
 
 Split = Literal["input", "output", "adapter"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
-from perada.states import State
+from perada.core.states import State
 
 
 class MTL(Algorithm):

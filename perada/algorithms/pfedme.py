@@ -13,7 +13,7 @@ from perada.algorithms.base import (
     check_share,
     check_strength,
 )
-from perada.states import State
+from perada.core.states import State
 
 
 class PFedMe(Algorithm):

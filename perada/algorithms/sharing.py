@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 from perada.algorithms.base import Algorithm, Broadcast, Slot, Stacks
-from perada.states import State, expand, partition
+from perada.core.states import State, expand, partition
 
 
 class PartialSharing(Algorithm, ABC):

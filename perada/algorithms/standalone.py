@@ -4,7 +4,7 @@
 from typing import Literal
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
-from perada.states import State
+from perada.core.states import State
 
 
 class Standalone(Algorithm):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federated data: sets of images, ways to divide them among clients, and the datamodule that serves rounds."""
 
+from perada.core.batches import CohortBatch, EvalBatch
+from perada.core.rounds import Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule
-from perada.data.datasets import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageSet, Photographs
 from perada.data.federated import FederatedData
-from perada.data.folders import ImageFolder, UnlabelledFolder
-from perada.data.label_partitions import Dirichlet, DominantClass, Shards
-from perada.data.partitions import IID, ByDomain, FromFile, Partition
-from perada.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
+from perada.data.partitions.base import IID, ByDomain, FromFile, Partition
+from perada.data.partitions.by_label import Dirichlet, DominantClass, Shards
+from perada.data.sets.folders import ImageFolder, UnlabelledFolder
+from perada.data.sets.images import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageSet, Photographs
 
 __all__ = [
     "CIFAR10",

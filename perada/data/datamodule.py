@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lightning datamodule: an epoch is a communication round, a batch is one local step of the round's clients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from perada.data.datasets import ImageSet
-from perada.data.division import Division
-from perada.data.features import FeatureCache
+from perada.core.batches import EvalBatch
+from perada.core.images import ImageConfig
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan, batch_indices, make_plan, share_out
+from perada.core.states import send
+from perada.data.batches.feature_cache import FeatureCache
+from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
+from perada.data.batches.preparation import BatchT, Preparation, check_least
+from perada.data.batches.private import PrivateRoundBatches
+from perada.data.batches.samples import MapStore, Samples, TensorStore, length
+from perada.data.batches.schedule import Schedule
 from perada.data.federated import Checked, FederatedData, check
-from perada.data.holdout import EvaluateOn, check_share, hold_out
-from perada.data.loaders import EvalBatches, RoundBatches, loader
-from perada.data.partitions import Partition
-from perada.data.preparation import BatchT, Preparation, check_least
-from perada.data.private_batches import PrivateRoundBatches
-from perada.data.schedule import Schedule
-from perada.data.server_images import ServerImages
-from perada.data.store import MapStore, Samples, TensorStore, length
-from perada.rounds import EvalBatch, Phase, PrivateSampling, RoundPlan, make_plan, share_out
-
-if TYPE_CHECKING:
-    from perada.backbones import ImageConfig
+from perada.data.overlap import check_overlap
+from perada.data.partitions.base import Partition
+from perada.data.partitions.division import Division
+from perada.data.partitions.holdout import EvaluateOn, check_share, hold_out
+from perada.data.sets.images import ImageSet
 
 
-class FederatedDataModule(ServerImages):
+class FederatedDataModule(pl.LightningDataModule):
     """Serves rounds of local training, the clients' test data, and the server's public images.
 
     Either ``data`` holds the clients' datasets, or ``dataset`` is divided by ``partition``. Sets that are tensors are
@@ -163,7 +164,7 @@ class FederatedDataModule(ServerImages):
         seed: int,
         clients_per_round: int | None,
         phases: Sequence[Phase],
-        image: "ImageConfig | None" = None,
+        image: ImageConfig | None = None,
         private: PrivateSampling | None = None,
         eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
@@ -223,6 +224,50 @@ class FederatedDataModule(ServerImages):
         return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+    @property
+    def public_size(self) -> int:
+        """Number of public images; 0 if there are none."""
+        store = self._ready.public
+        return 0 if store is None else store.sizes[0]
+
+    @property
+    def validation_size(self) -> int:
+        """Number of labelled images on the server; 0 if there are none."""
+        store = self._ready.server_validation
+        return 0 if store is None else store.sizes[0]
+
+    def check_public_overlap(self) -> None:
+        """Compare the server's images with all that clients train on; images in files are all read for it.
+
+        Raises:
+            ValueError: If one is in both, with both places.
+        """
+        for name, store in (("public", self._ready.public), ("server_validation", self._ready.server_validation)):
+            if store is not None:
+                check_overlap(self._ready.train, store, name)
+
+    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
+        """Positions in the public set for the steps of a round's distillation: a stream of permutations.
+
+        Returns:
+            Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round.
+        """
+        return batch_indices(self.public_size, batch_size, steps, self._seed, "public", round)
+
+    def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
+        store = self._ready.public
+        assert store is not None
+        images, _ = self._served(store).take(torch.zeros_like(indices), indices, (self._seed, -2))
+        return self.prepare(send(images, device))
+
+    def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
+        if self._ready.server_validation is not None:
+            store = self._served(self._ready.server_validation)
+            for x, y, _ in loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers):
+                yield self.prepare(send(x, device)), send(y, device)
 
     @property
     def evaluates_on(self) -> EvaluateOn:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from perada.data.store import (
+from perada.data.batches.samples import (
     Kind,
     MapStore,
     Store,

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from perada.data.store import MapStore, Store, isolated_randomness, seed_all
+from perada.data.batches.samples import MapStore, Store, isolated_randomness, seed_all
 
 _CHUNK = 4096  # images of a tensor gathered at a time
 

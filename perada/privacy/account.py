@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from perada.core.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
 from perada.privacy.accounting import ROUNDING, Ledger, Ledgers, history_epsilon
 from perada.privacy.calibration import calibrate
 from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes
-from perada.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
 
 Row = tuple[int, float, float, int, bool]
 """Client, noise multiplier, sample rate, steps, and whether anything that is sent depends on them."""

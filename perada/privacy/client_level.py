@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.core.ranks import Ranks
+from perada.core.seeding import generator
+from perada.core.states import State
 from perada.privacy.accounting import ROUNDING, Ledger, history_epsilon
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.options import ClientPrivacy
-from perada.ranks import Ranks
-from perada.seeding import generator
-from perada.states import State
 
 VARIANCE = "running_var"
 

@@ -6,8 +6,8 @@ import copy
 import torch
 
 from perada.algorithms import Algorithm, FedBE, FedEnsemble
+from perada.core.states import State, clone
 from perada.server import Aggregation, ServerRule, client_weights
-from perada.states import State, clone
 
 TRIED = 6
 """Clients in the trial of a rule."""

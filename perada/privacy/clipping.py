@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from perada.core.states import State
 from perada.privacy.randomness import secure_noise
 from perada.server.aggregate import double
-from perada.states import State
 
 METHODS = ("flat", "per_layer", "automatic")
 MaxNorm = float | Mapping[str, float]

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from perada.engine import Engine
-from perada.fold import fold
-from perada.losses import real_rows, row_losses
+from perada.core.seeding import Streams
+from perada.core.states import State, train_mode, trained_keys
+from perada.engine.engine import Engine
+from perada.engine.fold import fold
+from perada.engine.losses import real_rows, row_losses
+from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import factors_of, noisy_mean, sensitivity, wide
 from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of
 from perada.privacy.options import Privacy
-from perada.seeding import Streams
-from perada.stacked_layers import Twin
-from perada.states import State, train_mode, trained_keys
 
 
 @dataclass

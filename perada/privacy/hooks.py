@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.fold import shell
+from perada.core.states import train_mode
+from perada.engine.fold import shell
+from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import left_out, weighted_sum, wide
-from perada.stacked_layers import Twin
-from perada.states import train_mode
 
 
 class Samples(Protocol):

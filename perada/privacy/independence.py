@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from perada.engine import Engine
-from perada.fold import draws
+from perada.core.seeding import Streams, seeded
+from perada.core.states import State
+from perada.engine.engine import Engine
+from perada.engine.fold import draws
+from perada.engine.stacked_layers import drop_rate
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
 from perada.privacy.probe import UNCLIPPED, without_noise
-from perada.seeding import Streams, seeded
-from perada.stacked_layers import drop_rate
-from perada.states import State
 
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """How far sums over a batch may be from the sums of their parts, relative to the largest number among them."""

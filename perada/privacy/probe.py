@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from perada.engine import Engine
-from perada.losses import row_losses
+from perada.core.seeding import Streams, generator, seeded
+from perada.core.states import State
+from perada.engine.engine import Engine
+from perada.engine.losses import row_losses
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
-from perada.seeding import Streams, generator, seeded
-from perada.states import State
 
 UNCLIPPED = 1e9
 """A bound that no gradient of the trials reaches."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from perada.core.ranks import Ranks
+from perada.core.rounds import RoundPlan
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.journal import JOURNAL, Journal, read_journals
 from perada.privacy.training import PrivateRound, PrivateTraining
-from perada.ranks import Ranks
-from perada.rounds import RoundPlan
 
 
 @dataclass

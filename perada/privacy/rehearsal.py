@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Slot, Stacks
-from perada.rounds import Phase
-from perada.seeding import generator
+from perada.core.rounds import Phase
+from perada.core.seeding import generator
+from perada.core.states import State, clone, expand
 from perada.server import Mean, Updates, client_weights
-from perada.states import State, clone, expand
 
 REHEARSED = 3
 """Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""

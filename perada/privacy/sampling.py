@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
+from perada.core.seeding import generator
 from perada.privacy.randomness import secure_permutation, secure_uniform
-from perada.seeding import generator
 
 
 def poisson_batches(

@@ -6,13 +6,14 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from perada.engine import Engine
+from perada.core.batches import CohortBatch, one_of
+from perada.core.rounds import PrivateSampling, RoundPlan
+from perada.core.seeding import Streams, generator
+from perada.core.states import State
+from perada.engine.engine import Engine
 from perada.privacy.account import Account
 from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.sampling import expected_batch_size
-from perada.rounds import CohortBatch, PrivateSampling, RoundPlan, one_of
-from perada.seeding import Streams, generator
-from perada.states import State
 
 
 class PrivateTraining:

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.ranks import Ranks
-from perada.states import State
+from perada.core.ranks import Ranks
+from perada.core.states import State
 
 Weighting = Literal["uniform", "samples"]
 

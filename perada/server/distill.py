@@ -2,20 +2,20 @@
 """Ensemble distillation of the clients' models into the server's on unlabelled images (PerAda, Algorithm 1, 19–21)."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.engine import Engine
-from perada.loss_scaling import LossScales
-from perada.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
-from perada.ranks import Ranks
-from perada.server.aggregate import double
-from perada.states import State
+from perada.core.ranks import Ranks
+from perada.core.states import State, expand, send
+from perada.engine.engine import Engine
+from perada.engine.loss_scaling import LossScales
+from perada.engine.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
+from perada.server.aggregate import Updates, double
 
 ServerOptimizer = Literal["adam", "sgd"]
 ONLY = slice(0, 1)
@@ -201,3 +201,104 @@ def _positive(value: object) -> bool:
 
 def _first(stacked: State) -> State:
     return {key: value.detach()[0].clone() for key, value in stacked.items()}
+
+
+class ServerData(Protocol):
+    """What the server needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
+
+    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
+        """Positions in the public set (steps, B)."""
+
+    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
+        """Prepared public images (len(indices), channels, height, width)."""
+
+    def validation_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+        """Prepared images and labels of the server's validation set."""
+
+
+def refine(
+    engine: Engine,
+    options: Distillation,
+    data: ServerData,
+    round: int,
+    student: State,
+    teachers: Mapping[str, Tensor],
+    parameters: tuple[str, ...],
+    *,
+    multilabel: bool,
+    ranks: Ranks | None = None,
+    average_from: float | None = None,
+    progress: Callable[[Tensor], Iterable[Tensor]] = iter,
+    scales: LossScales | None = None,
+) -> State:
+    """Distil the ensemble of ``teachers`` into ``student``; each public image passes the teachers once.
+
+    Every rank runs its part of the teachers; the sum of their logits is all that travels. The student's steps are taken
+    by all ranks alike.
+
+    Args:
+        engine: Runs the states.
+        options: How; rounds that are not to be distilled leave the student as it is.
+        data: Public images, and the server's validation set.
+        round: Counted from 0.
+        student: State to start from; it is not changed.
+        teachers: Stack (C, ...), the same on all ranks, or what the clients of all ranks sent.
+        parameters: Names of the tensors to train.
+        multilabel: Whether labels are 0/1 per class.
+        ranks: The processes; by default one alone.
+        average_from: See :meth:`perada.server.Distillation.run`.
+        progress: Wraps the steps in a progress bar.
+        scales: The student's loss scale, in float16.
+    """
+    ranks = ranks or Ranks()
+    sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, ranks)
+    alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
+    if alone or not options.active(round):
+        return student  # its own only teacher: Adam would turn rounding errors into steps of full length
+    device = next(iter(student.values())).device
+
+    indices = data.public_indices(round, options.steps, options.batch_size)
+    divided = options.share_steps and 1 < ranks.size <= indices.shape[1]
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        used, positions = torch.unique(indices, return_inverse=True)
+        parts = [_own_sum(engine, sent.own, student, data.public_images(part, device)) for part in used.split(256)]
+        total = torch.cat([part for part, _ in parts])
+        ranks.sum_([total])
+        logits = (total / sent.clients).to(parts[0][1])
+        own = slice(ranks.rank, None, ranks.size) if divided else slice(None)
+        for step, rows in enumerate(progress(indices)):
+            yield data.public_images(rows[own], device), logits[send(positions[step, own], device)]
+
+    def accuracy(state: State) -> float:
+        right = total = 0
+        for x, y in data.validation_batches(device):
+            logits = engine.shared_logits(expand(state, 1), x)[0]
+            hits = (logits > 0) == y.bool() if y.dim() > 1 else logits.argmax(-1) == y
+            right, total = right + int(hits.sum()), total + hits.numel()
+        return right / total
+
+    with torch.enable_grad():
+        refined = options.run(
+            engine,
+            student,
+            parameters,
+            batches(),
+            multilabel=multilabel,
+            validate=accuracy if options.validate_every else None,
+            average_from=average_from,
+            scales=scales,
+            shared=(ranks, indices.shape[1]) if divided else None,
+        )
+    ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
+    return refined
+
+
+def _own_sum(engine: Engine, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Sum (B, K) of the logits of this rank's teachers in double precision, and the dtype of the logits.
+
+    A rank may have no teacher: it then gives zeros, whose shape it takes from the student's logits.
+    """
+    some = len(next(iter(teachers.values()))) > 0
+    logits = engine.shared_logits(teachers if some else expand(student, 1), x)
+    return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from perada.core.states import State
 from perada.server.aggregate import mean
-from perada.states import State
 
 _INNER = "aggregate/"  # prefix of what the inner rule of a composed one keeps
 

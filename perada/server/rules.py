@@ -8,10 +8,10 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from perada.core.states import State
 from perada.server.aggregate import client_weights, mean
 from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule, require_positive
 from perada.server.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from perada.states import State
 
 __all__ = [
     "SERVER_RULES",

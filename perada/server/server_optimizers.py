@@ -4,8 +4,8 @@
 import torch
 from torch import Tensor
 
+from perada.core.states import State
 from perada.server.rule_base import Aggregation, ComposedRule, ServerRule, require_decay, require_positive
-from perada.states import State
 
 
 class _Optimizer(ComposedRule):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from perada.backbones import build_backbone
+from perada.models.backbones import build_backbone
 
 CLASSES = 5
 SIZE = 32

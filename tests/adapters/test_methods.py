@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from perada.adapters import ResidualConfig
-from perada.backbones import adapter_names, insert_adapter
-from perada.states import get_state, train_mode, trained_keys
+from perada.core.states import get_state, train_mode, trained_keys
+from perada.models.backbones import adapter_names, insert_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from perada.adapters import ResidualConfig
 from perada.adapters.residual import ResidualLayer
-from perada.backbones import build_backbone, insert_adapter
+from perada.models.backbones import build_backbone, insert_adapter
 
 
 def adapted(name, classes, **options):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from perada.adapters import BottleneckConfig, SelectiveConfig
-from perada.backbones import build_backbone, insert_adapter
+from perada.models.backbones import build_backbone, insert_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import FedEnsemble
 from perada.algorithms.fed_ensemble import mode_schedule
-from perada.states import unstack
+from perada.core.states import unstack
 
 from .problems import CLASSES, CLIENTS, SIZES, assert_equal, distance, finetune, network, reference, task
 

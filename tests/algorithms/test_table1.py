@@ -10,15 +10,15 @@ FedSim's adapters train 12.59 M, which counts norms and head twice (11.18 + 1.41
 import pytest
 
 from perada.algorithms import ALGORITHMS, make_algorithm
-from perada.backbones import build_backbone, insert_adapter
+from perada.core.rounds import Phase, RoundPlan
+from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.local_training import LocalTraining
-from perada.module import make_slot
-from perada.rounds import Phase, RoundPlan
+from perada.federation.local_training import LocalTraining
+from perada.federation.settings import Settings
+from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.slots import make_slot
 from perada.server import Distillation
-from perada.settings import Settings
-from perada.states import get_state
 
 FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
 WIDTHS = (64, 128, 256, 512)

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits, load_sample_images
 from torch.utils.data import Subset, TensorDataset
 
 from perada.data import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageFolder, Photographs, UnlabelledFolder
-from perada.data.store import tensor_source
+from perada.data.batches.samples import tensor_source
 
 RANDOM = np.random.default_rng(0)
 
@@ -153,7 +153,7 @@ def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
 def test_downloads_are_torchvisions_and_only_if_asked_for(tmp_path, kind, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        f"perada.data.datasets.torchvision_datasets.{kind.__name__}",
+        f"perada.data.sets.images.torchvision_datasets.{kind.__name__}",
         lambda root, download: calls.append((root, download)),
     )
     kind(str(tmp_path)).download()

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
-from perada.backbones import ImageConfig
+from perada.core.images import ImageConfig
 from perada.data import IID, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile, Phase, Photographs
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
+from perada.data.batches.samples import make_store
 from perada.data.overlap import public_overlap
-from perada.data.store import make_store
 
 GREY = torch.arange(6 * 16, dtype=torch.uint8).view(6, 4, 4)
 

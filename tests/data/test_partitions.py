@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from perada.data import IID, ByDomain, Dirichlet, DominantClass, FromFile, Shards
-from perada.data.apportion import apportion, raise_to_minimum
-from perada.data.label_partitions import categories
-from perada.data.partitions import Samples
+from perada.data.partitions.apportion import apportion, raise_to_minimum
+from perada.data.partitions.base import Samples
+from perada.data.partitions.by_label import categories
 
 K = 10
 

@@ -10,9 +10,9 @@ import torch
 from scipy import stats
 from torch.utils.data import Dataset, TensorDataset
 
+from perada.core.rounds import PrivateSampling, sampling_rate
 from perada.data import CohortBatch, FederatedData, FederatedDataModule, Phase
 from perada.privacy import passes, poisson_batches
-from perada.rounds import PrivateSampling, sampling_rate
 
 SIZES = (7, 20, 3, 11, 20)
 B = 4

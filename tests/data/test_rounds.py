@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from perada.core.rounds import batch_indices, make_plan, sample_cohort
+from perada.core.seeding import generator
 from perada.data import FederatedData, FederatedDataModule, Phase
-from perada.rounds import batch_indices, make_plan, sample_cohort
-from perada.seeding import generator
 
 SIZES = (7, 20, 3, 11, 20)
 B = 4

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from perada.core.rounds import sample_cohort
 from perada.data import FederatedData, FederatedDataModule, Phase
-from perada.rounds import sample_cohort
 
 
 def datamodule(eligible=None):

@@ -5,11 +5,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from perada.backbones import ImageConfig
+from perada.core.images import ImageConfig
+from perada.core.seeding import generator
 from perada.data import CohortBatch, EvalBatch
-from perada.data.preparation import Preparation
-from perada.data.transforms import augment, draw_crops, prepare_images, to_image
-from perada.seeding import generator
+from perada.data.batches.preparation import Preparation
+from perada.data.batches.transforms import augment, draw_crops, prepare_images, to_image
 
 IMAGENET = ImageConfig((3, 8, 8), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

@@ -3,9 +3,9 @@
 
 import pytest
 
-from perada.callbacks import federated_loop
-from perada.callbacks.processes import check_alike
-from perada.ranks import Ranks
+from perada.core.ranks import Ranks
+from perada.lightning import federated_loop
+from perada.lightning.processes import check_alike
 
 from .job import run
 

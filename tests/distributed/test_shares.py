@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from perada.rounds import Phase, active_steps, make_plan, share_out
+from perada.core.rounds import Phase, active_steps, make_plan, share_out
 from perada.server import Updates, mean
 
 

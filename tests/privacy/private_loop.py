@@ -17,9 +17,9 @@ from torch import nn
 from torch.func import functional_call
 
 import perada
+from perada.core.rounds import sample_cohort
+from perada.core.seeding import generator
 from perada.privacy import poisson_batches
-from perada.rounds import sample_cohort
-from perada.seeding import generator
 
 from ..algorithms.problems import (
     BATCH,

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import APFL, FedAvgFT, PerAda, PFedMe
-from perada.callbacks import FederatedLoop
-from perada.rounds import sample_cohort
-from perada.seeding import generator
+from perada.core.rounds import sample_cohort
+from perada.core.seeding import generator
+from perada.lightning import FederatedLoop
 
 from ..algorithms.problems import BATCH, CLIENTS, CLIENTS_PER_ROUND, SIZES, assert_equal, task
 from .private_loop import SEED, once, rate, steps_of, train

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import ALGORITHMS, FedAvg, FedBE, FedEnsemble, PerAda, ServerStep, Slot, make_algorithm
+from perada.core.states import expand
 from perada.privacy import ClientPrivacy, clipping
 from perada.privacy.client_level import (
     ClientLevel,
@@ -28,7 +29,6 @@ from perada.privacy.client_level import (
 from perada.privacy.client_level_refusals import check_client_level
 from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
-from perada.states import expand
 
 from ..algorithms.problems import QUIET
 

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from perada.backbones import build_backbone, insert_adapter
+from perada.core.seeding import Streams
+from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
+from perada.models.backbones import build_backbone, insert_adapter
 from perada.privacy import Privacy
 from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
 from perada.privacy.hooks import Factors
-from perada.seeding import Streams
-from perada.states import get_state, parameter_keys, stack
 
 CLASSES = 4
 COUNTS = (3, 0, 2)

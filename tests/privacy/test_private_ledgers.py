@@ -23,7 +23,7 @@ from perada.algorithms import (
     PFedMe,
     make_algorithm,
 )
-from perada.data.private_batches import PrivateRoundBatches
+from perada.data.batches.private import PrivateRoundBatches
 from perada.privacy import history_epsilon
 
 from ..algorithms.problems import BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance

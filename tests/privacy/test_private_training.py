@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import APFL, FedAlt, FedSim, PerAda, PFedMe
-from perada.cohort import Cohort
+from perada.federation.cohort import Cohort
 
 from ..algorithms.problems import CLIENTS, PROX, QUIET, SIZES, assert_same, distance
 from . import private_loop as plain

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.privacy import Privacy
 from perada.privacy.independence import check_one_image
-from perada.states import expand, get_state
 
 from ..algorithms.problems import QUIET
 from .private_loop import once

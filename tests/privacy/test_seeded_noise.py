@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.cli import main
-from perada.privacy_card import TEST_MODE
-from perada.seeding import generator
+from perada.core.seeding import generator
+from perada.results.privacy_card import TEST_MODE
 
 from ..algorithms.problems import QUIET
 from .private_loop import once

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, kl_divergence
 
+from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
 from perada.server import Distillation, distillation_loss, ensemble_logits
-from perada.states import get_state, parameter_keys, stack
 
 
 def logits(seed, rows=6, classes=4):

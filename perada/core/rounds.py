@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who trains in a round, for how many steps, on which samples: pure functions of the run's seed and the round.
+
+The samples of a client form a stream of permutations, derived from (seed, "batches", round, client). A batch takes the
+next B samples of the stream, so it is always full: what an epoch lacks for its last batch comes from the next
+permutation. A client with n <= B samples has batches of n, each a whole permutation. The stream runs on from one phase
+of the round to the next. Shape suffixes: C clients, B batch, K classes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perada.core.seeding import generator
+
+BatchSize = int | Literal["full"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of local training within a round, measured in epochs or in steps.
+
+    Args:
+        name: What the algorithm calls it.
+        epochs: Passes over the client's samples, fractions allowed. 1 when neither is given.
+        steps: The same number of local steps for every client.
+
+    Raises:
+        ValueError: If both are given, or the one given is not positive.
+
+    >>> Phase("local").epochs, Phase("local", steps=5).epochs
+    (1.0, None)
+    """
+
+    name: str = "train"
+    epochs: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"phase {self.name!r} has epochs={self.epochs} and steps={self.steps}: its length is one or the other, "
+                "leave one out"
+            )
+        length = self.steps if self.steps is not None else self.epochs
+        if self.steps is not None and not isinstance(self.steps, int):
+            raise ValueError(f"phase {self.name!r} has steps={self.steps!r}; give a whole number")
+        if length is not None and not (isinstance(length, int | float) and 0 < length < math.inf):
+            raise ValueError(f"phase {self.name!r} has length {length!r}, which cannot be trained: give more than 0")
+        if length is None:
+            object.__setattr__(self, "epochs", 1.0)
+
+    def local_steps(self, size: int, batch_size: BatchSize) -> int:
+        """Number of steps of a client with ``size`` samples: ceil(epochs · n / B), or the phase's own ``steps``.
+
+        >>> [Phase(epochs=2).local_steps(n, 4) for n in (3, 4, 5, 10)]
+        [2, 2, 3, 5]
+        """
+        if self.epochs is None:
+            assert self.steps is not None
+            return self.steps
+        # Rounded first: 0.1 · 30 is 3.0000000000000004 in floating point, and means 3.
+        return max(1, math.ceil(round(self.epochs * size / rows_per_batch(size, batch_size), 9)))
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The clients of a round and their numbers of local steps.
+
+    Args:
+        round: Index of the round, from 0.
+        clients: Ids, by number of samples with the largest first (ties by id), so that the clients that are active in
+            any step are a prefix.
+        steps: ``steps[phase][i]`` local steps of ``clients[i]``; within a phase non-increasing along i.
+        lengths: Steps of each phase, where the longest clients are in another part of the round.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            object.__setattr__(self, "lengths", tuple(max(phase) for phase in self.steps))
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the longest client over all phases: the number of cohort batches in the round."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class PrivateSampling:
+    """How batches are drawn where training is private: anew for each stream, so that their costs compose.
+
+    Attributes:
+        streams: What draws batches of its own in each phase, such as ``("personal", "local")``.
+        sampling: ``poisson`` or ``shuffle``.
+        secure: Draw from the operating system's cryptographic generator instead of the run's seed.
+    """
+
+    streams: tuple[tuple[str, ...], ...]
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    secure: bool = False
+
+
+def rows_per_batch(size: int, batch_size: BatchSize) -> int:
+    """Real rows in each batch of a client with ``size`` samples."""
+    return size if batch_size == "full" else min(size, batch_size)
+
+
+def sampling_rate(size: int, batch_size: BatchSize) -> float:
+    """Probability q = min(1, B / n) of an image to be in a Poisson batch; 1 where B is "full".
+
+    >>> [sampling_rate(8, batch_size) for batch_size in (2, 16, "full")]
+    [0.25, 1.0, 1.0]
+    """
+    return rows_per_batch(size, batch_size) / size
+
+
+def sample_cohort(
+    seed: int,
+    round: int,
+    num_clients: int,
+    clients_per_round: int | None,
+    eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
+) -> list[int]:
+    """Draw the clients of a round uniformly without replacement.
+
+    Args:
+        seed: The run's seed.
+        round: Index of the round.
+        num_clients: Number of clients.
+        clients_per_round: Clients to draw; None takes all.
+        eligible: Gives those of the given clients that may be drawn; None where all may. The place of one that may not
+            goes to the next in the order that was drawn, so there are fewer only where no more are eligible.
+
+    Raises:
+        ValueError: If no client is eligible.
+
+    >>> sample_cohort(0, 3, 10, 4) == sample_cohort(0, 3, 10, 4) and len(set(sample_cohort(0, 3, 10, 4))) == 4
+    True
+    """
+    order = list(range(num_clients))
+    if clients_per_round is not None:
+        order = torch.randperm(num_clients, generator=generator(seed, "cohort", round)).tolist()
+    if eligible is not None:
+        allowed = set(eligible(order))
+        order = [client for client in order if client in allowed]
+        if not order:
+            raise ValueError(
+                f"round {round}: none of the {num_clients} clients may still take part; stop training, or raise the "
+                "budget (max_epsilon) that they have spent"
+            )
+    return order[:clients_per_round]
+
+
+def make_plan(
+    round: int, clients: Sequence[int], sizes: Sequence[int], phases: Sequence[Phase], batch_size: BatchSize
+) -> RoundPlan:
+    """Order the clients, longest first, and count their steps.
+
+    Args:
+        round: Index of the round.
+        clients: Ids in any order.
+        sizes: Number of training samples of every client, indexed by id.
+        phases: The stretches of training in the round, in order.
+        batch_size: Rows in a batch, or "full".
+
+    >>> make_plan(0, [0, 1, 2], [4, 9, 9], [Phase(epochs=1)], 4)
+    RoundPlan(round=0, clients=(1, 2, 0), steps=((3, 3, 1),))
+    """
+    order = tuple(sorted(clients, key=lambda client: (-sizes[client], client)))
+    steps = tuple(tuple(phase.local_steps(sizes[client], batch_size) for client in order) for phase in phases)
+    return RoundPlan(round, order, steps)
+
+
+def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
+    """Divide the clients of a round among processes, so that all have about the same work.
+
+    The client with the most steps left to give comes first, and goes to the rank with the fewest so far (Graham, 1969,
+    "longest processing time": the busiest has at most 4/3 of what the best division gives it). Ties go to the client
+    that stands first, and to the lower rank.
+
+    Args:
+        plan: The whole round.
+        ranks: Number of processes.
+
+    Returns:
+        The plan of each rank, whose clients stand in the order of ``plan``, if it has any. All have as many cohort
+        batches as the whole round, some of them without clients.
+
+    >>> [own.clients for own in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
+    [(4,), (7, 1)]
+    """
+    work = [sum(phase[place] for phase in plan.steps) for place in range(len(plan.clients))]
+    loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for place in sorted(range(len(work)), key=lambda place: -work[place]):
+        rank = loads.index(min(loads))
+        loads[rank] += work[place]
+        shares[rank].append(place)
+    return [
+        RoundPlan(
+            plan.round,
+            tuple(plan.clients[place] for place in places),
+            tuple(tuple(phase[place] for place in places) for phase in plan.steps),
+            plan.lengths,
+        )
+        for places in map(sorted, shares)
+    ]
+
+
+def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
+    """Cut a stream of permutations of ``range(size)`` into ``steps`` batches.
+
+    Args:
+        size: Number of samples n.
+        batch_size: Rows B in a batch; n when it is larger than n or "full".
+        steps: Number of batches.
+        seed: The run's seed.
+        purpose: What the stream is for; with ``ids`` it tells streams apart.
+        *ids: For example the round and the client.
+
+    Returns:
+        Indices (steps, min(B, n)).
+
+    >>> batch_indices(3, 2, 3, 0, "batches", 0, 0).flatten()[:3].sort().values.tolist()
+    [0, 1, 2]
+    """
+    rows = rows_per_batch(size, batch_size)
+    stream = generator(seed, purpose, *ids)
+    permutations = [torch.randperm(size, generator=stream) for _ in range(math.ceil(steps * rows / size))]
+    return torch.cat(permutations)[: steps * rows].view(steps, rows)
+
+
+def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
+    """Walk through the round: (phase, step within the phase, number of active clients) for every cohort batch.
+
+    >>> list(active_steps(RoundPlan(0, (5, 2), ((2, 1), (1, 1)))))
+    [(0, 0, 2), (0, 1, 1), (1, 0, 2)]
+    """
+    for phase, steps in enumerate(plan.steps):
+        for step in range(plan.lengths[phase]):
+            yield phase, step, sum(own > step for own in steps)

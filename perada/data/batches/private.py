@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cohort batches for private training: each stream draws its own, so that the costs of what it trains compose."""
+
+import secrets
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from perada.core.batches import CohortBatch, no_batch
+from perada.core.rounds import BatchSize, PrivateSampling, RoundPlan, active_steps, rows_per_batch, sampling_rate
+from perada.core.seeding import derive_seed
+from perada.data.batches.loaders import pad
+from perada.data.batches.samples import Samples
+from perada.privacy.sampling import poisson_batches, shuffled_batches
+
+
+class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
+    """The cohort batches of one private round: an item has one of them for each stream of its phase, by name.
+
+    A client's batches depend on the stream, the seed, the round and the client, not on the cohort; with
+    ``sampling.secure`` on nothing but a cryptographic generator. So do the datasets' random transforms, which go by an
+    image's place: were they known, all images behind one that is taken out would be known to change theirs. All batches
+    are drawn when the dataset is made, so every worker serves the same ones. A stream runs on from one of its phases to
+    the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
+
+    A batch may hold no image of a client: its count is then 0. The rows (C, B, ...) are as wide as the largest count,
+    and at least 1.
+
+    Args:
+        store: The clients' training sets.
+        plan: Who trains for how long.
+        batch_size: Mean number of rows B where batches are Poisson samples, their largest number where passes are
+            shuffled; or "full".
+        seed: The run's seed.
+        sampling: The streams of each phase of the plan, and how they draw.
+
+    Raises:
+        ValueError: If the plan has another number of phases than ``sampling``.
+    """
+
+    def __init__(
+        self, store: Samples, plan: RoundPlan, batch_size: BatchSize, seed: int, sampling: PrivateSampling
+    ) -> None:
+        if len(sampling.streams) != len(plan.steps):
+            raise ValueError(
+                f"streams={sampling.streams} are for {len(sampling.streams)} phases and the plan has "
+                f"{len(plan.steps)}: name the streams of each phase"
+            )
+        self.store, self.plan, self.batch_size, self.seed, self.sampling = store, plan, batch_size, seed, sampling
+        self._items = secrets.randbits(256) if sampling.secure else seed
+        self.walk = list(active_steps(plan))
+        names = dict.fromkeys(name for phase in sampling.streams for name in phase)
+        self.batches = {name: [self._draw(name, row) for row in range(len(plan.clients))] for name in names}
+
+    def __len__(self) -> int:
+        return len(self.walk)
+
+    def __getitem__(self, step: int) -> dict[str, CohortBatch]:
+        return {name: self._batch(name, step) for name in self.sampling.streams[self.walk[step][0]]}
+
+    def _steps_before(self, phase: int, name: str, row: int) -> int:
+        """Batches of a stream that the plan's client in ``row`` takes before a phase."""
+        earlier = zip(self.plan.steps[:phase], self.sampling.streams, strict=False)
+        return sum(steps[row] for steps, streams in earlier if name in streams)
+
+    def _draw(self, name: str, row: int) -> list[Tensor]:
+        """All batches of a stream for the plan's client in ``row``: indices into its images."""
+        client, steps = self.plan.clients[row], self._steps_before(len(self.plan.steps), name, row)
+        size, seed, round, secure = self.store.sizes[client], self.seed, self.plan.round, self.sampling.secure
+        if self.sampling.sampling == "poisson":
+            rate = sampling_rate(size, self.batch_size)
+            return poisson_batches(size, rate, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+        rows = rows_per_batch(size, self.batch_size)
+        return shuffled_batches(size, rows, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+
+    def _batch(self, name: str, step: int) -> CohortBatch:
+        phase, within, active = self.walk[step]
+        if not active:
+            return no_batch(phase, step, self.plan.round)
+        clients = self.plan.clients[:active]
+        indices = [self.batches[name][row][self._steps_before(phase, name, row) + within] for row in range(active)]
+        counts = tuple(len(rows) for rows in indices)
+        owners = torch.tensor(clients).repeat_interleave(torch.tensor(counts))
+        key = self._items, self.plan.round, step, derive_seed(self._items, f"stream/{name}")
+        x, y = self._read(owners, torch.cat(indices), key)
+        return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, self.plan.round)
+
+    def _read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Images and labels of the rows; where there are none, an image is read for its shape and dropped."""
+        none = not len(owners)
+        if none:
+            owners, indices = torch.tensor(self.plan.clients[:1]), torch.zeros(1, dtype=torch.int64)
+        x, y = self.store.take(owners, indices, key)
+        assert y is not None
+        return (x[:0], y[:0]) if none else (x, y)

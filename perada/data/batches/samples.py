@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads rows of the clients' datasets: by one gather where they are tensors, item by item otherwise."""
+
+import random
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from perada.core.seeding import derive_seed, seed_global
+from perada.core.states import send
+from perada.data.batches.transforms import check_dtype, resize_uint8, to_image
+from perada.data.sets.images import ImageSet
+
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
+
+
+class Source(NamedTuple):
+    """A dataset that is tensors: all ``images`` and ``labels`` of its base, and which ``rows`` of them it has."""
+
+    images: Tensor
+    labels: Tensor | None
+    rows: Tensor
+
+
+def length(dataset: Dataset[Any]) -> int:
+    """Number of items of a map-style dataset."""
+    return len(cast(Sized, dataset))
+
+
+def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
+    """Turn labels into int64 classes, or float32 vectors of a multi-label task.
+
+    Raises:
+        TypeError: If they are neither.
+
+    >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
+    (torch.int64, torch.float32)
+    """
+    labels = torch.as_tensor(values)
+    if labels.is_floating_point() and labels.ndim > 0:
+        return labels.float()
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels are {labels.dtype}: give integer classes, or float vectors (K,) of several labels")
+    return labels.long()
+
+
+def tensor_source(dataset: Dataset[Any], labelled: bool, rows: np.ndarray | None = None) -> Source | None:
+    """Find the tensors behind a TensorDataset, an ImageSet or a Subset of one; None if there are none.
+
+    The labels of an unlabelled set are not read.
+
+    Args:
+        dataset: Any.
+        labelled: Whether labels are needed.
+        rows: Which items of it are meant; by default all.
+
+    Raises:
+        IndexError: If a Subset has an item that its dataset has not.
+    """
+    if type(dataset) is Subset:  # the rows of thousands of these are looked up without listing those of their base
+        own = np.asarray(dataset.indices, dtype=np.int64)
+        return tensor_source(dataset.dataset, labelled, own if rows is None else own[rows])
+    if type(dataset) is TensorDataset and len(dataset.tensors) >= 1 + labelled:
+        images, labels = dataset.tensors[0], dataset.tensors[1] if labelled else None
+    elif isinstance(dataset, ImageSet) and dataset.images is not None:
+        images, labels = dataset.images, dataset.labels if labelled else None
+    else:
+        return None
+    if rows is None:
+        return Source(images, labels, torch.arange(len(images)))
+    low, high = (rows.min(), rows.max()) if len(rows) else (0, 0)
+    if low < -len(images) or high >= len(images):
+        wrong = high if high >= len(images) else low
+        raise IndexError(f"a Subset has item {wrong} of a dataset of {len(images)}; correct its indices")
+    return Source(images, labels, torch.as_tensor(rows if low >= 0 else np.where(rows < 0, rows + len(images), rows)))
+
+
+class Samples(Protocol):
+    """Clients' samples."""
+
+    sizes: tuple[int, ...]
+
+    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Gather rows; see :meth:`TensorStore.take`."""
+
+
+class TensorStore:
+    """Clients' samples as rows of one image tensor.
+
+    Args:
+        sources: One per client.
+
+    Raises:
+        ValueError: If a client's images have another shape or type than the first one's.
+        TypeError: If they are neither uint8 nor floating point.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        bases: dict[int, int] = {}  # id of a base's image tensor -> its first row in the concatenation
+        unique: list[Source] = []
+        total = 0
+        for client, source in enumerate(sources):
+            check_dtype(source.images)
+            if id(source.images) not in bases:
+                if unique and kind(source.images) != kind(unique[0].images):
+                    raise ValueError(wrong_shape(client, kind(source.images), kind(unique[0].images)))
+                if unique and source.labels is not None and unique[0].labels is not None:
+                    check_label_kind(client, as_labels(source.labels), as_labels(unique[0].labels))
+                bases[id(source.images)] = total
+                unique.append(source)
+                total += len(source.images)
+        images = unique[0].images if len(unique) == 1 else torch.cat([source.images for source in unique])
+        self.images = images.unsqueeze(1) if images.dtype == torch.uint8 and images.ndim == 3 else images
+        labels = [as_labels(source.labels) for source in unique if source.labels is not None]
+        self.labels = (labels[0] if len(labels) == 1 else torch.cat(labels)) if labels else None
+        self.sizes = tuple(len(source.rows) for source in sources)
+        self.starts = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
+        self.table = torch.cat([source.rows + bases[id(source.images)] for source in sources])
+
+    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Gather rows.
+
+        Args:
+            owners: (N,) client of each row.
+            indices: (N,) index within that client's dataset.
+            key: Not used: nothing is drawn here.
+
+        Returns:
+            Images (N, ...) and labels (N,) or (N, K), None if unlabelled.
+        """
+        rows = send(self.table[self.starts[owners] + indices], self.images.device)
+        return self.images[rows], None if self.labels is None else self.labels[rows]
+
+    def client_labels(self) -> list[Tensor]:
+        """Labels of every client's samples, in order."""
+        assert self.labels is not None
+        return list(torch.split(self.labels[self.table.to(self.labels.device)], list(self.sizes)))
+
+    def to(self, device: torch.device, limit_bytes: int) -> None:
+        """Move the tensors to ``device`` unless they take more than ``limit_bytes``."""
+        if self.images.device != device and self.images.numel() * self.images.element_size() <= limit_bytes:
+            self.images = self.images.to(device)
+            self.labels = None if self.labels is None else self.labels.to(device)
+
+
+class MapStore:
+    """Clients' samples read one by one from map-style datasets.
+
+    Args:
+        datasets: One per client.
+        labelled: Whether items are (image, label); otherwise only the image of an item is looked at.
+        size: Height and width that uint8 images are resized to as they are read, so that they can be stacked.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
+        self.datasets = datasets
+        self.labelled = labelled
+        self.size = size
+        self.sizes = tuple(length(dataset) for dataset in datasets)
+        self.num_classes: int | None = None  # classes that labels are checked against as they are read
+
+    def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Read one sample: image, in the store's size or as the dataset has it, and label or None."""
+        item = self.datasets[owner][index]
+        try:
+            image = to_image(item[0] if self.labelled or isinstance(item, tuple | list) else item)
+            label = as_labels(item[1]) if self.labelled else None
+        except TypeError as error:
+            who = f"client {owner}" if self.labelled else "the public set"
+            raise TypeError(f"{who}, sample {index}: {error}") from None
+        if label is not None and self.num_classes is not None and not 0 <= label < self.num_classes:
+            raise ValueError(
+                f"client {owner} has the label {int(label)}, outside 0..{self.num_classes - 1}: correct the label or "
+                "num_classes"
+            )
+        if resize and self.size is not None and image.dtype == torch.uint8:
+            image = resize_uint8(image, self.size)
+        return image, label
+
+    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Read rows, with the arguments and results of :meth:`TensorStore.take`.
+
+        What the datasets draw at random is derived from ``key`` and the sample, and leaves the global streams alone.
+        """
+        images: list[Tensor] = []
+        labels: list[Tensor | None] = []
+        with isolated_randomness():
+            for owner, index in zip(owners.tolist(), indices.tolist(), strict=True):
+                seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
+                image, label = self.item(owner, index)
+                if images and kind(image, 0) != kind(images[0], 0):
+                    raise ValueError(wrong_shape(owner, kind(image, 0), kind(images[0], 0)))
+                images.append(image)
+                labels.append(label)
+        known = [label for label in labels if label is not None]
+        return torch.stack(images), torch.stack(known) if known else None
+
+
+Store = TensorStore | MapStore
+
+
+def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: int | None = None) -> Store:
+    """Choose the fast store if every dataset is tensors."""
+    sources = [tensor_source(dataset, labelled) for dataset in datasets]
+    found = [source for source in sources if source is not None]
+    return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
+
+
+def wrong_shape(client: int, got: object, expected: object) -> str:
+    """Message for images that cannot be batched together."""
+    return (
+        f"client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
+        "or set image_size to have uint8 images resized"
+    )
+
+
+def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
+    """Compare a client's labels with those of the first client: all classes, or all vectors of one length.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if labels.ndim > 2 or labels.shape[1:] != first.shape[1:] or labels.dtype != first.dtype:
+        raise ValueError(
+            f"client {client}: a label is {labels.dtype} {tuple(labels.shape[1:])}, an earlier client's is "
+            f"{first.dtype} {tuple(first.shape[1:])}: give all an integer, or all a float vector of K labels"
+        )
+
+
+def kind(images: Tensor, skip: int = 1) -> Kind:
+    """Shape without the first ``skip`` axes, and number format."""
+    return tuple(images.shape[skip:]), images.dtype
+
+
+@contextmanager
+def isolated_randomness() -> Iterator[None]:
+    """Put the global random streams of Python, NumPy and torch back on exit."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global streams of Python, NumPy and torch (on the CPU): datasets' transforms draw from these."""
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(np.frombuffer(derive_seed(seed, "numpy").to_bytes(16, "little"), dtype=np.uint32))
+    seed_global(seed, "torch")

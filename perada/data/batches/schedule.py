@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rounds of a run go: who may be drawn, and for what training."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from perada.core.rounds import BatchSize, Phase, PrivateSampling, RoundPlan, make_plan, sample_cohort
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all rounds have in common.
+
+    Args:
+        clients_per_round: Clients C drawn in each round; None for all.
+        phases: The stretches of local training in a round.
+        private: How batches are drawn where training is private; None where it is not.
+        eligible: Gives those of the given clients that may still take part; None where all may.
+
+    Raises:
+        ValueError: If there are no phases, or ``private`` is for another number of them.
+    """
+
+    clients_per_round: int | None = None
+    phases: tuple[Phase, ...] = (Phase(),)
+    private: PrivateSampling | None = None
+    eligible: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ValueError("there are no phases of local training: give at least one")
+        if self.private is not None and len(self.private.streams) != len(self.phases):
+            raise ValueError(
+                f"private names the streams of {len(self.private.streams)} phases and there are {len(self.phases)}: "
+                "name those of each phase"
+            )
+
+    def check_clients(self, num_clients: int) -> None:
+        """Compare the size of the cohort with the number of clients.
+
+        Raises:
+            ValueError: If there are fewer clients than are to be drawn.
+        """
+        if self.clients_per_round is not None and not 1 <= self.clients_per_round <= num_clients:
+            raise ValueError(
+                f"clients_per_round is {self.clients_per_round} and there are {num_clients} clients: give 1 to "
+                f"{num_clients}, or null for all"
+            )
+
+    def plan(self, seed: int, round: int, sizes: Sequence[int], batch_size: BatchSize) -> RoundPlan:
+        """Draw the clients of a round and count their steps.
+
+        Args:
+            seed: The run's seed.
+            round: The round.
+            sizes: Number of training samples of every client.
+            batch_size: Rows in a batch, or "full".
+
+        Raises:
+            ValueError: If no client may take part.
+        """
+        clients = sample_cohort(seed, round, len(sizes), self.clients_per_round, self.eligible)
+        return make_plan(round, clients, sizes, self.phases, batch_size)

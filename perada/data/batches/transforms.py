@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images to tensors, one at a time; normalisation and augmentation, a whole batch at a time on its device."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+from torchvision.transforms.v2 import functional as vision
+
+from perada.core.states import send
+
+if TYPE_CHECKING:
+    from perada.core.images import ImageConfig
+
+
+def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
+    """Turn one item of a dataset into a tensor: uint8 (Ch, H, W), or floating point as it is.
+
+    PIL images in other modes than L and RGB are converted to RGB. NumPy arrays of uint8 are (H, W) or (H, W, Ch).
+
+    Raises:
+        TypeError: If it is neither an image nor a floating-point tensor.
+
+    >>> to_image(np.zeros((4, 5, 3), dtype=np.uint8)).shape
+    torch.Size([3, 4, 5])
+    """
+    if isinstance(image, Image.Image):
+        pixels: Tensor = vision.pil_to_tensor(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+        return pixels
+    if isinstance(image, np.ndarray):
+        channels_last = image.dtype == np.uint8 and image.ndim == 3
+        image = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1) if channels_last else image))
+    if not isinstance(image, Tensor):
+        raise TypeError(f"an image is of type {type(image).__name__}: give a tensor, an array or a PIL image")
+    check_dtype(image)
+    return image.unsqueeze(0) if image.dtype == torch.uint8 and image.ndim == 2 else image
+
+
+def check_dtype(images: Tensor) -> None:
+    """Refuse images that are neither uint8 nor floating point.
+
+    Raises:
+        TypeError: With the type and the remedy.
+    """
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"images are {images.dtype}: give uint8, or floating point that is ready for the model")
+
+
+def resize_uint8(image: Tensor, size: int) -> Tensor:
+    """Resize one uint8 image (Ch, H, W) to (Ch, size, size), bilinear with antialiasing."""
+    if tuple(image.shape[-2:]) == (size, size):
+        return image
+    resized: Tensor = vision.resize(image, [size, size], antialias=True)
+    return resized
+
+
+def prepare_images(images: Tensor, image: "ImageConfig | None" = None, size: int | None = None) -> Tensor:
+    """Make uint8 images ready for the model; floating-point ones are ready and come back untouched.
+
+    In this order: to [0, 1], one channel repeated if the model takes three, resized (bilinear, antialiased),
+    normalised.
+
+    Args:
+        images: (..., Ch, H, W) with any leading axes.
+        image: What the backbone asks for. None: no change of channels, mean and standard deviation 0.5.
+        size: Height and width wanted, in pixels; None keeps them.
+
+    Returns:
+        float32 (..., Ch', H', W').
+
+    >>> prepare_images(torch.full((2, 1, 4, 4), 255, dtype=torch.uint8), size=8).unique().tolist()
+    [1.0]
+    """
+    if images.dtype != torch.uint8:
+        return images
+    lead = images.shape[:-3]
+    x = images.reshape(-1, *images.shape[-3:]).float().div_(255)
+    if size is not None and tuple(x.shape[-2:]) != (size, size):
+        x = functional.interpolate(x, (size, size), mode="bilinear", antialias=True)
+    channels = x.shape[1] if image is None else image.input_size[0]
+    if image is None:
+        x = (x - 0.5) / 0.5
+    else:
+        mean, std = (_per_channel(values, channels, x.device) for values in (image.mean, image.std))
+        x = (x - mean) / std
+    return x.view(*lead, *x.shape[1:])
+
+
+def _per_channel(values: Sequence[float], channels: int, device: torch.device) -> Tensor:
+    """Normalisation constants as (channels, 1, 1); a one-channel model takes the average of an RGB model's."""
+    constants = send(torch.tensor(values, dtype=torch.float32), device)
+    if channels == 1:
+        constants = constants.mean(0, keepdim=True)
+    return constants.view(-1, 1, 1)
+
+
+def draw_crops(count: int, crop: bool, flip: bool, padding: int, generator: torch.Generator) -> Tensor:
+    """Draw (top, left, mirrored) for ``count`` images; the offsets count from the edge of the padded image.
+
+    Returns:
+        Integers (count, 3).
+    """
+    offsets = torch.randint(0, 2 * padding + 1, (count, 2), generator=generator)
+    mirrored = torch.randint(0, 2, (count, 1), generator=generator)
+    return torch.cat([offsets if crop else torch.full_like(offsets, padding), mirrored * flip], dim=1)
+
+
+def augment(images: Tensor, crops: Tensor, padding: int) -> Tensor:
+    """Shift each image within a border of zeros, and mirror some of them, all in one gather.
+
+    Args:
+        images: (N, Ch, H, W).
+        crops: (N, 3) of :func:`draw_crops`.
+        padding: Width of the border, in pixels.
+
+    >>> image = torch.arange(4).view(1, 1, 2, 2)
+    >>> augment(image, torch.tensor([[1, 1, 1]]), 1).tolist()  # in place, mirrored
+    [[[[1, 0], [3, 2]]]]
+    """
+    number, channels, height, width = images.shape
+    padded = functional.pad(images, (padding,) * 4)
+    crops = send(crops, images.device)
+    rows = crops[:, 0, None] + torch.arange(height, device=images.device)
+    columns = torch.arange(width, device=images.device).expand(number, width)
+    columns = crops[:, 1, None] + torch.where(crops[:, 2, None] > 0, width - 1 - columns, columns)
+    which = torch.arange(number, device=images.device)[:, None, None, None]
+    plane = torch.arange(channels, device=images.device)[None, :, None, None]
+    return padded[which, plane, rows[:, None, :, None], columns[:, None, None, :]]

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to divide a set among clients; those by label are in :mod:`perada.data.partitions.by_label`.
+
+Shape suffixes: M clients, K classes, N samples.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perada.core.seeding import derive_seed
+from perada.data.partitions.apportion import check_enough
+
+Array = np.ndarray[Any, Any]
+Division = tuple[list[Array], list[Array]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a partition sees of one split.
+
+    Args:
+        labels: Classes (N,), or several labels (N, K) whose combinations then count as the classes.
+        index: Position (N,) of each sample in its dataset.
+        columns: Further facts (N,) by name.
+    """
+
+    labels: Array
+    index: Array
+    columns: Mapping[str, Array] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class Partition(ABC):
+    """Divides a training set and a test set among clients."""
+
+    @abstractmethod
+    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+        """Choose each client's samples.
+
+        Args:
+            train: The training set.
+            test: The test set; may have no samples.
+            seed: Another seed, another division.
+
+        Returns:
+            For each client the rows of ``train``, and those of ``test``; every row at most once.
+
+        Raises:
+            ValueError: If the data cannot be divided so.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class IID(Partition):
+    """Equal shares at random.
+
+    Args:
+        num_clients: Number of clients M.
+    """
+
+    def __init__(self, num_clients: int = 20) -> None:
+        self.num_clients = at_least("num_clients", num_clients)
+
+    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+        """Cut a permutation into M parts whose sizes differ by at most one."""
+        check_enough(len(train), self.num_clients, 1)
+        rng = partition_rng(seed)
+        rows = [np.array_split(rng.permutation(len(part)), self.num_clients) for part in (train, test)]
+        return rows[0], rows[1]
+
+
+class ByDomain(Partition):
+    """Divides by a column of the dataset, such as the domain's folder of an ImageFolder.
+
+    Args:
+        column: Name of the column.
+        clients_per_domain: Clients that share each domain, at random and evenly.
+    """
+
+    def __init__(self, column: str = "domain", clients_per_domain: int = 1) -> None:
+        self.column = column
+        self.clients_per_domain = at_least("clients_per_domain", clients_per_domain)
+
+    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+        """Sort the domains by name, and cut each domain's samples into equal shares."""
+        if self.column not in train.columns:
+            raise ValueError(
+                f"the dataset has no column {self.column!r} to divide by: it has {sorted(train.columns) or 'none'}; "
+                "an ImageFolder with domains: true has 'domain'"
+            )
+        rng = partition_rng(seed)
+        division: Division = ([], [])
+        for domain in np.unique(train.columns[self.column]):
+            rows = np.flatnonzero(train.columns[self.column] == domain)
+            if len(rows) < self.clients_per_domain:
+                raise ValueError(
+                    f"domain {domain} has {len(rows)} samples for {self.clients_per_domain} clients: "
+                    "lower clients_per_domain"
+                )
+            test_rows = np.flatnonzero(test.columns[self.column] == domain) if len(test) else np.array([], np.int64)
+            for part, own in zip(division, (rows, test_rows), strict=True):
+                part.extend(np.array_split(rng.permutation(own), self.clients_per_domain))
+        return division
+
+
+class FromFile(Partition):
+    """The division of an earlier run.
+
+    Args:
+        path: The ``partition.json`` that the run wrote.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+        """Look up the rows of the recorded positions; the seed is not used."""
+        path = Path(self.path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: give the partition.json in the folder of an earlier run")
+        try:
+            saved = json.loads(path.read_text())
+            recorded = [
+                [np.asarray(own, dtype=np.int64).reshape(-1) for own in saved[part]] for part in ("train", "test")
+            ]
+            held = saved.get("client_validation") or [[]] * len(
+                recorded[0]
+            )  # the partition gave these for training too
+            recorded[0] = [
+                np.append(own, np.asarray(more, np.int64)) for own, more in zip(recorded[0], held, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a partition of a dataset ({error!r}): give another file") from None
+        division = [_find(own, part, path) for own, part in zip(recorded, (train, test), strict=True)]
+        return division[0], division[1]
+
+
+def _find(recorded: list[Array], samples: Samples, path: Path) -> list[Array]:
+    """Rows of ``samples`` at the recorded positions of the dataset."""
+    row_of = np.full(int(samples.index.max(initial=-1)) + 1, -1)
+    row_of[samples.index] = np.arange(len(samples))
+    division = []
+    for client, positions in enumerate(recorded):
+        known = (positions >= 0) & (positions < len(row_of))
+        rows = row_of[np.where(known, positions, 0)] if len(row_of) else np.full(len(positions), -1)
+        missing = ~known | (rows < 0)
+        if missing.any():
+            raise ValueError(
+                f"{path} gives client {client} sample {positions[missing][0]}, which is not among the clients' data: "
+                "use the dataset, limits, held-out fractions and seed of the run that wrote it"
+            )
+        division.append(rows)
+    return division
+
+
+def at_least(name: str, value: int, least: int = 1) -> int:
+    """Return ``value`` if it is at least ``least``."""
+    if value < least:
+        raise ValueError(f"{name} is {value}: give at least {least}")
+    return value
+
+
+def partition_rng(seed: int) -> np.random.Generator:
+    """Where a division is drawn from."""
+    return np.random.default_rng(derive_seed(seed, "partition"))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation images at the clients: a share of what each one trains on is set aside, to choose settings by."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import Subset
+
+from perada.core.seeding import derive_seed
+from perada.data.batches.samples import length
+from perada.data.federated import FederatedData
+
+Array = np.ndarray[Any, Any]
+EvaluateOn = Literal["test", "validation"]
+
+
+def check_share(share: float, evaluate_on: str) -> None:
+    """Refuse what cannot be held out.
+
+    Raises:
+        ValueError: If ``share`` is no share, or there would be nothing to evaluate on.
+    """
+    if not 0 <= share < 1:
+        raise ValueError(
+            f"client_validation is {share}: it is a share of each client's training images, give 0 to below 1"
+        )
+    if evaluate_on not in ("test", "validation"):
+        raise ValueError(f"evaluate_on is {evaluate_on!r}: give 'test' or 'validation'")
+    if evaluate_on == "validation" and not share:
+        raise ValueError(
+            "evaluate_on is 'validation' and client_validation is 0: say what share of their training images clients "
+            "hold out, for example client_validation=0.2"
+        )
+
+
+def held_out(sizes: Sequence[int], share: float, seed: int) -> list[tuple[Array, Array]]:
+    """Draw each client's held-out images: ``share`` of them, rounded, but at least one and never all.
+
+    Args:
+        sizes: Training images of each client.
+        share: From 0 to below 1.
+        seed: The data's seed; each client's draw is its own, whatever the others have.
+
+    Returns:
+        For each client the rows that it trains on and those held out, ascending.
+
+    Raises:
+        ValueError: If clients have fewer than two images; they are named.
+
+    >>> [(len(kept), len(held)) for kept, held in held_out([10, 2], 0.3, seed=0)]
+    [(7, 3), (1, 1)]
+    """
+    small = [client for client, size in enumerate(sizes) if size < 2]
+    if small:
+        names = ", ".join(map(str, small[:10])) + (f" and {len(small) - 10} more" if len(small) > 10 else "")
+        raise ValueError(
+            f"client_validation={share} asks every client for a validation image and one to train on, and "
+            f"client{'s' * (len(small) > 1)} {names} {'have' if len(small) > 1 else 'has'} fewer than 2: give them "
+            "more (min_per_client of Dirichlet), leave them out, or set client_validation to 0"
+        )
+    parts = []
+    for client, size in enumerate(sizes):
+        order = np.random.default_rng(derive_seed(seed, "client_validation", client)).permutation(size)
+        count = min(max(1, round(size * share)), size - 1)
+        parts.append((np.sort(order[count:]), np.sort(order[:count])))
+    return parts
+
+
+def hold_out(
+    data: FederatedData, record: dict[str, Any], share: float, seed: int, evaluate_on: EvaluateOn
+) -> tuple[FederatedData, dict[str, Any]]:
+    """Take the validation images out of the clients' training sets.
+
+    Args:
+        data: The clients' data.
+        record: What ``partition.json`` holds of them: positions, or nothing where they were given and not divided.
+        share: Of each client's training images.
+        seed: The data's seed.
+        evaluate_on: With ``"validation"`` the held-out images take the place of the test images.
+
+    Returns:
+        The data to train and evaluate on, and the record of them.
+
+    Raises:
+        ValueError: If a client has too few images.
+    """
+    sizes = [length(dataset) for dataset in data.train]
+    parts = held_out(sizes, share, seed)
+    train, validation = (
+        [Subset(dataset, rows[part].tolist()) for dataset, rows in zip(data.train, parts, strict=True)]
+        for part in (0, 1)
+    )
+    if not record:
+        record = {"client_validation_sizes": [len(held) for _, held in parts]}
+    else:
+        positions = [np.asarray(own) for own in record["train"]]
+        kept, held = ([own[rows[part]].tolist() for own, rows in zip(positions, parts, strict=True)] for part in (0, 1))
+        record = {**record, "train": kept, "client_validation": held}
+    return replace(data, train=train, test=validation if evaluate_on == "validation" else data.test), record

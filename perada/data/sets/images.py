@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image sets with a training and a test split, kept as one uint8 tensor where they are small."""
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits, load_sample_images
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import datasets as torchvision_datasets
+
+from perada.core.seeding import derive_seed
+from perada.data.batches.transforms import resize_uint8
+from perada.data.sets.readers import find_folder, read_cifar, read_idx
+
+_FASHION_FOLDERS = ("/usr/share/datasets/fashion-mnist",)  # where Debian's dataset-fashion-mnist puts it
+
+
+class ImageSet(Dataset[Any], ABC):
+    """One split of a set of images; :meth:`with_split` gives the other. Nothing is read before it is needed.
+
+    Items are (uint8 image (Ch, H, W), label). Attributes: ``images`` all of them as a tensor, or None if they stay on
+    disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name.
+
+    Args:
+        train: The training split, or else the test split.
+    """
+
+    num_classes: int | None = None
+
+    def __init__(self, train: bool = True) -> None:
+        self.train = train
+
+    @abstractmethod
+    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+        """Read ``images`` and ``labels``."""
+
+    @cached_property
+    def _tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._load()
+
+    @property
+    def images(self) -> Tensor | None:
+        """All images, uint8 (N, Ch, H, W), or None if they are read one by one."""
+        return self._tensors[0]
+
+    @property
+    def labels(self) -> Tensor | None:
+        """All labels (N,), or None if the set has none."""
+        return self._tensors[1]
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Facts about each image, (N,) by name, for partitions that divide by them."""
+        return {}
+
+    def download(self) -> None:
+        """Fetch the files if that was asked for and they are missing."""
+
+    def with_split(self, train: bool) -> Self:
+        """Return the training or the test split of the same set."""
+        other = copy.copy(self)
+        for name in vars(self):
+            if isinstance(getattr(type(self), name, None), cached_property):
+                delattr(other, name)
+        other.train = train
+        return other
+
+    def __len__(self) -> int:
+        images = self.images
+        assert images is not None
+        return len(images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
+        assert self.images is not None
+        return self.images[index] if self.labels is None else (self.images[index], self.labels[index])
+
+    def __repr__(self) -> str:
+        names = [name for name in inspect.signature(type(self)).parameters if name in vars(self)]
+        given = [f"{name}={getattr(self, name)!r}" for name in names]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+class Digits(ImageSet):
+    """The 1,797 handwritten digits that ship with scikit-learn, 8×8 gray: nothing to download.
+
+    Args:
+        train: The training split, or else the test split: a fixed fifth of the images (359), drawn once.
+    """
+
+    num_classes = 10
+
+    def __init__(self, train: bool = True) -> None:
+        super().__init__(train)
+
+    def _load(self) -> tuple[Tensor, Tensor]:
+        pixels, labels = load_digits(return_X_y=True)
+        images = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
+        order = np.random.default_rng(0).permutation(len(labels))
+        cut = len(labels) // 5
+        chosen = torch.from_numpy(np.sort(order[cut:] if self.train else order[:cut]))
+        return images[chosen], torch.from_numpy(labels).long()[chosen]
+
+
+class FashionMNIST(ImageSet):
+    """Fashion-MNIST, 60,000 and 10,000 gray images of clothing, 28×28 (https://github.com/zalandoresearch/fashion-mnist).
+
+    Args:
+        root: Folder with the four idx files (.gz or not), or one that torchvision downloaded to. None: where Debian's
+            package dataset-fashion-mnist puts them, then ``data``.
+        download: Fetch the files to ``root`` if they are missing.
+        train: The training split, or else the test split.
+    """
+
+    num_classes = 10
+
+    def __init__(self, root: str | None = None, download: bool = False, train: bool = True) -> None:
+        super().__init__(train)
+        self.root = root
+        self._may_download = download
+
+    def _candidates(self) -> list[Path]:
+        roots = [self.root] if self.root is not None else [*_FASHION_FOLDERS, "data"]
+        return [folder for root in roots for folder in (Path(root), Path(root) / "FashionMNIST" / "raw")]
+
+    def _folder(self) -> Path | None:
+        return find_folder(self._candidates(), "t10k-labels-idx1-ubyte*")
+
+    def download(self) -> None:
+        """Fetch the files with torchvision if that was asked for and they are missing."""
+        if self._may_download and self._folder() is None:
+            torchvision_datasets.FashionMNIST(self.root or "data", download=True)
+
+    def _load(self) -> tuple[Tensor, Tensor]:
+        folder = self._folder()
+        if folder is None:
+            raise FileNotFoundError(
+                f"Fashion-MNIST is not in {' or '.join(map(str, self._candidates()))}: set root to its folder, install "
+                "Debian's package dataset-fashion-mnist, or set download: true where there is a network"
+            )
+        prefix = "train" if self.train else "t10k"
+        images = read_idx(folder / f"{prefix}-images-idx3-ubyte")
+        return images.unsqueeze(1), read_idx(folder / f"{prefix}-labels-idx1-ubyte").long()
+
+
+class CIFAR10(ImageSet):
+    """CIFAR-10, 50,000 and 10,000 colour photographs, 32×32 (https://www.cs.toronto.edu/~kriz/cifar.html).
+
+    Args:
+        root: Folder that holds (or is) ``cifar-10-batches-py``, as torchvision leaves it, or ``cifar-10-batches-bin``.
+        download: Fetch the files to ``root`` if they are missing.
+        train: The training split, or else the test split.
+    """
+
+    num_classes = 10
+    _title = "CIFAR-10"
+    _folders = ("cifar-10-batches-py", "cifar-10-batches-bin")
+    _files: Mapping[str, tuple[str, ...]] = {
+        "train": tuple(f"data_batch_{number}" for number in range(1, 6)),
+        "test": ("test_batch",),
+    }
+    _label = "labels"  # key in the pickled files
+    _label_bytes = 1  # in a record of the binary files; the last one counts
+
+    def __init__(self, root: str = "data", download: bool = False, train: bool = True) -> None:
+        super().__init__(train)
+        self.root = root
+        self._may_download = download
+
+    def _folder(self) -> Path | None:
+        candidates = [Path(self.root) / name for name in self._folders] + [Path(self.root)]
+        return find_folder(candidates, f"{self._files['test'][0]}*")
+
+    def download(self) -> None:
+        """Fetch the files with torchvision if that was asked for and they are missing."""
+        if self._may_download and self._folder() is None:
+            getattr(torchvision_datasets, type(self).__name__)(self.root, download=True)
+
+    def _load(self) -> tuple[Tensor, Tensor]:
+        folder = self._folder()
+        if folder is None:
+            raise FileNotFoundError(
+                f"{self._title} is not in {self.root}: set root to the folder that holds {self._folders[0]}, "
+                "or set download: true where there is a network"
+            )
+        return read_cifar(
+            [folder / name for name in self._files["train" if self.train else "test"]], self._label, self._label_bytes
+        )
+
+
+class CIFAR100(CIFAR10):
+    """CIFAR-100, 50,000 and 10,000 colour photographs in 100 classes, 32×32.
+
+    Args:
+        root: Folder that holds (or is) ``cifar-100-python``, as torchvision leaves it, or ``cifar-100-binary``.
+        download: Fetch the files to ``root`` if they are missing.
+        train: The training split, or else the test split.
+    """
+
+    num_classes = 100
+    _title = "CIFAR-100"
+    _folders = ("cifar-100-python", "cifar-100-binary")
+    _files: Mapping[str, tuple[str, ...]] = {"train": ("train",), "test": ("test",)}
+    _label = "fine_labels"
+    _label_bytes = 2
+
+
+class Photographs(ImageSet):
+    """Unlabelled square cut-outs of the two photographs that ship with scikit-learn: a public set without a download.
+
+    Args:
+        count: Number of images.
+        size: Height and width of each, in pixels.
+        smallest: Side of the smallest cut-out before it is resized, in pixels of the photograph.
+        largest: Side of the largest one; at most 427.
+        gray: One channel instead of three.
+        seed: Another seed, other cut-outs.
+
+    Raises:
+        ValueError: If a size does not fit.
+    """
+
+    def __init__(
+        self,
+        count: int = 2000,
+        size: int = 32,
+        smallest: int = 32,
+        largest: int = 256,
+        gray: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if count < 1 or size < 1 or not 1 <= smallest <= largest <= 427:
+            raise ValueError(
+                f"Photographs cannot cut {count} images of {size} pixels from squares of {smallest} to {largest}: give "
+                "count >= 1, size >= 1 and 1 <= smallest <= largest <= 427, the photographs' height"
+            )
+        self.count, self.size, self.smallest, self.largest = count, size, smallest, largest
+        self.gray, self.seed = gray, seed
+
+    def _load(self) -> tuple[Tensor, None]:
+        photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
+        if self.gray:
+            luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
+            photographs = [(image * luma).sum(0, keepdim=True).round().byte() for image in photographs]
+        random = np.random.default_rng(derive_seed(self.seed, "photographs"))
+        cuts = []
+        for _ in range(self.count):
+            image = photographs[random.integers(len(photographs))]
+            side = int(random.integers(self.smallest, self.largest + 1))
+            top, left = (int(random.integers(extent - side + 1)) for extent in image.shape[1:])
+            cuts.append(resize_uint8(image[:, top : top + side, left : left + side], self.size))
+        return torch.stack(cuts), None

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass of many states through one model: folded into one batch, or one client after another.
+
+Both give a tensor of logits (C, B, K) that can be differentiated with respect to the stacked states, so everything
+above (algorithms, optimisers, evaluation) is written once. The loop is the oracle of the folded engine, and what runs
+when a trained layer has no stacked twin.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from perada.core.seeding import Streams
+from perada.core.states import State, train_mode
+from perada.engine.fold import draws, fold
+from perada.engine.prefix import Prefix
+from perada.engine.prefix_search import find_prefix
+
+EngineName = Literal["auto", "folded", "loop"]
+
+
+class Engine:
+    """Runs stacked states through one shared model.
+
+    Args:
+        model: The single model, frozen but for its adapter slot; ``model(x)`` gives logits (B, K).
+        kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, ``"auto"`` folds where
+            every trained layer has a stacked twin.
+        channels_last: Run the images in that memory format.
+        compile: Options of ``torch.compile``, which then runs full batches; ``None``: it is not used.
+
+    Raises:
+        ValueError: If ``kind`` is unknown, or is ``"folded"`` and a trained layer has no stacked twin.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: EngineName = "auto",
+        *,
+        channels_last: bool = False,
+        compile: dict[str, Any] | None = None,
+    ) -> None:
+        if kind not in ("auto", "folded", "loop"):
+            raise ValueError(f"engine={kind!r} is unknown; choose 'auto', 'folded' or 'loop'")
+        self.model = model
+        self.memory_format = torch.channels_last if channels_last else torch.preserve_format
+        folded = fold(model)
+        if folded.missing:
+            named = [f"{path} ({name})" for path, name in folded.missing.items()]
+            more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+            message = f"trained layers without a stacked twin: {', '.join(named[:4])}{more}"
+            if kind == "folded":
+                raise ValueError(f"engine='folded' cannot run {message}; use engine='loop' or 'auto'")
+            if kind == "auto":
+                warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
+        self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
+        self.prefix: Prefix | None = None
+        self._single = model
+        self._compiled: Callable[[nn.Module, State, Tensor], Tensor] | None = (
+            None if compile is None else torch.compile(_call, **compile)
+        )
+        self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
+
+    @property
+    def runs(self) -> nn.Module:
+        """The module that passes run through: the stacked model, or the single one with its own dropout layers."""
+        return self._fold.model
+
+    def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
+        """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
+
+        Args:
+            image: An example (channels, height, width), prepared, on the model's device.
+            least_share: Share of a forward pass's floating-point operations that features must save.
+        """
+        if self.prefix is not None:  # whatever was built since then knows it
+            return self.prefix
+        looped = self.kind == "loop"
+
+        def build(prefix: Prefix) -> nn.Module:
+            return fold(self.model, random_only=True, prefix=prefix).model
+
+        self.prefix = find_prefix(self.model, build, image, draws, least_share)
+        if self.prefix is not None:
+            self._fold = fold(self.model, random_only=looped, prefix=self.prefix)
+            self._single = build(self.prefix)
+        return self.prefix
+
+    def features(self, x: Tensor) -> Tensor:
+        """Features (B, F) of images (B, channels, height, width), which may stand for them in every other method."""
+        assert self.prefix is not None
+        return self.prefix.features(self._single, self.format(x))
+
+    def logits(
+        self,
+        states: State,
+        x: Tensor,
+        *,
+        training: bool = False,
+        counts: Sequence[int] | None = None,
+        streams: Streams | None = None,
+    ) -> Tensor:
+        """Logits of C states, each on its own images.
+
+        Args:
+            states: Stack with leading axis C; in training, running statistics in it are updated in place.
+            x: Images (C, B, channels, height, width), or their features (C, B, F).
+            training: Training mode: batch statistics, dropout.
+            counts: Real rows of each client; the rest of its B rows is padding. ``None``: all are real.
+            streams: The clients' random streams for this pass, needed in training where there is dropout.
+
+        Returns:
+            Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
+        """
+        ragged = counts is not None and any(count != x.shape[1] for count in counts)
+        real = tuple(counts) if ragged and counts is not None else None
+        module = self._fold.model
+        if training:
+            train_mode(module)
+        else:
+            module.eval()
+        run = self._folded if self.kind == "folded" else self._loop
+        logits = run(module, states, x, real, streams)
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+    def shared_logits(self, states: State, x: Tensor, rows: int | None = None) -> Tensor:
+        """Logits (C, B, K) of C states on the same images (B, ...), in evaluation mode and without gradients.
+
+        Args:
+            states: Stack with leading axis C.
+            x: Images (B, channels, height, width).
+            rows: At most about this many images run at once, repeated ones counted. By default 512 of 32×32 on a CPU,
+                whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones.
+        """
+        rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // x[0].numel()
+        clients = len(next(iter(states.values())))
+        size = max(1, rows // len(x))
+        with torch.no_grad():
+            return torch.cat(
+                [
+                    self.logits(part, x.unsqueeze(0).expand(len(next(iter(part.values()))), *x.shape))
+                    for start in range(0, clients, size)
+                    for part in [{key: value[start : start + size] for key, value in states.items()}]
+                ]
+            )
+
+    def _folded(
+        self,
+        module: nn.Module,
+        states: State,
+        x: Tensor,
+        counts: tuple[int, ...] | None,
+        streams: Streams | None,
+    ) -> Tensor:
+        clients, rows = x.shape[:2]
+        # Batches with padding, each of another shape, would be compiled again and again.
+        call = self._compiled if self._compiled is not None and counts is None else _call
+        self._fold.context.begin(clients, counts, streams)
+        self._fold.context.together = x.is_cuda or call is not _call
+        tensors = {
+            key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
+            for key, value in states.items()
+        }
+        logits = call(module, tensors, self.format(x.flatten(0, 1)))
+        return logits.view(clients, rows, *logits.shape[1:])
+
+    def format(self, x: Tensor) -> Tensor:
+        """What to give to the model for images, in the engine's memory format, or for features of images."""
+        if self.prefix is not None:
+            x = self.prefix.feed(x)
+        return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
+
+    def _loop(
+        self,
+        module: nn.Module,
+        states: State,
+        x: Tensor,
+        counts: tuple[int, ...] | None,
+        streams: Streams | None,
+    ) -> Tensor:
+        outputs = []
+        for client, images in enumerate(x):
+            real = images if counts is None else images[: counts[client]]
+            self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
+            call = self._compiled or _call
+            logits = call(module, {key: value[client] for key, value in states.items()}, self.format(real))
+            padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
+            outputs.append(torch.cat([logits, padding]) if len(padding) else logits)
+        return torch.stack(outputs)
+
+
+def _call(module: nn.Module, tensors: State, x_R: Tensor) -> Tensor:
+    logits: Tensor = functional_call(module, tensors, (x_R,))
+    return logits

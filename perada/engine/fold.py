@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stacked model: the single one with its trained leaf layers replaced by their stacked twins."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from perada.engine.frozen_layers import FrozenBatchNorm
+from perada.engine.prefix import Constant, Prefix
+from perada.engine.stacked_layers import (
+    FoldContext,
+    StackedBatchNorm,
+    StackedChannelDropout,
+    StackedConv2d,
+    StackedDropout,
+    StackedGroupNorm,
+    StackedLayerNorm,
+    StackedLinear,
+    drop_rate,
+)
+
+TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
+TWINS: dict[type[nn.Module], TwinFactory] = {
+    nn.Linear: StackedLinear,
+    nn.Conv2d: StackedConv2d,
+    nn.BatchNorm1d: StackedBatchNorm,
+    nn.BatchNorm2d: StackedBatchNorm,
+    nn.LayerNorm: StackedLayerNorm,
+    nn.GroupNorm: StackedGroupNorm,
+}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
+    nn.Dropout: StackedDropout,
+    nn.Dropout1d: StackedChannelDropout,
+    nn.Dropout2d: StackedChannelDropout,
+    nn.Dropout3d: StackedChannelDropout,
+}
+"""Layers that draw random numbers: replaced whenever their drop rate is positive, trained or not."""
+ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
+"""Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
+
+
+@dataclass
+class Fold:
+    """A folded model.
+
+    Attributes:
+        model: Shares every frozen module with the single model.
+        context: To be set before each forward pass.
+        row_keys: State names of parameters that are repeated over each client's rows before the forward pass.
+        missing: ``{module path: class name}`` of modules with trained parameters for which there is no twin.
+    """
+
+    model: nn.Module
+    context: FoldContext
+    row_keys: frozenset[str]
+    missing: dict[str, str]
+
+
+def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None = None) -> Fold:
+    """Build the stacked twin of ``model``, sharing all its frozen modules.
+
+    Args:
+        model: The single model; ``requires_grad`` tells what is trained.
+        random_only: Replace only the layers that draw random numbers (for the loop over clients, which runs the single
+            model but must draw from the same streams).
+        prefix: Modules whose outputs may be given instead of computed.
+
+    Returns:
+        The folded model. Where ``missing`` is not empty the model cannot be run stacked.
+    """
+    context = FoldContext()
+    rows: set[str] = set()
+    missing: dict[str, str] = {}
+    seen: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module, path: str) -> nn.Module:
+        if id(module) not in seen:
+            seen[id(module)] = replace(module, path)
+        return seen[id(module)]
+
+    def replace(module: nn.Module, path: str) -> nn.Module:
+        kind = type(module)
+        if prefix is not None and path in prefix.shapes:
+            return Constant(module, path, prefix)
+        if draws(module):
+            return RANDOM_TWINS[kind](module, context)
+        trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
+        if kind in BATCH_NORMS and not trained and module._buffers["running_var"] is not None:
+            return FrozenBatchNorm(module)
+        if random_only or not trained:
+            trained = set()
+        elif kind in TWINS and trained == {n for n, p in module.named_parameters() if p.requires_grad}:
+            return TWINS[kind](module, context)
+        elif trained <= ROW_PARAMETERS.get(kind, frozenset()):
+            rows.update(f"{path}.{name}" if path else name for name in trained)
+        else:
+            missing[path or "the model itself"] = kind.__name__
+        children = {
+            name: child and visit(child, f"{path}.{name}" if path else name) for name, child in module._modules.items()
+        }
+        if all(children[name] is child for name, child in module._modules.items()):
+            return module
+        return shell(module, children)
+
+    folded = visit(model, "")
+    return Fold(folded, context, frozenset(rows), missing)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in training."""
+    return type(module) in RANDOM_TWINS and drop_rate(module) > 0
+
+
+def shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    """Copy a container, sharing everything it holds but its children."""
+    shell = copy.copy(module)
+    shell._parameters = dict(module._parameters)
+    shell._buffers = module._buffers  # the very dictionary: a model that is moved puts new tensors into it
+    shell._modules = children
+    return shell

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss scaling for float16: one scale per client, kept and changed without waiting for the device.
+
+Small gradients are zero in float16, so they are multiplied by a scale within the network, and divided by it as they
+leave it: what reaches parameters is never scaled. A client whose gradient is not finite skips the step, and its scale
+shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from perada.core.ranks import Ranks
+from perada.core.states import State
+
+
+class LossScale(NamedTuple):
+    """A scale, and how many steps in a row were good since it last changed."""
+
+    scale: float
+    good_steps: int
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """How scales change, as in :class:`torch.amp.GradScaler`.
+
+    Attributes:
+        initial: The first scale.
+        growth: Factor after ``interval`` good steps in a row.
+        backoff: Factor after a step that was skipped.
+        interval: Good steps before the scale grows.
+    """
+
+    initial: float
+    growth: float
+    backoff: float
+    interval: int
+
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler | None) -> "LossScaling | None":
+        """The options of torch's scaler; ``None`` where there is none, or it is not enabled."""
+        if scaler is None or not scaler.is_enabled():
+            return None
+        return cls(
+            scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        )
+
+
+class LossScales:
+    """The loss scales of C clients while they train.
+
+    Args:
+        options: How they change.
+        clients: C.
+        start: What all start from; the options' initial scale by default.
+        device: Where the clients train.
+
+    Attributes:
+        scale: (C,).
+        good_steps: (C,) good steps in a row since the scale last changed.
+        skipped: (C,) number of steps skipped.
+        stepped: (C,) whether a client took any step.
+    """
+
+    def __init__(self, options: LossScaling, clients: int, start: LossScale | None, device: torch.device) -> None:
+        self.options = options
+        self.start = start or LossScale(options.initial, 0)
+        self.scale = torch.full((clients,), self.start.scale, device=device)
+        self.good_steps = torch.full((clients,), self.start.good_steps, device=device)
+        self.skipped = torch.zeros(clients, dtype=torch.int64, device=device)
+        self.stepped = torch.zeros(clients, dtype=torch.bool, device=device)
+
+    def enter(self, states: State, rows: slice) -> State:
+        """Tensors to hand to the network in the place of ``states`` (C, ...): gradients leave it divided."""
+        inverse = 1 / self.scale[rows]
+
+        def entered(value: Tensor) -> Tensor:
+            value = value.view_as(value)
+            if value.requires_grad:
+                value.register_hook(lambda gradient: gradient * _like(inverse, gradient))  # type: ignore[no-untyped-call]  # torch has no types there
+            return value
+
+        return {key: entered(value) if value.requires_grad else value for key, value in states.items()}
+
+    def leave(self, logits: Tensor, rows: slice) -> Tensor:
+        """The network's logits (C, ...): gradients enter it multiplied."""
+        scale = self.scale[rows].clone()  # of now: the backward pass may come after a change
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient * _like(scale, gradient))  # type: ignore[no-untyped-call]  # as above
+        return logits
+
+    def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
+        """Change the scales by what came of a backward pass.
+
+        Args:
+            gradients: (C, ...), in single precision at least.
+            rows: Which clients.
+
+        Returns:
+            Which clients' gradients are all finite (C,): who is to take the step.
+        """
+        options, scale, good_steps = self.options, self.scale[rows], self.good_steps[rows]
+        finite = torch.ones_like(self.stepped[rows])
+        if gradients:  # the largest magnitude is NaN or infinite if any entry is
+            largest = [torch.linalg.vector_norm(value.reshape(len(value), -1), torch.inf, 1) for value in gradients]
+            finite = torch.stack(largest).isfinite().all(0)
+        good_steps.add_(1).mul_(finite)
+        grow = good_steps >= options.interval
+        factor = torch.where(finite, torch.where(grow, options.growth, 1.0), options.backoff)
+        scale.mul_(factor).clamp_(max=torch.finfo(scale.dtype).max)
+        good_steps.masked_fill_(grow, 0)
+        self.skipped[rows] += ~finite
+        self.stepped[rows] |= finite
+        return finite
+
+    def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
+        """What the clients of the next round start from: what the one with the smallest scale ended with.
+
+        Those are asked that took a step, or all where none did: a client that overflows at any scale has no say.
+
+        Args:
+            sound: (C,) whose training stayed finite.
+            ranks: Whose clients are asked.
+        """
+        columns = (value[sound].tolist() for value in (self.stepped, self.scale, self.good_steps))
+        ends = [end for part in ranks.gather(list(zip(*columns, strict=True))) for end in part]
+        asked = [end for end in ends if end[0]] or ends
+        return min((LossScale(scale, good_steps) for _, scale, good_steps in asked), default=self.start)
+
+
+class KeptScales:
+    """What the clients and the student of the next round start from: scales that began afresh would cost skipped steps.
+
+    Args:
+        options: How scales change; ``None`` where losses are not scaled.
+    """
+
+    def __init__(self, options: LossScaling | None) -> None:
+        self.options = options
+        self._kept: dict[str, LossScale] = {}
+
+    def open(self, whose: str, count: int, device: torch.device) -> LossScales | None:
+        """Scales of ``count`` states, "clients" or "student"; ``None`` where losses are not scaled."""
+        return None if self.options is None else LossScales(self.options, count, self._kept.get(whose), device)
+
+    def close(self, whose: str, scales: LossScales | None, sound: Tensor, ranks: Ranks) -> None:
+        """Keep what :meth:`LossScales.settle` gives."""
+        if scales is not None:
+            self._kept[whose] = scales.settle(sound, ranks)
+
+    def state_dict(self) -> dict[str, tuple[float, int]]:
+        """For a checkpoint."""
+        return {whose: (kept.scale, kept.good_steps) for whose, kept in self._kept.items()}
+
+    def load_state_dict(self, saved: dict[str, tuple[float, int]]) -> None:
+        """Take the place of the one that wrote ``saved``."""
+        self._kept = {whose: LossScale(*kept) for whose, kept in saved.items()}
+
+
+def _like(rows: Tensor, value: Tensor) -> Tensor:
+    """(C,) in a shape that broadcasts over (C, ...)."""
+    return rows.view(-1, *[1] * (value.dim() - 1))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`perada compare`: the grid, then the runs of the table."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from perada.experiments.compare.entries import ENTRIES, names
+from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, Request, parse_grid, words
+from perada.experiments.compare.results import Results, choose
+from perada.experiments.compare.running import Result, quiet
+from perada.experiments.compare.table import NO_POINT, grid_table, summary
+from perada.experiments.compare.workers import Workers, in_process, worker_main
+
+
+class Comparison:
+    """Runs what a plan asks for and is not in the file of results yet.
+
+    Args:
+        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
+        plan: What is to be run.
+        results: What there is, and where new results go.
+        threads: Threads of each run; they do not depend on the number of runs at once, and so neither do results.
+        jobs: Runs at once.
+        workers: Their processes; None to run here, one after another.
+    """
+
+    def __init__(
+        self, make_cli: MakeCLI, plan: Plan, results: Results, threads: int, jobs: int, workers: Workers | None
+    ) -> None:
+        self.make_cli, self.plan, self.results = make_cli, plan, results
+        self.threads, self.jobs, self.workers = threads, jobs, workers
+        self.began = time.monotonic()
+        self.started = self.failed = 0
+        runs = len(plan.request.points()) + len(dict.fromkeys(plan.request.seeds))
+        self.left = {plan.job(row, 0, "run", {}).label: runs for row in plan.rows}
+        self.total = runs * len(plan.rows)
+
+    def run(self) -> int:
+        """Run the grid and the table; return how many runs failed."""
+        tuning = self.plan.tuning()
+        self._carry_out(tuning, [])
+        final = self.plan.final(self._choose(tuning))
+        self._carry_out(final, tuning)
+        self.results.arrange(tuning + final)
+        return self.failed
+
+    def _choose(self, tuning: list[Job]) -> dict[tuple[str, str], Point]:
+        """The best point of each row; the others have no runs."""
+        chosen: dict[tuple[str, str], Point] = {}
+        size = len(self.plan.request.points())
+        for place, row in enumerate(self.plan.rows):
+            jobs = tuning[place * size : (place + 1) * size]
+            best = choose([(job.point, self.results.find(job)) for job in jobs])
+            if best is not None:
+                chosen[row] = best[0]
+                print(f"{jobs[0].label}: {' '.join(words(best[0]))} chosen, validation score {100 * best[1]:.2f} %")
+            elif not jobs:
+                chosen[row] = {}
+            else:
+                label = jobs[0].label
+                self.total -= self.left.pop(label)
+                self.failed += 1
+                print(f"{label}: {NO_POINT}", file=sys.stderr)
+        return chosen
+
+    def _carry_out(self, wanted: list[Job], before: list[Job]) -> None:
+        """Run the jobs that have no results, and write each result as it comes."""
+        pending = []
+        for job in wanted:
+            found = self.results.find(job)
+            if found is None:
+                pending.append(job)
+            else:
+                found |= job.record()
+                self.started += 1
+                self.left[job.label] -= 1
+        starts = self._starts(pending)
+        if self.jobs > 1:  # the longest first, so that no process has nothing to do at the end
+            pending.sort(key=lambda job: -(self.results.seconds(job.label) or 0.0))
+        tasks = [(job.args, job in starts) for job in pending]
+        here = in_process(self.make_cli, tasks, self.threads)
+        for number, result in here if self.workers is None else self.workers.run(tasks):
+            if result is None:
+                print(f"--- {self._progress(pending[number])}", flush=True)
+            else:
+                self._take(pending[number], result, before + wanted)
+
+    def _take(self, job: Job, result: Result, order: list[Job]) -> None:
+        """Record what came of a run."""
+        self.left[job.label] -= 1
+        record = {**job.record(), "seconds": result["seconds"], "threads": self.threads}
+        if "failed" in result:
+            self.failed += 1
+            print(f"{job} failed: {result['failed']}", file=sys.stderr, flush=True)
+            self.results.add({**record, "failed": result["failed"]}, order)
+            return
+        if "start" in result:
+            start = {**job.record(), "stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
+            self.results.add({**start, **result["start"]}, order)
+        self.results.add({**record, **result["run"]}, order)
+
+    def _starts(self, pending: list[Job]) -> list[Job]:
+        """The first run of each recipe and seed, which scores the initial model if that was not done."""
+        first: dict[tuple[str, int], Job] = {}
+        for job in pending:
+            if job.stage == "run" and not self.results.started(job.recipe, job.seed):
+                first.setdefault((job.recipe, job.seed), job)
+        return list(first.values())
+
+    def _progress(self, job: Job) -> str:
+        """Which run of how many, the time since the start, and an estimate of what is left."""
+        self.started += 1
+        left = [(count, self.results.seconds(label)) for label, count in self.left.items()]
+        words = f"{_clock(time.monotonic() - self.began)} so far"
+        if all(seconds is not None for _, seconds in left):
+            words += f", about {_clock(sum(count * (seconds or 0) for count, seconds in left) / self.jobs)} left"
+        return f"{self.started}/{self.total} {job} ({words})"
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any.
+
+    >>> _clock(75.2), _clock(3601)
+    ('1:15', '1:00:01')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def main(args: Sequence[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
+    """Run ``perada compare``.
+
+    Args:
+        args: Its arguments.
+        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
+        worker: Command that starts a process which calls this function with ``["--worker"]``.
+
+    Raises:
+        SystemExit: With code 1, after the table, if a run failed.
+        ValueError: If an argument cannot be used; then nothing has been run.
+    """
+    if list(args) == ["--worker"]:
+        worker_main(make_cli)
+        return
+    given, overrides = _parser().parse_known_args(list(args))
+    for name in ("jobs", "threads"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} {getattr(given, name)} cannot be used: give at least 1")
+    request = Request(
+        given.recipes, names(given.algorithms), given.seeds, parse_grid(given.tune), given.paper, overrides
+    )
+    if request.paper and not request.algorithms:
+        raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
+    results = Results(given.output)
+    with quiet():
+        plan = Plan(make_cli, request)
+    results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
+    with Workers(worker, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
+        failed = Comparison(make_cli, plan, results, given.threads, given.jobs, workers).run()
+    if request.grid:
+        print(grid_table(results.records), end="\n\n")
+    print(summary(results.records))
+    if failed:
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="perada compare",
+        description="Run recipes one after another and print one table. Further options go to `perada fit`.",
+    )
+    parser.add_argument("recipes", nargs="+", help="Recipes or configuration files.")
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        default=[],
+        choices=["all", *ENTRIES],
+        metavar="NAME",
+        help=f"Instead of the recipes' own: all, or some of {', '.join(ENTRIES)}.",
+    )
+    parser.add_argument(
+        "--paper",
+        action="store_true",
+        help="Each algorithm trains what its paper trains: the recipe's adapter for PerAda, full models for others.",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds.")
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2",
+        help="First try these values of an option of `perada fit` with the first seed, on images that clients hold "
+        "out, and take the best for the algorithm; A+B=V1,V2 gives both options the same value; of several --tune "
+        "every combination is tried.",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at once, in processes of their own.")
+    parser.add_argument("--threads", type=int, default=1, help="Threads of each run.")
+    parser.add_argument("--output", type=Path, help="JSON file of results; what it holds is not computed again.")
+    return parser

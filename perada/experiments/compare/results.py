@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of results: written as they come, read when a command goes on where it stopped."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from perada.experiments.compare.plan import CHOSEN_BY, Job, Point
+
+Record = dict[str, Any]
+
+
+class Results:
+    """Records of runs, in a file or only in memory.
+
+    Args:
+        path: A JSON file; what it holds is read.
+
+    Raises:
+        ValueError: If it is there and holds something else.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        if path is not None and path.is_file():
+            try:
+                self.records = json.loads(path.read_text(encoding="utf-8"))
+                if any("stage" not in record for record in self.records):
+                    raise TypeError("its records say no stage")
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"--output {str(path)!r} holds no results of this version of `perada compare` ({error}): give "
+                    "another file, or delete it"
+                ) from error
+
+    def check(self, digests: dict[str, str]) -> None:
+        """Refuse to go on with a recipe that was edited: old and new rows would be mixed.
+
+        Args:
+            digests: Of the recipes' contents, by name.
+
+        Raises:
+            ValueError: If results of another version of a recipe are there.
+        """
+        for record in self.records:
+            if digests.get(record["recipe"], record["digest"]) != record["digest"]:
+                raise ValueError(
+                    f"--output {str(self.path)!r} holds results of an earlier version of {record['recipe']!r}: give "
+                    "another file, or delete it"
+                )
+
+    def find(self, job: Job) -> Record | None:
+        """The record of a run that did not fail."""
+        return next((record for record in self.records if job.made(record) and "failed" not in record), None)
+
+    def started(self, recipe: str, seed: int) -> bool:
+        """Whether a recipe's initial model was scored with a seed."""
+        wanted = {"stage": "start", "recipe": recipe, "seed": seed}
+        return any(wanted.items() <= record.items() for record in self.records)
+
+    def add(self, record: Record, order: Sequence[Job]) -> None:
+        """Take a record in, in the place of an earlier one of the same run, and write the file.
+
+        Args:
+            record: The run and what came of it.
+            order: As in :meth:`arrange`.
+        """
+        same = ("stage", "args", "recipe", "seed")
+        self.records = [old for old in self.records if any(old.get(name) != record.get(name) for name in same)]
+        self.records.append(record)
+        self.arrange(order)
+
+    def arrange(self, order: Sequence[Job]) -> None:
+        """Put the records of these runs last, in this order, and write the file."""
+        places = {(job.stage, job.args): place for place, job in enumerate(order)}
+
+        def place(one: Record) -> int:
+            return places.get((one["stage"], tuple(one["args"])), -1)
+
+        self.records.sort(key=place)  # stable: what is not of these runs stays in front, in its order
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(self.records, indent=1, allow_nan=False), encoding="utf-8")
+        os.replace(part, self.path)
+
+    def seconds(self, label: str) -> float | None:
+        """Mean duration of the runs of a row, or of all rows where it has none yet."""
+        known = [record for record in self.records if record.get("seconds") and "failed" not in record]
+        own = [record for record in known if record["label"] == label]
+        return fmean(record["seconds"] for record in own or known) if known else None
+
+
+def choose(records: Sequence[tuple[Point, Record | None]]) -> tuple[Point, float] | None:
+    """The point of the grid with the best score, the first of several; None where no run has one.
+
+    >>> good = {"personal/local_test": 0.5, "personal/global_test": 0.25, "diverged": False}
+    >>> choose([({"lr": "1"}, good), ({"lr": "2"}, {**good, "diverged": True}), ({"lr": "3"}, None)])
+    ({'lr': '1'}, 0.375)
+    """
+    scored = [(point, value) for point, record in records if (value := score(record)) is not None]
+    return max(scored, key=lambda pair: pair[1]) if scored else None
+
+
+def score(record: Record | None) -> float | None:
+    """What the grid is judged by: the mean of the personal models' two scores; None for a run that failed or diverged.
+
+    A run has diverged where a training loss or a score became NaN or infinite.
+    """
+    if record is None or "failed" in record or record["diverged"]:
+        return None
+    return fmean(record[name] for name in CHOSEN_BY)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run: fit, score, count."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from perada.experiments.compare.plan import CHOSEN_BY, MakeCLI
+from perada.models.backbones import build_backbone
+from perada.results.report import PRIVACY
+
+Result = dict[str, Any]
+"""What a run gives: ``run`` and, where it was asked for, ``start``, each scores by name; or ``failed``, the reason."""
+
+
+class Stopwatch(pl.Callback):
+    """Measures training, with the server's part and final fine-tuning, without set-up and validation."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start."""
+        self.seconds = 0.0
+        self._since = time.perf_counter()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Pause."""
+        self.seconds += time.perf_counter() - self._since
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on."""
+        self._since = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop; the callbacks before this one have fine-tuned."""
+        self.seconds += time.perf_counter() - self._since
+
+
+def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -> Result:
+    """Run, and turn an error into its reason.
+
+    Args:
+        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
+        args: Options of ``perada fit``.
+        start: Whether to score the initial model too.
+        threads: Threads that torch computes with: their number changes results in the last digits.
+    """
+    before = torch.get_num_threads()
+    began = time.perf_counter()
+    try:
+        torch.set_num_threads(threads)
+        with quiet():
+            result = _run(make_cli, args, start)
+    except Exception as error:  # whatever it is, the other runs go on
+        result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    finally:
+        torch.set_num_threads(before)
+    return result | {"seconds": time.perf_counter() - began}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what Lightning tells of every trainer; warnings stay."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
+    cli = make_cli(args)
+    shorter = same_budget(cli)
+    if shorter:
+        cli = make_cli([*args, *shorter])
+    result: Result = {}
+    if start:
+        cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
+        result["start"] = _known(cli.model.scores)
+    watch = Stopwatch()
+    cli.trainer.callbacks.append(watch)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    whole = build_backbone(cli.model.backbone, cli.model.num_classes, pretrained=False, image_size=cli.model.image_size)
+    tensors = [*whole.model.parameters(), *whole.model.buffers()]
+    history, last = cli.loop.history, cli.loop.history[-1]
+    measured = [cli.model.scores[name] for name in CHOSEN_BY]
+    measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
+    result["run"] = _known(cli.model.scores) | {
+        "diverged": not all(map(math.isfinite, measured)),
+        "local_steps": last["step"],
+        "params/trained": last["params/trained"],
+        "params/sent": last["params/sent"],
+        "mb_sent": last["comm/up_mb"] / (cli.loop.clients_per_round or cli.loop.num_clients),
+        "full/params": sum(p.numel() for p in whole.model.parameters()),
+        "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
+        "seconds_per_round": watch.seconds / len(history),
+    }
+    result["run"] |= epsilons(last)
+    return result
+
+
+def same_budget(cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
+    """Options that give an algorithm of several phases as many minibatches a round as one with a single phase.
+
+    An algorithm that trains one part after the other (FedRep, FedAlt) divides the round's local steps or epochs among
+    its phases; steps are rounded down, and are at least one each. Where a phase was given a length of its own, that is
+    respected, and the budget is left as it is.
+    """
+    phases, given = cli.loop.phases, cli.config.federated
+    steps, epochs = given.local_steps, None if given.local_steps else given.local_epochs
+    if len(phases) < 2 or any((phase.steps, phase.epochs) != (steps, epochs) for phase in phases):
+        return []
+    if steps:
+        return [f"--federated.local_steps={max(1, steps // len(phases))}"]
+    return [f"--federated.local_epochs={given.local_epochs / len(phases)}"]
+
+
+def epsilons(last: dict[str, float]) -> dict[str, float | str]:
+    """ε after the last round by name; empty where the run was not private. Infinity, which is not JSON, is a word."""
+    found = {name: value for name, value in last.items() if name.startswith(PRIVACY) and "epsilon" in name}
+    return {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
+
+
+def _known(scores: dict[str, float]) -> dict[str, float | None]:
+    """NaN is not JSON."""
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}

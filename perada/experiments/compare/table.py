@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came out, as Markdown."""
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from perada.experiments.compare.results import choose, score
+from perada.results.privacy_card import epsilon_text, mean_and_std
+from perada.results.report import SCORES, percent, printable, table
+
+Records = Sequence[dict[str, Any]]
+EPSILONS = {
+    "privacy/server_epsilon_mean": "ε server",
+    "privacy/release_epsilon_mean": "ε release",
+    "privacy/release_epsilon_max": "ε max",
+    "privacy/client_epsilon_max": "ε client",
+}
+"""What the columns of ε are called."""
+NO_POINT = "every run of the grid failed or diverged: give --tune other values"
+
+
+def summary(records: Records) -> str:
+    """A row for each label, mean over seeds (± standard deviation where there are several), and what failed.
+
+    Rows of one label that were asked for with different options are told apart by them.
+    """
+    shown = [record for record in records if record["stage"] != "tune"]
+    groups: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
+    for record in shown:
+        # The initial model is one row, whichever command scored it.
+        variant = () if record["stage"] == "start" else tuple(record["variant"])
+        groups.setdefault((record["label"], variant), []).append(record)
+    labels = [label for label, _ in groups]
+    lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
+    tuned = any(record.get("point") for record in shown)
+    private = [name for name in EPSILONS if any(name in record for record in shown)]
+    rows = []
+    for (label, variant), every in groups.items():
+        runs = [record for record in every if "failed" not in record]
+        name = label if labels.count(label) == 1 else " ".join([label, *variant])
+        if len(runs) < len(every):
+            name += f" ({len(every) - len(runs)} of {len(every)} failed)"
+        if any(record.get("diverged") for record in runs):
+            name += " (diverged)"
+        point = [", ".join(every[-1].get("point", {}).values()) or "–"] if tuned else []
+        scores = [_over_seeds(runs, score) for score in SCORES]
+        rows.append([name, *scores, *(_epsilon(runs, ledger) for ledger in private), *_costs(runs), *point])
+    rows += [[f"{label} (failed)", *["–"] * (len(SCORES) + len(private) + 4 + tuned)] for label in lost]
+    columns = [*SCORES, *(EPSILONS[name] for name in private)]
+    header = ["", *columns, "trained", "sent", "MB sent", "s / round", *(["chosen"] if tuned else [])]
+    full = next((record for record in shown if "full/params" in record), None)
+    if full is not None:
+        counts, size = [_count(full["full/params"])] * 2, f"{full['full/mb']:.2f}"
+        empty = [""] * len(columns)
+        rows.append(["full fine-tuning would", *empty, *counts, size, "", *([""] if tuned else [])])
+    notes = ["Scores in %, trained and sent parameters and MB sent of one client in one round."]
+    notes += [_epsilon_note(private)] if private else []
+    notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
+    return _plain("\n\n".join([table(header, rows), *notes, *_failures(shown)]))
+
+
+def _plain(text: str) -> str:
+    """What a terminal may be sent: names and reasons come from a file."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def grid_table(records: Records) -> str:
+    """The scores of the grid, one row for each label, in the order in which they were run."""
+    tried = [record for record in records if record["stage"] == "tune"]
+    names = list(dict.fromkeys(name for record in tried for name in record["point"]))
+    points = list(dict.fromkeys(tuple(record["point"].get(name, "") for name in names) for record in tried))
+    rows = []
+    groups = list(dict.fromkeys(map(_untuned, tried)))
+    for label, options in groups:
+        several = [name for name, _ in groups].count(label) > 1
+        own = [record for record in tried if _untuned(record) == (label, options)]
+        best = choose([(record["point"], record) for record in own])
+        found = {tuple(record["point"].get(name, "") for name in names): record for record in own}
+        cells = [_score(found[point]) if point in found else "" for point in points]
+        rows.append(
+            [" ".join([label, *options]) if several else label, *cells, ", ".join(best[0].values()) if best else "–"]
+        )
+    note = f"Scores of {' and '.join(names)} in %: mean of {SCORES[0]} and {SCORES[1]} on held-out validation images."
+    failures = _failures(tried)
+    return _plain("\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures]))
+
+
+def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Label and options, but for the grid's own: a grid may be extended by a later command."""
+    return record["label"], tuple(word for word in record["variant"] if not word.startswith("--tune="))
+
+
+def _score(record: dict[str, Any]) -> str:
+    value = score(record)
+    return percent(value) if value is not None else "failed" if "failed" in record else "diverged"
+
+
+def _failures(records: Records) -> list[str]:
+    lines = [
+        f"- {record['label']}, seed {record['seed']}{', ' * bool(record['point'])}"
+        f"{', '.join(record['point'].values())}: {record['failed']}"
+        for record in records
+        if "failed" in record
+    ]
+    return ["\n".join(["Failed:", "", *lines])] if lines else []
+
+
+def _over_seeds(runs: Records, name: str) -> str:
+    values = [run[name] for run in runs if run.get(name) is not None]
+    if not values:
+        return "–"
+    return percent(fmean(values)) + (f" ± {percent(pstdev(values))}" if len(values) > 1 else "")
+
+
+def _epsilon(runs: Records, name: str) -> str:
+    """Largest ε over seeds of what is the largest over clients; mean over seeds of what is their mean."""
+    values = [float(run[name]) for run in runs if name in run]
+    if not values:
+        return "–"
+    if name.endswith("_max"):
+        return epsilon_text(max(values))
+    return mean_and_std(values) if len(values) > 1 else epsilon_text(values[0])
+
+
+def _epsilon_note(private: Sequence[str]) -> str:
+    told = {
+        "privacy/server_epsilon_mean": "ε server: mean over clients, of what they sent",
+        "privacy/release_epsilon_mean": "ε release: of all that they trained",
+        "privacy/release_epsilon_max": "ε max: its largest",
+        "privacy/client_epsilon_max": "ε client: largest of a client as a whole",
+    }
+    return "; ".join(told[name] for name in private) + "."
+
+
+def _costs(runs: Records) -> list[str]:
+    if not runs or "params/trained" not in runs[-1]:
+        return ["–", "–", "–", "–"]
+    last = runs[-1]
+    seconds = fmean(run["seconds_per_round"] for run in runs)
+    return [_count(last["params/trained"]), _count(last["params/sent"]), f"{last['mb_sent']:.2f}", f"{seconds:.1f}"]
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"

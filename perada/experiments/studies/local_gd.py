@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada study local-gd``: where many local steps lead (Zhu, Vardhan & Mazumdar, Figure 1).
+
+The paper is https://arxiv.org/abs/2412.07971v1; what is computed is in ``local_gd_linear``, ``local_gd_curves`` and
+``local_gd_head``. Here are the options, the files and the figure.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+from tqdm import tqdm
+
+from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
+from perada.experiments.studies.local_gd_curves import (
+    ClassificationSettings,
+    Curves,
+    Nodes,
+    RegressionSettings,
+    by_dimension,
+    classification_at,
+    regression_at,
+)
+from perada.experiments.studies.local_gd_head import HeadSettings, head_curves, load_images
+
+NODES, REGRESSION, CLASSIFICATION, HEAD = Nodes(), RegressionSettings(), ClassificationSettings(), HeadSettings()
+"""The paper's settings, where it gives them."""
+QUICK: dict[str, Any] = {
+    "nodes": Nodes(5, 10),
+    "regression": RegressionSettings(
+        200, (30, 50, 70, 100, 200), rounds=30, local_steps=100, lr=1e-3, central_steps=500
+    ),
+    "classification": ClassificationSettings(200, (75, 100, 200), rounds=30, lr=0.05, central_steps=2000),
+    "head": HeadSettings("digits", rounds=10, local_steps=10),
+}
+"""Settings of ``--quick``."""
+
+Line = tuple[str, list[float], list[float], str]
+"""Label, x, y and matplotlib's format of a curve."""
+
+
+def study(
+    *,
+    output: Path,
+    seed: int = 0,
+    nodes: Nodes = NODES,
+    regression: RegressionSettings = REGRESSION,
+    classification: ClassificationSettings = CLASSIFICATION,
+    head: HeadSettings = HEAD,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """What local gradient descent with many local steps converges to: linear models, and a head on a frozen backbone.
+
+    Args:
+        output: Folder to write local_gd.json and local_gd.png to.
+        seed: Of all draws.
+        nodes: The nodes of the linear problems.
+        regression: The linear regression.
+        classification: The linear classification.
+        head: The head of a pretrained backbone.
+        quick: Small problems, whatever else is said: some seconds, and no files needed.
+
+    Returns:
+        ``settings``, ``seconds`` each part took, and the curves of each part.
+
+    Raises:
+        ValueError: If an option cannot be used.
+        FileExistsError: If ``output`` is a file.
+        FileNotFoundError: If images or weights are missing.
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    options: dict[str, Any] = {"nodes": nodes, "regression": regression, "classification": classification, "head": head}
+    if quick:
+        options = QUICK
+        nodes, regression, classification, head = QUICK.values()
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
+    check_drawing()
+    load_images(head)  # says at once if they are missing
+    found: dict[str, Any] = {}
+    sizes = [len({problem.dimension, *problem.dimensions}) for problem in (regression, classification)]
+    with tqdm(total=sum(sizes) + 4, desc="local-gd", dynamic_ncols=True) as bar:
+
+        def advance(what: str) -> None:
+            bar.set_postfix_str(what)
+            bar.update()
+
+        clock = [time.perf_counter()]
+        found["regression"] = by_dimension(
+            lambda d: regression_at(d, nodes, regression, seed), regression.dimension, regression.dimensions, advance
+        )
+        clock.append(time.perf_counter())
+        found["classification"] = by_dimension(
+            lambda d: classification_at(d, nodes, classification, seed),
+            classification.dimension,
+            classification.dimensions,
+            advance,
+        )
+        clock.append(time.perf_counter())
+        found["head"] = head_curves(head, seed, advance)
+        clock.append(time.perf_counter())
+    seconds = {name: round(end - start, 1) for name, start, end in zip(found, clock, clock[1:], strict=False)}
+    settings = {"seed": seed, **{name: asdict(value) for name, value in options.items()}}
+    written = {"settings": settings, "seconds": seconds, **found}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "local_gd.json").write_text(json.dumps(written) + "\n", encoding="utf-8")
+    draw(output / "local_gd.png", found)
+    print(summary(found))
+    print(f"Wrote local_gd.json and local_gd.png to {output}")
+    return written
+
+
+def draw(path: Path, found: dict[str, Any]) -> Path:
+    """Draw panels (a) to (i) of the paper's Figure 1.
+
+    Args:
+        path: PNG to write.
+        found: The curves of the three parts, as :func:`study` returns them.
+    """
+    figure = new_figure(9.8, 7.8)
+    panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
+    panels += _head_panels(found["head"])
+    for letter, axis, (title, xlabel, log, lines) in zip("abcdefghi", figure.subplots(3, 3).flat, panels, strict=True):
+        for label, x, y, style in lines:
+            axis.plot(x, y, style, label=label, markersize=3, linewidth=1.2)
+        axis.set_title(f"({letter}) {title}", fontsize="medium")
+        axis.set_xlabel(xlabel)
+        if log:
+            axis.set_yscale("log")
+        axis.legend(fontsize="small")
+    return save_figure(figure, path)
+
+
+Panel = tuple[str, str, bool, list[Line]]
+"""Title, label of x, whether y is logarithmic, curves."""
+
+
+def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
+    rounds, table = found["rounds"], found["dimensions"]
+    ks, ds = _numbers(rounds["central"]), table["dimension"]
+    return [
+        (
+            "regression: ‖w₁ − w₂‖/d",
+            "round",
+            False,
+            [
+                ("G – C", ks, rounds["central"], "-"),
+                ("G – closed form, L steps", ks, rounds["closed"], "--"),
+                ("G – closed form, L → ∞", ks, rounds["limit"], ":"),
+            ],
+        ),
+        (
+            "regression: ‖w₁ − w₂‖/d",
+            "dimension d",
+            True,
+            [
+                ("G – C", ds, table["central"], "o-"),
+                ("G – closed form, L steps", ds, table["closed"], "s--"),
+                ("G – closed form, L → ∞", ds, table["limit"], "d:"),
+                ("C – X⁺y", ds, table["central_least_norm"], "^-."),
+            ],
+        ),
+        (
+            "regression: generalisation error / d",
+            "dimension d",
+            True,
+            [("G", ds, table["error"], "o-"), ("C", ds, table["central_error"], "^-.")],
+        ),
+    ]
+
+
+def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
+    rounds, table = found["rounds"], found["dimensions"]
+    ks, ds = _numbers(rounds["plain_central"], 1), table["dimension"]
+    both = (("plain", "G"), ("modified", "G-Mod"))
+    constant = rounds["central_svm"] * len(ks)
+    by_round: list[Line] = [(f"{label} – C", ks, rounds[f"{name}_central"], "-") for name, label in both]
+    by_round += [(f"{label} – SVM", ks, rounds[f"{name}_svm"], "--") for name, label in both]
+    by_round.append(("C – SVM", ks, constant, "k:"))
+    to_central: list[Line] = [(f"{label} – C", ds, table[f"{name}_central"], "o-") for name, label in both]
+    to_svm: list[Line] = [(f"{label} – SVM", ds, table[f"{name}_svm"], "o-") for name, label in both]
+    to_svm.append(("C – SVM", ds, table["central_svm"], "k^:"))
+    right: list[Line] = [
+        (label, ds, table[f"{name}_accuracy"], style)
+        for (name, label), style in zip(
+            (*both, ("central", "C"), ("svm", "SVM")), ("o-", "s--", "k^:", "d-."), strict=True
+        )
+    ]
+    return [
+        ("classification: distance of directions", "round", False, by_round),
+        ("classification: distance of directions", "dimension d", False, to_central),
+        ("classification: direction to the SVM", "dimension d", False, to_svm),
+        ("classification: expected accuracy", "dimension d", False, right),
+    ]
+
+
+def _head_panels(found: Curves) -> list[Panel]:
+    ks = _numbers(found["plain_central"], 1)
+    both = (("plain", "G"), ("modified", "G-Mod"))
+    return [
+        (
+            "head: direction to the centralized one",
+            "round",
+            False,
+            [(f"{label} – C", ks, found[f"{name}_central"], "-") for name, label in both],
+        ),
+        (
+            "head: test accuracy",
+            "round",
+            False,
+            [(label, ks, found[f"{name}_accuracy"], "-") for name, label in (*both, ("central", "C, same steps"))],
+        ),
+    ]
+
+
+def _numbers(curve: list[float], start: int = 0) -> list[float]:
+    return [float(number) for number in range(start, start + len(curve))]
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The ends of the curves, in some lines."""
+    linear, halves, head = found["regression"]["rounds"], found["classification"]["rounds"], found["head"]
+    scale = linear["scale"][0]
+    rows = [
+        ("regression: largest distance to the closed form, relative", max(linear["closed"]) / scale, None),
+        ("regression: distance to X⁺y at the end, relative", linear["least_norm"][-1] / scale, None),
+        ("classification: direction to C", halves["plain_central"][-1], halves["modified_central"][-1]),
+        ("classification: direction to the SVM", halves["plain_svm"][-1], halves["modified_svm"][-1]),
+        ("head: direction to C", head["plain_central"][-1], head["modified_central"][-1]),
+        (
+            f"head: accuracy (C {head['central_accuracy'][-1]:.4f})",
+            head["plain_accuracy"][-1],
+            head["modified_accuracy"][-1],
+        ),
+    ]
+    lines = [f"{'':60}{'Local-GD':>12}{'modified':>12}"]
+    lines += [f"{name:60}{plain:12.4g}{'' if other is None else format(other, '12.4g')}" for name, plain, other in rows]
+    return "\n".join(lines)
+
+
+def parse(args: Sequence[str]) -> dict[str, Any]:
+    """The options of :func:`study` that command-line arguments ask for."""
+    parser = jsonargparse.ArgumentParser(
+        prog="perada study local-gd",
+        description="Where local gradient descent with many local steps leads, on linear models and on a head.",
+        exit_on_error=False,
+    )
+    parser.add_function_arguments(study, skip={"quick"})
+    parser.add_argument(
+        "--quick", action="store_true", help="Small problems, whatever else is said: some seconds, and no files needed."
+    )
+    return dict(parser.instantiate(parser.parse_args(list(args))).as_dict())
+
+
+def main(args: Sequence[str]) -> None:
+    """Run ``perada study local-gd`` with these arguments."""
+    study(**parse(args))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the panels of the Local-GD study show: distances and errors by round and by dimension, as numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from perada.experiments.studies import local_gd_linear as linear
+from perada.server import ModifiedLocalGD, ServerRule
+
+Curves = dict[str, list[float]]
+Advance = Callable[[str], None]
+"""Told what was finished, for a progress bar."""
+
+
+def check_counts(settings: object) -> None:
+    """Refuse settings of which a whole number, or one of a tuple of them, is below one.
+
+    Raises:
+        ValueError: With the name and the value.
+    """
+    for name, value in vars(settings).items():
+        counts = value if isinstance(value, tuple) else (value,)
+        if not counts or any(isinstance(count, int) and not isinstance(count, bool) and count < 1 for count in counts):
+            raise ValueError(f"{type(settings).__name__}: {name}={value!r} cannot be used; give 1 or more")
+
+
+@dataclass(frozen=True)
+class RegressionSettings:
+    """The linear regression, panels (a) to (c).
+
+    Args:
+        dimension: d of the curves by round.
+        dimensions: Those of the curves by dimension.
+        rounds: Communication rounds R.
+        local_steps: L.
+        lr: Learning rate, on half the sum of a node's squared errors.
+        central_steps: Steps of the centralized model.
+    """
+
+    dimension: int = 1500
+    dimensions: tuple[int, ...] = (100, 200, 300, 400, 450, 500, 550, 600, 700, 850, 1000, 1250, 1500, 2000)
+    rounds: int = 200
+    local_steps: int = 200
+    lr: float = 1e-4
+    central_steps: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be run."""
+        check_counts(self)
+
+
+@dataclass(frozen=True)
+class ClassificationSettings:
+    """The linear classification, panels (d) to (g).
+
+    Args:
+        dimension: d of the curves by round.
+        dimensions: Those of the curves by dimension.
+        rounds: Communication rounds R.
+        local_steps: L.
+        lr: Learning rate, on the mean of a node's exponential losses.
+        decay: λ, the pull towards the global model.
+        noise: Standard deviation of what tells the nodes' true models apart.
+        central_steps: Steps of the centralized model.
+    """
+
+    dimension: int = 1500
+    dimensions: tuple[int, ...] = (600, 800, 1000, 1250, 1500, 2000, 3000)
+    rounds: int = 120
+    local_steps: int = 150
+    lr: float = 0.01
+    decay: float = 1e-4
+    noise: float = 0.5
+    central_steps: int = 20_000
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be run."""
+        check_counts(self)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the linear problems.
+
+    Args:
+        count: M.
+        samples: Training samples N of each.
+    """
+
+    count: int = 10
+    samples: int = 50
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be run."""
+        check_counts(self)
+
+
+def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, seed: int) -> Curves:
+    """One dimension's curves by round, w⁰ first.
+
+    Distances are ‖w₁ − w₂‖/d. ``closed`` and ``limit``: the global model to its closed form, for L steps and for
+    infinitely many; ``least_norm`` to X⁺y, ``central`` to the trained centralized model. ``error`` is mean_i
+    ‖w − w_i*‖²/d. With one value: ``central_least_norm``, ``central_error``, and ``scale``, ‖X⁺y‖/d.
+    """
+    problem = linear.regression(dimension, nodes.count, nodes.samples, seed)
+    steps, lr, rounds = settings.local_steps, settings.lr, settings.rounds
+    path = linear.federate(linear.regression_steps(problem, steps, lr), dimension, rounds)
+    central = linear.centralized(problem, settings.central_steps, lr, classify=False)
+    best = linear.least_norm(problem)
+    return _numbers(
+        closed=(path - linear.closed_form(problem, rounds, steps, lr)).norm(dim=-1) / dimension,
+        limit=(path - linear.closed_form(problem, rounds)).norm(dim=-1) / dimension,
+        least_norm=(path - best).norm(dim=-1) / dimension,
+        central=(path - central).norm(dim=-1) / dimension,
+        error=_error(path, problem.truth),
+        central_least_norm=(central - best).norm() / dimension,
+        central_error=_error(central, problem.truth),
+        scale=best.norm() / dimension,
+    )
+
+
+def _error(w: Tensor, truth: Tensor) -> Tensor:
+    """Mean over nodes of ‖w − w_i*‖²/d, for models (..., d)."""
+    return (w.unsqueeze(-2) - truth).square().mean((-1, -2))
+
+
+def classification_at(dimension: int, nodes: Nodes, settings: ClassificationSettings, seed: int) -> Curves:
+    """One dimension's curves by round, from the first round on: w⁰ = 0 has no direction.
+
+    For each of ``plain`` and ``modified`` Local-GD: distance in direction ``…_central`` and ``…_svm``, to the
+    centralized model and to the hard-margin SVM, and ``…_accuracy``. With one value: ``central_svm``,
+    ``central_accuracy`` and ``svm_accuracy``.
+    """
+    problem = linear.classification(dimension, nodes.count, nodes.samples, settings.noise, seed)
+    local = linear.classification_steps(problem, settings.local_steps, settings.lr, settings.decay)
+    central = linear.centralized(problem, settings.central_steps, settings.lr, classify=True)
+    svm = linear.max_margin(problem)
+    curves: dict[str, Tensor] = {}
+    rules: dict[str, ServerRule | None] = {"plain": None, "modified": ModifiedLocalGD()}
+    for name, rule in rules.items():
+        path = linear.federate(local, dimension, settings.rounds, rule)[1:]
+        curves[f"{name}_central"] = linear.direction_distance(path, central)
+        curves[f"{name}_svm"] = linear.direction_distance(path, svm)
+        curves[f"{name}_accuracy"] = linear.accuracy(path, problem.truth)
+    return _numbers(
+        **curves,
+        central_svm=linear.direction_distance(central, svm),
+        central_accuracy=linear.accuracy(central, problem.truth),
+        svm_accuracy=linear.accuracy(svm, problem.truth),
+    )
+
+
+def _numbers(**curves: Tensor) -> Curves:
+    return {name: curve.reshape(-1).tolist() for name, curve in curves.items()}
+
+
+def by_dimension(
+    at: Callable[[int], Curves], dimension: int, dimensions: tuple[int, ...], advance: Advance
+) -> dict[str, Curves]:
+    """Curves by round at one dimension, and the last value of every curve at many.
+
+    Args:
+        at: Curves of one dimension.
+        dimension: That of the curves by round.
+        dimensions: Those of the curves by dimension.
+        advance: Called after each.
+
+    Returns:
+        ``{"rounds": curves, "dimensions": curves}``; the latter with the dimensions themselves as ``dimension``.
+    """
+    found = {}
+    for d in sorted({dimension, *dimensions}):
+        found[d] = at(d)
+        advance(f"d = {d}")
+    table: Curves = {name: [found[d][name][-1] for d in dimensions] for name in found[dimension]}
+    return {"rounds": found[dimension], "dimensions": {"dimension": [float(d) for d in dimensions]} | table}

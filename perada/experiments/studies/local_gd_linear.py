@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local-GD on the linear problems of Zhu, Vardhan & Mazumdar (https://arxiv.org/abs/2412.07971v1, section 5).
+
+M nodes hold N samples each of dimension d. In a round every node takes L gradient steps on its own loss from the global
+model w, and a server rule makes the next w of what they reach. All is float64.
+
+Gradient descent never leaves w plus the span of the node's own samples. The L steps are therefore taken in coordinates
+of that span: w_i = w + Z_iᵀ c, a gradient step on c is the gradient step on w_i, and costs N² instead of N d.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.svm import SVC
+from torch import Tensor
+
+from perada.core.seeding import generator
+from perada.core.states import State
+from perada.server import Aggregation, Mean, ServerRule
+
+MAX_STEP = 2.0
+"""Gradient descent on a quadratic diverges where the learning rate times its curvature reaches this."""
+MAX_PASSES = 1_000_000
+"""Steps of the SVM's solver; without a bound it does not end on data that cannot be separated."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data of M nodes.
+
+    Attributes:
+        x: Samples (M, N, d).
+        y: Outputs (M, N); of a classification, -1 or 1.
+        truth: Each node's own true model (M, d).
+    """
+
+    x: Tensor
+    y: Tensor
+    truth: Tensor
+
+    @property
+    def together(self) -> "Problem":
+        """All samples on one node, as centralized training has them; its ``truth`` is still (M, d)."""
+        return Problem(self.x.flatten(0, 1).unsqueeze(0), self.y.reshape(1, -1), self.truth)
+
+
+def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0) -> Problem:
+    """Linear regression with unrelated truths: x ~ N(0, 1), w_i* ~ N(0, 4), y = xᵀ w_i* + noise ~ N(0, 0.04).
+
+    The second parameters are variances.
+    """
+    draw = generator(seed, "local-gd/regression", dimension)
+    x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
+    truth = 2 * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
+    noise = 0.2 * torch.randn(nodes, samples, generator=draw, dtype=torch.float64)
+    return Problem(x, _apply(x, truth) + noise, truth)
+
+
+def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: float = 0.5, seed: int = 0) -> Problem:
+    """Labels y = sign(xᵀ w_i*) with x ~ N(0, 1), w_i* = w* + z_i, w* ~ N(0, 1).
+
+    Args:
+        dimension: d.
+        nodes: M.
+        samples: N.
+        noise: Standard deviation of z_i. The paper does not give it.
+        seed: Of all draws.
+    """
+    draw = generator(seed, "local-gd/classification", dimension)
+    x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
+    common = torch.randn(dimension, generator=draw, dtype=torch.float64)
+    truth = common + noise * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
+    return Problem(x, torch.where(_apply(x, truth) >= 0, 1.0, -1.0).double(), truth)
+
+
+def _apply(x: Tensor, w: Tensor) -> Tensor:
+    """Products (M, N) of samples (M, N, d) with one model (d,) for all nodes, or (M, d)."""
+    return (x @ w.expand(len(x), -1).unsqueeze(-1)).squeeze(-1)
+
+
+Local = Callable[[Tensor], Tensor]
+"""Takes the global model (d,) to the models (M, d) that the nodes reach from it."""
+
+
+def federate(local: Local, dimension: int, rounds: int, rule: ServerRule | None = None) -> Tensor:
+    """Run rounds from w⁰ = 0.
+
+    Args:
+        local: What the nodes do in a round.
+        dimension: d.
+        rounds: K.
+        rule: How the server aggregates; the mean by default.
+
+    Returns:
+        The global models (K + 1, d), from w⁰ to w^K.
+    """
+    rule, kept = rule or Mean(), dict[str, State]()
+    path = [torch.zeros(dimension, dtype=torch.float64)]
+    for round in range(rounds):
+        models = local(path[-1])
+        weights = torch.full((len(models),), 1 / len(models), dtype=torch.float64)
+        given = Aggregation({"w": models}, weights, {"w": path[-1]}, frozenset({"w"}), round, kept)
+        path.append(rule(given)["w"])
+    return torch.stack(path)
+
+
+def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
+    """L steps of gradient descent on ½‖y_i − X_i w‖² at every node.
+
+    This is the loss without the 1/N of the paper's section 2.1; docs/studies/local_gd.md says why.
+
+    Raises:
+        ValueError: If so large a learning rate would diverge.
+    """
+    gram = problem.x @ problem.x.mT
+    steepest = torch.linalg.eigvalsh(gram)[:, -1].max().item()
+    if not 0 < lr * steepest < MAX_STEP:
+        raise ValueError(
+            f"lr={lr!r} diverges in dimension {problem.x.shape[-1]}: the curvature is {steepest:.3g}; give a positive "
+            f"number below {MAX_STEP / steepest:.3g}"
+        )
+
+    def local(w: Tensor) -> Tensor:
+        gap = (problem.y - _apply(problem.x, w)).unsqueeze(-1)  # (M, N, 1): y − X w
+        c = torch.zeros_like(gap)
+        for _ in range(steps):
+            c += lr * (gap - gram @ c)
+        return w + (problem.x.mT @ c).squeeze(-1)
+
+    return local
+
+
+def classification_steps(problem: Problem, steps: int, lr: float, decay: float) -> Local:
+    """L steps of gradient descent on mean_j exp(−y_ij x_ijᵀ w) + λ/2 ‖w − w^k‖² at every node.
+
+    Equation 12 has the sum over j; docs/studies/local_gd.md says why the mean is taken here.
+
+    Args:
+        problem: The data.
+        steps: L.
+        lr: Learning rate.
+        decay: λ.
+
+    Raises:
+        ValueError: By the result, if the steps diverge.
+    """
+    signed = problem.y.unsqueeze(-1) * problem.x
+    gram, count = signed @ signed.mT, signed.shape[1]
+
+    def local(w: Tensor) -> Tensor:
+        margin = _apply(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
+        c = torch.zeros_like(margin)
+        for _ in range(steps):
+            c += lr * (torch.exp(-margin - gram @ c) / count - decay * c)
+        models = w + (signed.mT @ c).squeeze(-1)
+        if not models.isfinite().all():
+            raise ValueError(f"lr={lr!r} diverges in dimension {signed.shape[-1]}; give a smaller one")
+        return models
+
+    return local
+
+
+def centralized(problem: Problem, steps: int, lr: float, *, classify: bool) -> Tensor:
+    """The model (d,) after gradient descent from 0 on all samples, as on a single node, with λ = 0."""
+    all_data = problem.together
+    local = classification_steps(all_data, steps, lr, 0.0) if classify else regression_steps(all_data, steps, lr)
+    return federate(local, problem.x.shape[-1], 1)[-1]
+
+
+def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: float = 0.0) -> Tensor:
+    """The global models of Local-GD on the regression, without running it.
+
+    A node's steps take w to (I − P_i) w + Q_i. Where they converge, P_i = X_i⁺X_i and Q_i = X_i⁺y_i (equation 4). After
+    L steps of rate η, I − P_i = (I − η X_iᵀX_i)^L and Q_i = P_i X_i⁺y_i. With the means P̄ and Q̄ over the nodes,
+    w^K = Σ_{k<K} (I − P̄)^k Q̄ (equation 6), here by the eigenvalues of P̄.
+
+    Args:
+        problem: The data.
+        rounds: K.
+        steps: L; None for the limit of many steps.
+        lr: η, where ``steps`` are given.
+
+    Returns:
+        (K + 1, d), from w⁰ = 0 to w^K.
+    """
+    u, s, v = torch.linalg.svd(problem.x, full_matrices=False)  # (M, N, N), (M, N), (M, N, d)
+    share = torch.ones_like(s) if steps is None else 1 - (1 - lr * s.square()) ** steps
+    pull = share / s * (u.mT @ problem.y.unsqueeze(-1)).squeeze(-1)
+    q = (v.mT @ pull.unsqueeze(-1)).squeeze(-1).mean(0)
+    basis = torch.linalg.qr(problem.x.flatten(0, 1).T)[0]  # (d, r): all the models lie in the span of the samples
+    inner = v @ basis  # (M, N, r)
+    values, vectors = torch.linalg.eigh((inner.mT @ (share.unsqueeze(-1) * inner)).mean(0))
+    values = values.clamp(1e-300, 1)
+    powers = torch.arange(1, rounds + 1, dtype=torch.float64).unsqueeze(-1)
+    sums = -torch.expm1(powers * torch.log1p(-values)) / values  # (K, r): Σ_{k<K} (1 − p)^k
+    models = sums * (vectors.mT @ (basis.T @ q)) @ (basis @ vectors).T
+    return torch.cat([torch.zeros_like(models[:1]), models])
+
+
+def least_norm(problem: Problem) -> Tensor:
+    """The centralized solution X⁺y (d,): of all that fit best, the one of least norm."""
+    all_data = problem.together
+    y = all_data.y[0].unsqueeze(-1)
+    solution: Tensor = torch.linalg.lstsq(all_data.x[0], y, driver="gelsd").solution
+    return solution.squeeze(-1)
+
+
+def max_margin(problem: Problem) -> Tensor:
+    """The hard-margin SVM through the origin (d,): the least ‖w‖ with y xᵀw ≥ 1 for all samples (equation 15).
+
+    scikit-learn's ``SVC`` always has an intercept b. It is given every sample twice, (x, y) and (−x, −y): together the
+    two constraints are y xᵀw ≥ 1 + |b|, so that an intercept can only cost, and b = 0. C = 10¹⁰ leaves no slack.
+
+    Raises:
+        ValueError: If no hyperplane through the origin separates the classes.
+    """
+    all_data = problem.together
+    x, y = all_data.x[0], all_data.y[0]
+    machine = SVC(kernel="linear", C=1e10, tol=1e-6, cache_size=500, max_iter=MAX_PASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # an error is raised below
+        machine.fit(torch.cat([x, -x]).numpy(), torch.cat([y, -y]).numpy())
+    w = torch.tensor(machine.coef_[0])
+    if machine.n_iter_.max() >= MAX_PASSES or (y * (x @ w)).min() < 1 - 1e-3:
+        raise ValueError(
+            f"{len(x)} samples of dimension {x.shape[1]} cannot be separated; give a higher dimension or fewer samples"
+        )
+    return w
+
+
+def direction_distance(one: Tensor, other: Tensor) -> Tensor:
+    """‖w₁/‖w₁‖ − w₂/‖w₂‖‖ along the last axis; the model 0 has no direction and gives NaN.
+
+    >>> direction_distance(torch.tensor([3.0, 0.0]), torch.tensor([-0.5, 0.0])).item()
+    2.0
+    """
+    units = (model / model.norm(dim=-1, keepdim=True) for model in (one, other))
+    distance: Tensor = (next(units) - next(units)).norm(dim=-1)
+    return distance
+
+
+def accuracy(w: Tensor, truth: Tensor) -> Tensor:
+    """Expected accuracy of models (..., d) on new samples of all nodes.
+
+    Two hyperplanes through the origin part a share of angle/π of a Gaussian, so that no test set is drawn.
+
+    Args:
+        w: Models.
+        truth: The nodes' true models (M, d).
+    """
+    cosine = (w / w.norm(dim=-1, keepdim=True)) @ (truth / truth.norm(dim=-1, keepdim=True)).T
+    share: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi
+    return 1 - share.mean(-1)

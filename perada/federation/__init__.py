@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round of a federation without Lightning: states, local training, the server's turn, scores."""
+
+from perada.federation.federation import Federation
+
+__all__ = ["Federation"]

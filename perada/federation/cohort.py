@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local training of the clients of one round, all at once.
+
+Clients are ordered by their number of local steps, longest first, so those still training are a prefix, and a prefix of
+a stacked tensor is a view. Chunks of clients bound the memory of one forward and backward pass.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Slot, Stacks
+from perada.core.batches import AnyBatch, one_of
+from perada.core.rounds import Phase, RoundPlan
+from perada.core.seeding import Streams
+from perada.core.states import State, prefix
+from perada.engine.engine import Engine
+from perada.engine.loss_scaling import LossScales
+from perada.engine.losses import client_losses
+from perada.engine.masked_optimizers import MaskedOptimizer
+from perada.federation.local_training import Chunk, LocalTraining
+from perada.privacy.rehearsal import no_logits
+from perada.privacy.training import PrivateRound
+
+
+class Cohort:
+    """The clients of one round while they train.
+
+    Args:
+        engine: Runs the states.
+        algorithm: Says what is trained, and how a step goes.
+        slot: Names of the trained tensors.
+        plan: The round's clients, longest first.
+        phases: The phases of local training.
+        kept: What the clients kept, stacked in the plan's order.
+        received: What the server sent, (C, ...).
+        training: Optimiser and loss.
+        factor: Factor of the learning rates in this round.
+        seed: The run's seed, for dropout.
+        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of them.
+        private: Gives the losses where training is private.
+        scales: The clients' loss scales, in float16.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        algorithm: Algorithm,
+        slot: Slot,
+        plan: RoundPlan,
+        phases: Sequence[Phase],
+        kept: Stacks,
+        received: State,
+        training: LocalTraining,
+        *,
+        factor: float = 1.0,
+        seed: int = 0,
+        clients_per_chunk: int | None = None,
+        private: PrivateRound | None = None,
+        scales: LossScales | None = None,
+    ) -> None:
+        self.private, self.scales = private, scales
+        self.engine, self.algorithm, self.slot, self.plan, self.phases = engine, algorithm, slot, plan, phases
+        self.kept, self.received, self.training, self.factor = kept, received, training, factor
+        size = 1 if engine.kind == "loop" else clients_per_chunk or len(plan.clients)
+        opened = algorithm.open(kept, received, slot)
+        clients = len(plan.clients)
+        bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
+        self.chunks = [Chunk(opened, kept, received, start, stop) for start, stop in bounds]
+        device = next(iter(received.values())).device
+        own = secrets.randbits(256) if private is not None and private.secure else seed
+        self.streams = {
+            role: Streams.derived(own, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
+            for role in opened
+        }
+        self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
+        self.losses = {role: torch.zeros(clients, device=device, dtype=torch.float32) for role in opened}
+        self.descents = {role: torch.zeros(clients) for role in opened}
+        self._phase = -1
+
+    def step(self, batches: AnyBatch) -> None:
+        """Take one local step of the clients that a batch holds, a prefix of the plan's.
+
+        Args:
+            batches: One for all, or one for each stream where training is private; one without clients takes no step.
+        """
+        batch = one_of(batches)
+        if not batch.clients:
+            return
+        if batch.phase != self._phase:
+            self._phase = batch.phase
+            name = self.phases[batch.phase].name
+            for chunk in self.chunks:
+                trained = {role: self.algorithm.trained(role, name, self.slot) for role in chunk.full}
+                chunk.begin(trained, self.training, self.factor, masked=self.scales is not None)
+        for chunk in self.chunks:
+            active = min(len(batch.clients), chunk.stop) - chunk.start
+            if active > 0:
+                if active < chunk.active:
+                    chunk.narrow(active)
+                self.algorithm.client_step(_Step(self, chunk, batches))
+
+    def close(self) -> tuple[Stacks, State, Tensor, Tensor]:
+        """Finish the round.
+
+        Returns:
+            What the clients keep (C, ...), what they send (C, ...), which of them stayed finite (C,), and whose update
+            counts (C,), in the plan's order. An update counts if the client stayed finite; where training is private,
+            if the update did, for the server may learn nothing of what is not sent.
+        """
+        trained = {
+            role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
+            for role, state in self.chunks[0].full.items()
+        }
+        finite = ~self.broken
+        for state in trained.values():
+            for value in state.values():
+                finite &= value.reshape(len(value), -1).isfinite().all(1)
+        kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
+        counts = finite
+        if self.private is not None:
+            counts = torch.ones_like(finite)
+            for value in update.values():
+                counts &= value.reshape(len(value), -1).isfinite().all(1)
+        return kept, update, finite, counts
+
+    def mean_losses(self) -> dict[str, Tensor]:
+        """Mean training loss (C,) of each client over the steps it took on a role, for the roles that have a loss."""
+        return {
+            role: total / self.descents[role].to(total)
+            for role, total in self.losses.items()
+            if self.descents[role].any()
+        }
+
+
+class _Step:
+    """One local step of one chunk's active clients; satisfies :class:`perada.algorithms.base.ClientStep`."""
+
+    def __init__(self, cohort: Cohort, chunk: Chunk, batches: AnyBatch) -> None:
+        batch = one_of(batches)
+        rows = slice(chunk.start, chunk.start + chunk.active)
+        self._cohort, self._chunk, self._rows, self._batches = cohort, chunk, rows, batches
+        self._passes: Counter[str] = Counter()
+        self._counts = batch.counts[rows]
+        width = max(self._counts)
+        self._x, self._y = batch.x[rows, :width], batch.y[rows, :width]
+        self.round = cohort.plan.round
+        self.phase = cohort.phases[batch.phase].name
+        self.states = chunk.states
+        self.received = prefix(chunk.received, chunk.active)
+        self.kept = {role: prefix(state, chunk.active) for role, state in chunk.kept.items()}
+
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        cohort = self._cohort
+        if cohort.private is not None:
+            raise no_logits(cohort.algorithm)
+        states, stream = self._named(states, stream)
+        scales = cohort.scales
+        states = states if scales is None else scales.enter(states, self._rows)
+        logits = cohort.engine.logits(
+            states, self._x, training=True, counts=self._counts, streams=self._streams(stream)
+        )
+        return logits if scales is None else scales.leave(logits, self._rows)
+
+    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
+        private = self._cohort.private
+        if private is None or not isinstance(self._batches, dict):
+            return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
+        states, stream = self._named(states, stream)
+        return private.loss(stream, states, self._batches, self._rows, self._streams(stream))
+
+    def _streams(self, stream: str) -> Streams:
+        """Random streams of the step's next pass that draws from ``stream``."""
+        self._passes[stream] += 1
+        step = self._cohort.streams[stream][self._rows].fork("step", one_of(self._batches).step)
+        return step.fork("pass", self._passes[stream])
+
+    def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
+        """The stack that is meant, and the stream that it draws from."""
+        if isinstance(states, str):
+            return self.states[states], stream or states
+        return states, stream or next(iter(self._cohort.streams))
+
+    def restart(self, role: str, start: State) -> None:
+        with torch.no_grad():
+            for key, value in self.states[role].items():
+                if value.requires_grad:
+                    value.copy_(start[key])
+        if role in self._chunk.optimizers:
+            self._chunk.optimizers[role].state.clear()
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        roles = (role,) if isinstance(role, str) else role
+        optimizers = [self._chunk.optimizers[name] for name in roles if name in self._chunk.optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if loss is not None:
+            self._observe(roles, loss.detach())
+            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+        trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
+        stepping = self._stepping(trained, loss is not None)
+        for leaves in trained:
+            for key, value in leaves.items():
+                if pull is not None:
+                    _add_gradient(value, value.detach() - pull[1][key].detach(), pull[0])
+                if slope is not None:
+                    _add_gradient(value, slope[key])
+            gradients = [value.grad for value in leaves.values() if value.grad is not None]
+            if gradients and self._cohort.training.clip_norm is not None:
+                _clip(gradients, self._cohort.training.clip_norm)
+        for optimizer in optimizers:
+            if isinstance(optimizer, MaskedOptimizer):
+                optimizer.step_rows(stepping)
+            else:
+                optimizer.step()
+
+    def _stepping(self, trained: list[State], scaled: bool) -> Tensor:
+        """Which clients take the step (C,), after a backward pass that was ``scaled``: all, but in float16."""
+        scales = self._cohort.scales
+        if scales is None or not scaled:
+            return torch.ones_like(self._cohort.broken[self._rows])
+        leaves = [leaf for state in trained for leaf in state.values()]
+        return scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
+
+    def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
+        """Note the losses of the step for the round's report."""
+        cohort = self._cohort
+        cohort.broken[self._rows] |= ~losses.isfinite()
+        for role in roles if cohort.private is None else ():  # a loss on private images is not for free
+            cohort.losses[role][self._rows] += losses
+            cohort.descents[role][self._rows] += 1
+
+
+def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
+    leaf.grad = gradient * factor if leaf.grad is None else leaf.grad.add_(gradient, alpha=factor)
+
+
+def _clip(gradients: list[Tensor], norm: float) -> None:
+    """Scale each client's gradients (C, ...) down to a joint norm of at most ``norm``, in place.
+
+    The same arithmetic as ``torch.nn.utils.clip_grad_norm_``, client by client.
+    """
+    total = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
+    scale = (norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))

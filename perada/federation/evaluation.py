@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluation of all models of a federation: which model runs on which image, and what comes out."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from perada.core.batches import EvalBatch
+from perada.core.seeding import generator
+from perada.core.states import send
+from perada.engine.ensembles import ensemble
+from perada.federation.federation import Federation
+from perada.federation.scores import MetricName, Scores, predictive_entropy
+
+GROUP = 32
+"""Clients whose states are gathered at once."""
+
+
+class Evaluation:
+    """Scores of the personal models, on the images of their clients and on everyone's, and of the global model.
+
+    On several processes each runs the personal models of the clients it owns, and the global model on every so many-th
+    batch.
+
+    Args:
+        federation: The states.
+        metric: What is counted.
+        everywhere: Clients whose models run on everyone's images.
+    """
+
+    def __init__(self, federation: Federation, metric: MetricName, everywhere: Sequence[int]) -> None:
+        self.federation, self.metric = federation, metric
+        self.clients, self.multilabel = federation.num_clients, federation.settings.training.multilabel
+        owned = set(federation.owned())
+        self.everywhere = list(everywhere)
+        self._running = [(place, client) for place, client in enumerate(everywhere) if client in owned]
+        self._owned = torch.zeros(self.clients, dtype=torch.bool)
+        self._owned[list(owned)] = True
+        self._local = self._scores(groups=self.clients)
+        self._everyone = self._scores(models=len(self.everywhere))
+        self._states = federation.members() if federation.settings.algorithm.global_model else None
+        members = 1 if self._states is None else len(next(iter(self._states.values())))
+        self._global, self._members = self._scores(), self._scores(models=members)
+        self._entropies: list[Tensor] = []
+
+    def _scores(self, models: int = 1, groups: int = 1) -> Scores:
+        return Scores(self.metric, self.multilabel, models, groups)
+
+    def step(self, batch: EvalBatch, index: int) -> None:
+        """Run the models on a batch of the test set, the ``index``-th of the evaluation."""
+        federation, owner = self.federation, send(batch.owner, batch.x.device)
+        if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
+            members = federation.engine.shared_logits(self._states, batch.x)
+            shared = ensemble(members, federation.settings.algorithm.average, self.multilabel)
+            self._global.update(shared.unsqueeze(0), batch.y)
+            if len(members) > 1:
+                self._members.update(members, batch.y)
+                self._entropies.append(predictive_entropy(shared, self.multilabel))
+            if not federation.personalized:
+                self._local.update(shared.unsqueeze(0), batch.y, owner)
+        if federation.personalized:
+            own = self._run_everywhere(batch, owner)
+            if len(self.everywhere) < self.clients:
+                own = own_logits(federation, batch)
+            if own is not None:
+                counted = None if federation.ranks.size == 1 else send(self._owned, owner.device)[owner]
+                self._local.update(own.unsqueeze(0), batch.y, owner, counted=counted)
+
+    def _run_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
+        """Run personal models on a whole batch; return the logits (B, K) of each image's owner's, where that ran."""
+        rows, own = torch.arange(len(owner), device=owner.device), None
+        for start in range(0, len(self._running), GROUP):
+            places, clients = zip(*self._running[start : start + GROUP], strict=True)
+            logits = self.federation.engine.shared_logits(self.federation.personal_states(clients), batch.x)
+            self._everyone.update(logits, batch.y, models=places)
+            place = owner[:, None] == send(torch.tensor(clients), owner.device)
+            theirs = logits[place.long().argmax(1), rows]
+            own = theirs if own is None else torch.where(place.any(1, keepdim=True), theirs, own)
+        return own
+
+    def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """What the steps have counted, on all processes.
+
+        Returns:
+            Scores by name, and those of each client (M,); NaN where a client has none.
+        """
+        ranks = self.federation.ranks
+        for scores in (self._local, self._everyone, self._global, self._members):
+            scores.merge(ranks)
+        per_client = {"personal/local_test": self._local.compute()[0]}
+        if not self.federation.personalized:
+            per_client["personal/global_test"] = self._global.compute()[0].expand(self.clients)
+        elif self.everywhere:
+            known = torch.full((self.clients,), torch.nan)
+            known[self.everywhere] = self._everyone.compute()[:, 0]
+            per_client["personal/global_test"] = known
+        found: dict[str, float] = {}
+        for name, values in per_client.items():
+            values = values[~values.isnan()]
+            spread = float(values.std(correction=0)) if len(values) else math.nan
+            found |= {name: float(values.mean()), f"{name}_std": spread}
+        if self._global:
+            found["global/global_test"] = float(self._global.compute())
+        if self._members:
+            members = self._members.compute()
+            found |= {"global/best_mode": float(members.max()), "global/worst_mode": float(members.min())}
+            entropies = [entropy.cpu() for entropy in self._entropies]
+            found["global/entropy"] = float(torch.cat([one for own in ranks.gather(entropies) for one in own]).mean())
+        return found, per_client
+
+
+def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
+    """Clients whose models run on everyone's images, in order: all, or so many drawn from the run's seed.
+
+    >>> sample_clients(3, None, 0), len(sample_clients(9, 4, 0)), sample_clients(9, 0, 0)
+    ([0, 1, 2], 4, [])
+    """
+    if count is None or count >= clients:
+        return list(range(clients))
+    return sorted(torch.randperm(clients, generator=generator(seed, "global test"))[:count].tolist())
+
+
+def shared_logits(federation: Federation, x: Tensor) -> Tensor:
+    """Logits (B, K) of the global model."""
+    algorithm, multilabel = federation.settings.algorithm, federation.settings.training.multilabel
+    return ensemble(federation.engine.shared_logits(federation.members(), x), algorithm.average, multilabel)
+
+
+def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
+    """Logits (B, K) of each image by its owner's personal model: each image runs once.
+
+    Stretches of one owner's images are stacked with others that are at most twice as long. Logits are zero for images
+    whose owner another process has, and ``None`` where that goes for all.
+    """
+    stretches = [(owner, len(list(rows))) for owner, rows in groupby(batch.owner.tolist())]
+    counts = torch.tensor([count for _, count in stretches])
+    starts, here = counts.cumsum(0) - counts, set(federation.owned())
+    alike: dict[int, list[int]] = {}
+    for place, (owner, count) in enumerate(stretches):
+        if owner in here:
+            alike.setdefault(count.bit_length(), []).append(place)
+    logits = None
+    for places in alike.values():
+        for begin in range(0, len(places), GROUP):
+            part = places[begin : begin + GROUP]
+            step = torch.arange(int(counts[part].max()))
+            rows = starts[part, None] + step.minimum(counts[part, None] - 1)  # the last image fills what is too short
+            real = (step < counts[part, None]).flatten().nonzero().flatten()
+            states = federation.personal_states([stretches[place][0] for place in part])
+            with torch.no_grad():
+                run = federation.engine.logits(states, batch.x[send(rows, batch.x.device)]).flatten(0, 1)
+            logits = run.new_zeros(len(batch.x), *run.shape[1:]) if logits is None else logits
+            logits[send(rows.flatten()[real], run.device)] = run[send(real, run.device)]
+    return logits

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round did, and what of it is measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from perada.algorithms import Slot
+from perada.core.ranks import Ranks
+from perada.core.rounds import RoundPlan
+from perada.core.states import State, expand, megabytes, numel
+from perada.federation.cohort import Cohort
+from perada.federation.settings import Settings
+
+
+@dataclass
+class RoundReport:
+    """What a round did.
+
+    Attributes:
+        broken: Clients whose training became NaN or infinite and who were left out.
+        diverged: The distillation became NaN or infinite, and its starting point was kept.
+        broken_server: The server's step became NaN or infinite, and the global state stayed as it was.
+        metrics: Training losses, numbers of parameters, megabytes sent.
+    """
+
+    broken: list[int] = field(default_factory=list)
+    diverged: bool = False
+    broken_server: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Outcomes(NamedTuple):
+    """What became of the C clients of a round, known to all ranks; every tensor is on the CPU.
+
+    Attributes:
+        finite: (C,) Whose training stayed finite.
+        counts: (C,) Whose update counts.
+        losses: Mean training loss (C,) of each client over its steps, by role, where the role has one.
+        skipped: (C,) Steps that each skipped, in float16.
+    """
+
+    finite: Tensor
+    counts: Tensor
+    losses: dict[str, Tensor]
+    skipped: Tensor | None
+
+    def broken(self, plan: RoundPlan) -> list[int]:
+        """The clients whose training became NaN or infinite."""
+        return [client for client, fine in zip(plan.clients, self.finite.tolist(), strict=True) if not fine]
+
+
+def gather_outcomes(
+    cohort: Cohort, finite: Tensor, counts: Tensor, places: Sequence[int], clients: int, ranks: Ranks
+) -> Outcomes:
+    """Put together what the ranks know of their clients; one collective.
+
+    Args:
+        cohort: The clients of this rank, or a stand-in where it has none.
+        finite: Which of them stayed finite (c,).
+        counts: Whose update counts (c,).
+        places: Where they stand in the whole round.
+        clients: C.
+        ranks: The processes.
+    """
+    roles, means = list(cohort.losses), cohort.mean_losses()
+    known = [torch.full_like(finite, role in means) for role in roles]
+    skipped = torch.zeros_like(finite) if cohort.scales is None else cohort.scales.skipped
+    rows = [finite, counts, skipped, *known, *(means.get(role, cohort.losses[role]) for role in roles)]
+    table = torch.zeros(len(rows), clients, dtype=torch.float64)
+    if places:
+        table[:, places] = torch.stack([row.detach().to("cpu", torch.float64) for row in rows])[:, : len(places)]
+    ranks.sum_([table])
+    losses = zip(roles, table[3 : 3 + len(roles)], table[3 + len(roles) :], strict=True)
+    return Outcomes(
+        table[0].bool(),
+        table[1].bool(),
+        {role: row.float() for role, has, row in losses if has.any()},
+        None if cohort.scales is None else table[2],
+    )
+
+
+def round_metrics(
+    settings: Settings, slot: Slot, global_state: State, cohort: Cohort, updates: State, outcomes: Outcomes
+) -> dict[str, float]:
+    """Training loss, and what one client trains and all of them send.
+
+    Args:
+        settings: How the rounds go.
+        slot: Names of the trained tensors.
+        global_state: As it was sent.
+        cohort: Clients of the round, at least one.
+        updates: What they sent, (c, ...).
+        outcomes: Of all clients.
+    """
+    algorithm, full, clients = settings.algorithm, cohort.chunks[0].full, len(outcomes.finite)
+    # Every client is sent all models where it compares them, and takes one.
+    received = global_state if algorithm.compares else {key: value[0] for key, value in cohort.received.items()}
+    names = {
+        (role, name)
+        for role, state in full.items()
+        for phase in settings.phases
+        for name in algorithm.trained(role, phase.name, slot)
+        if name in state
+    }
+    sent = {key: value[0] for key, value in updates.items()}
+    metrics = {
+        "params/trained": float(sum(full[role][name][0].numel() for role, name in names)),
+        "params/sent": float(numel({key: value for key, value in sent.items() if key in slot.parameters})),
+        "comm/up_mb": megabytes(expand(sent, clients)),
+        "comm/down_mb": megabytes(expand(received, clients)) if algorithm.sends else 0.0,
+    }
+    shown = {} if settings.protection.clients is not None else outcomes.losses  # no ledger counts them
+    if outcomes.skipped is not None:
+        metrics["train/skipped_steps"] = float(outcomes.skipped.sum())
+    return metrics | {f"train/{role}_loss": float(losses[outcomes.finite].mean()) for role, losses in shown.items()}

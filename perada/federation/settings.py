@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rounds of a federation go, and what they need of the data."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from perada.algorithms import Algorithm
+from perada.core.batches import AnyBatch
+from perada.core.rounds import Phase, RoundPlan
+from perada.engine.loss_scaling import LossScaling
+from perada.federation.local_training import LocalTraining
+from perada.federation.store import Storage
+from perada.privacy.protection import Protection
+from perada.server import Distillation, Mean, ServerRule
+from perada.server.aggregate import Weighting
+from perada.server.distill import ServerData
+
+Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
+"""Gives the prepared local steps of a plan."""
+
+
+class FederationData(ServerData, Protocol):
+    """What a round needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
+
+    train_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the rounds go.
+
+    Attributes:
+        algorithm: The algorithm.
+        training: The clients' optimiser and loss.
+        distillation: How the server distils, where the algorithm does.
+        weighting: Aggregation weights.
+        phases: The phases of local training.
+        seed: The run's seed.
+        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
+        rule: How the server aggregates.
+        protection: What makes the run private.
+        storage: Where the clients' states are held.
+        loss_scaling: How losses are scaled, in float16; ``None``: they are not.
+    """
+
+    algorithm: Algorithm
+    training: LocalTraining
+    distillation: Distillation
+    weighting: Weighting
+    phases: tuple[Phase, ...]
+    seed: int
+    clients_per_chunk: int | None = None
+    rule: ServerRule = field(default_factory=Mean)
+    protection: Protection = field(default_factory=Protection)
+    storage: Storage = field(default_factory=Storage)
+    loss_scaling: LossScaling | None = None

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint that a run is resumed from, and whether it belongs to that run."""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from perada.algorithms import Algorithm
+from perada.core.states import trained_keys
+from perada.data import FederatedDataModule
+from perada.federation.store import locate
+from perada.lightning.module import FederatedClassifier
+from perada.server import ServerRule
+
+
+class RoundCheckpoint(ModelCheckpoint):
+    """Writes ``last.ckpt`` after every round, in place of the one before.
+
+    Args:
+        dirpath: Folder; by default ``checkpoints`` in the run's.
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        super().__init__(
+            dirpath, filename="last", save_top_k=1, save_on_train_epoch_end=True, enable_version_counter=False
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: a resumed run writes into its own folder."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing was saved."""
+
+
+def newest_checkpoint(root: Path) -> Path:
+    """The checkpoint written last below ``root/lightning_logs``, whatever its name.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    found = sorted(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise FileNotFoundError(
+            f"ckpt_path=last: there is no checkpoint below {str(root / 'lightning_logs')!r}; train first, or name one "
+            "by its path"
+        )
+    return found[-1]
+
+
+def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
+    """The path of a checkpoint asked for as ``last`` or by its path.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        ValueError: If it is no checkpoint, or only the beginning of one.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "last":
+        return str(newest_checkpoint(root))
+    if not Path(ckpt_path).is_file():
+        raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
+    if not zipfile.is_zipfile(ckpt_path):
+        raise ValueError(f"ckpt_path={ckpt_path!r} is no checkpoint, or was cut off; give another, or 'last'")
+    return ckpt_path
+
+
+@contextmanager
+def plain_data(ckpt_path: str | None) -> Iterator[None]:
+    """Say in one line that a checkpoint holds more than data: it is read without running any code that it brings.
+
+    Raises:
+        ValueError: If so.
+    """
+    try:
+        yield
+    except UnpicklingError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} holds more than tensors and plain data, and is not read, since it could run any "
+            f"code ({reason}); if you trust it, and a callback of your own put that there, give weights_only=False to "
+            "Trainer.fit, or --weights_only=false to the program"
+        ) from error
+
+
+def belonging(
+    algorithm: Algorithm,
+    rule: ServerRule,
+    seed: int,
+    data: FederatedDataModule,
+    module: FederatedClassifier,
+    disguise: bool = False,
+) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that loads it, in plain types.
+
+    Args:
+        algorithm: The run's.
+        rule: Of its server.
+        seed: The run's.
+        data: The clients' data.
+        module: The model.
+        disguise: Leave the seed out, and give a mark of it.
+    """
+    assert module.adapted is not None
+    model = module.model.state_dict()
+    partition = hashlib.sha256(json.dumps(data.partition_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "backbone": module.adapted.backbone.name,
+        "adapter": type(module.adapted.config).__name__,
+        "algorithm": algorithm.kind,
+        "server rule": rule.kind,
+        "seed": disguised(seed, partition) if disguise else seed,
+        "number of classes": data.num_classes,
+        "number of clients": data.num_clients,
+        "clients' numbers of images": list(data.train_sizes),
+        "partition of the data": partition,
+        "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
+    }
+
+
+@cache
+def disguised(seed: int, salt: str) -> str:
+    """A mark of a seed that is not to be told: it can be compared, and costs 50 ms to be tried."""
+    return hashlib.scrypt(str(seed).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()
+
+
+def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Compare what :func:`belonging` said when a checkpoint was written with what it says now.
+
+    Raises:
+        ValueError: If they differ; the first difference is named.
+    """
+    for name, value in here.items():
+        if saved.get(name) != value:
+            difference = _difference(saved.get(name), value)
+            raise ValueError(
+                f"the checkpoint belongs to another run: its {name} {difference}; go on with the configuration that "
+                "wrote it"
+            )
+
+
+def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
+    """Let the saved states of a federation name its clients' files where they are now, beside the checkpoint."""
+    for name in ("clients", "tuned"):
+        if path is not None and states[name] is not None:
+            states[name] = locate(states[name], Path(path))
+
+
+def go_on(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
+    """Let training go on from a checkpoint after its ``rounds`` whole rounds; ``step`` is the last optimiser step.
+
+    Raises:
+        ValueError: If it cannot, or fewer rounds are asked for than it has behind it.
+    """
+    if "loops" not in checkpoint:
+        raise ValueError(
+            "the checkpoint was saved with save_weights_only=True, which leaves out how far training was; it can be "
+            "evaluated, and training can go on from one that was saved without"
+        )
+    if rounds > max_epochs >= 0:
+        raise ValueError(
+            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give at least "
+            f"{rounds}"
+        )
+    to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, step)
+
+
+def to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
+    """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
+
+    A checkpoint written within a round, or between its end and the end of its epoch, is thereby one of the end of the
+    last whole round.
+    """
+    for count in ("total", "current"):
+        loop["epoch_progress"][count] = dict.fromkeys(loop["epoch_progress"][count], rounds)
+        batches = loop["epoch_loop.batch_progress"]
+        batches[count] = dict.fromkeys(batches[count], step if count == "total" else 0)
+        steps = loop["epoch_loop.manual_optimization.optim_step_progress"]
+        steps[count] = dict.fromkeys(steps[count], step if count == "total" else 0)
+    batches["is_last_batch"] = False
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+
+
+def frozen_digest(model: torch.nn.Module) -> str:
+    """Hash of all that is not trained."""
+    trained, digest = set(trained_keys(model)), hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        if key not in trained:
+            digest.update(key.encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _difference(saved: object, here: object) -> str:
+    """Say how two values differ, of dictionaries and lists only the first place."""
+    if isinstance(saved, dict) and isinstance(here, dict):
+        for key in {**saved, **here}:
+            if saved.get(key) != here.get(key):
+                return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
+    return f"is {_short(saved)}, here it is {_short(here)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

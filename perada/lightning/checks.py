@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused at set-up, because rounds cannot do it or data and model do not fit."""
+
+import os
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
+from torch import Tensor
+
+from perada.algorithms import Algorithm
+from perada.core.batches import one_of
+from perada.data import FederatedDataModule
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
+from perada.server import Distillation
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse what federated rounds cannot do.
+
+    Raises:
+        ValueError: If the trainer is set to it.
+    """
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
+        raise ValueError(
+            f"strategy={type(trainer.strategy).__name__} cannot be used on {trainer.world_size} devices: clients are "
+            "not replicas of one model; give strategy='perada'"
+        )
+    if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(
+            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: torchrun started "
+            f"{os.environ['WORLD_SIZE']} processes; leave both out"
+        )
+    check_precision(trainer.precision)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise ValueError(
+                f"{type(callback).__name__} cannot be used: it trains steps on trial, which belong to no round and, in "
+                "private training, to no ledger; set batch_size and the learning rates yourself"
+            )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} cannot be used: a batch is one local step of "
+            "every client; give a larger batch_size"
+        )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val} cannot be used: it does not know the clients; give "
+            "clip_norm to the FederatedClassifier, which clips each client's gradient"
+        )
+    if trainer.val_check_interval not in (None, 1.0) or trainer.check_val_every_n_epoch is None:
+        raise ValueError(
+            f"val_check_interval={trainer.val_check_interval} cannot be used: models are there only between rounds; "
+            "give check_val_every_n_epoch, the number of rounds between two evaluations"
+        )
+    if trainer.max_steps != -1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        raise ValueError(
+            f"max_steps={trainer.max_steps} cannot be used: it would stop within a round; give max_epochs, the number "
+            "of rounds"
+        )
+
+
+def check_precision(precision: object) -> None:
+    """Refuse what Lightning can set but rounds do not support, also where it would be replaced on a CPU.
+
+    Raises:
+        ValueError: If so.
+    """
+    if str(precision) not in ("None", "32", "32-true", "bf16-mixed", "16-mixed", "16"):
+        raise ValueError(
+            f"precision={precision!r} cannot be used: it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'"
+        )
+
+
+def check_images(data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Send one training image and one public image through the model.
+
+    Raises:
+        ValueError: If one does not pass, or what comes out are not the logits of the classes.
+    """
+    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
+    _check_image("images", batch.x[0, :1], data, module)
+    if data.public_size:
+        _check_image("public images", data.public_images(torch.tensor([0])), data, module)
+
+
+def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
+    x = x.to(next(module.model.parameters()).device)
+    assert module.adapted is not None
+    what = (
+        f"{name} of shape {tuple(x.shape[1:])} and type {x.dtype} do not fit backbone {module.adapted.backbone.name!r}"
+    )
+    try:
+        with torch.no_grad():
+            logits = module.model.eval()(x)
+    except Exception as error:  # every layer refuses in its own way
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{what}: {reason}; give images of the shape and type it takes (image_size resizes uint8 ones)"
+        ) from error
+    if tuple(logits.shape) != (1, data.num_classes):
+        raise ValueError(
+            f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {data.num_classes}); choose "
+            "another backbone"
+        )
+
+
+def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Refuse batches of one image where a BatchNorm is trained: it has no batch to take statistics of.
+
+    Raises:
+        ValueError: If a client has one image only, or batches are that small.
+    """
+    if not any(key.endswith("running_var") for key in module.slot.keys):
+        return
+    smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
+    if data.batch_size == 1 or data.train_sizes[smallest] == 1:
+        what = "batch_size is 1" if data.batch_size == 1 else f"client {smallest} has 1 training image"
+        raise ValueError(
+            f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
+            "choose an adapter without them (head, lora) or a backbone with LayerNorm"
+        )
+
+
+def check_distillation(algorithm: Algorithm, distillation: Distillation, data: FederatedDataModule) -> None:
+    """Refuse to distil without the images it takes.
+
+    Raises:
+        ValueError: If there is no public set, or no validation set where one is asked for.
+    """
+    if algorithm.distills and distillation.steps and not data.public_size:
+        raise ValueError(
+            f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
+            "public set; give one (public=...) or set the number of distillation steps to 0"
+        )
+    if algorithm.distills and distillation.validate_every and not data.validation_size:
+        raise ValueError(
+            f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
+            "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
+        )
+
+
+LEAST_SHARE = 0.1
+"""Share of a forward pass that the frozen part must be, unless features are asked for."""
+
+
+def use_features(trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Serve features where that pays, or is asked for.
+
+    Raises:
+        ValueError: If it is asked for and no frozen part comes before what is trained.
+    """
+    if module.cache_features is False:
+        return
+    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
+    image = batch.x[0, 0].to(next(module.model.parameters()).device)
+    prefix = module.engine.find_prefix(image, 0.0 if module.cache_features else LEAST_SHARE)
+    if prefix is None:
+        if module.cache_features:
+            raise ValueError(
+                "cache_features=True, and the model has no frozen part that everything trained comes after; leave "
+                "cache_features out, or choose an adapter that has (head, lora)"
+            )
+        return
+
+    def encode(images: Tensor) -> Tensor:
+        with trainer.precision_plugin.forward_context():
+            return module.engine.features(data.prepare(images.to(module.device)))
+
+    data.use_features(encode, prefix.size, tuple(prefix.image))

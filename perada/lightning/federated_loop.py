@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communication round as an epoch of Lightning's training loop."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.algorithms import Algorithm, PerAda
+from perada.core.ranks import Distributed, Ranks
+from perada.data import CohortBatch, FederatedDataModule
+from perada.engine.loss_scaling import LossScaling
+from perada.federation.federation import Federation
+from perada.federation.settings import Settings
+from perada.federation.store import Storage, StoreKind
+from perada.lightning.checkpoint import (
+    RoundCheckpoint,
+    belonging,
+    check_belongs,
+    find_clients,
+    frozen_digest,
+    go_on,
+)
+from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
+from perada.lightning.finetuning import finetune, is_scored, score
+from perada.lightning.journals import journal_rounds_to_come, journals_of, keep_journal
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.private_setup import check_network, check_private, configure_rounds, protect, warn_spent
+from perada.lightning.processes import check_alike, options_here, share_work
+from perada.lightning.run_folder import log_history, run_folder, storage
+from perada.lightning.steps import compared, federation_of, parts, progress, rounds_left, warn_broken
+from perada.privacy import ClientPrivacy, Privacy
+from perada.privacy.options import test_mode
+from perada.privacy.protection import Protection
+from perada.server import Distillation, Mean, ServerRule, client_weights
+from perada.server.aggregate import Weighting
+
+T = TypeVar("T")
+CHECKPOINT_KEY = "perada"
+"""Where the loop keeps its tensors in a checkpoint."""
+ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
+"""Metrics of a round that the progress bar shows."""
+
+
+class FederatedLoop(pl.Callback):
+    """Runs one communication round in each epoch.
+
+    A round opens with the epoch: the server samples clients and sends them the global state. The epoch's training steps
+    are the clients' local steps. The round closes after the last one, before validation: clients store what they keep,
+    the server aggregates what they sent, and distils.
+
+    A loop belongs to one module, one data module and one fit: rounds, derived randomness and ledgers begin once. Before
+    and after it the same objects may be validated, tested and asked for predictions. Another fit takes new ones, and
+    resumes from a checkpoint (``ckpt_path``).
+
+    Args:
+        algorithm: What clients train, keep and send, and the server's rule; PerAda by default.
+        clients_per_round: Clients sampled in a round; all of them by default.
+        local_epochs: Passes over its own data that a sampled client makes in a round.
+        local_steps: Local steps instead of epochs.
+        weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
+        server_rule: How the server aggregates what clients sent; the weighted mean by default.
+        distillation: How the server distils, where the algorithm does.
+        privacy: Differential privacy of the clients' images in all that they train; none by default.
+        client_privacy: Differential privacy of whole clients in what they send; none by default.
+        client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
+        seed: Seed that all randomness is derived from.
+
+    Attributes:
+        history: What every round measured: its number ``round``, its last optimiser ``step``, and its metrics by name.
+        num_clients: M, known after set-up.
+        arguments: Lines for the ``config.yaml`` in the run's folder, where no command line writes one.
+
+    Raises:
+        ValueError: If an option cannot be used, or, at set-up, if model, data and algorithm do not fit one another.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | None = None,
+        clients_per_round: int | None = None,
+        local_epochs: float = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "uniform",
+        server_rule: ServerRule | None = None,
+        distillation: Distillation | None = None,
+        privacy: Privacy | None = None,
+        client_privacy: ClientPrivacy | None = None,
+        client_store: StoreKind = "auto",
+        seed: int = 0,
+    ) -> None:
+        client_weights(weighting, [1])
+        self.server_rule = server_rule or Mean()
+        if weighting == "samples" and not self.server_rule.weighted:
+            raise ValueError(
+                f"weighting='samples' cannot be used with {type(self.server_rule).__name__}, which has no weights; "
+                "choose weighting='uniform'"
+            )
+        self.algorithm = algorithm or PerAda()
+        if not isinstance(self.algorithm, Algorithm):
+            raise ValueError(f"algorithm={algorithm!r} is not an algorithm; give one, such as PerAda()")
+        self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
+        self.distillation = distillation or Distillation()
+        self.privacy, self.client_privacy = privacy, client_privacy
+        self.client_store = Storage(client_store)
+        self.protection: Protection | None = None
+        self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
+        self.history: list[dict[str, float]] = []
+        self.num_clients = 0
+        self.arguments: list[str] = []
+        self._federation: Federation | None = None
+        self._data: FederatedDataModule | None = None
+        self._began = False
+        self._step = 0
+        self._loaded: dict[str, Any] | None = None
+        self._journals: list[Path] = []
+        self._weights = ""
+
+    @property
+    def test_mode(self) -> bool:
+        """Whether the noise of a private run follows from the seed, which is then written nowhere."""
+        return test_mode(self.privacy, self.client_privacy)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that model, data and algorithm fit one another, and build the model."""
+        data, module = parts(trainer, pl_module)
+        self._check_fresh(stage, data, module)
+        if sum(isinstance(callback, FederatedLoop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
+            raise ValueError("the Trainer has several FederatedLoops among its callbacks; give it one")
+        check_trainer(trainer)
+        if trainer.world_size > 1:
+            share_work(trainer)
+        self.num_clients = data.num_clients
+        module.build(data.num_classes, data.multilabel, self.seed)
+        assert module.adapted is not None
+        fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
+        if fresh:
+            self.protection = None
+        configure_rounds(self, data, module)
+        self.algorithm.check(module.slot, data.num_clients)
+        self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
+        data.use_features(None)
+        check_images(data, module)
+        if fresh:
+            check_private(self, trainer, data, module)
+        if stage == "fit":
+            with trainer.precision_plugin.forward_context():
+                check_network(self, trainer, data, module)
+        use_features(trainer, data, module)
+        check_distillation(self.algorithm, self.distillation, data)
+        if stage == "fit" and not data.val_dataloader():
+            trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
+        check_batch_norm(data, module)
+        if fresh:
+            with trainer.precision_plugin.forward_context():
+                self.protection = protect(self, trainer, data, module)
+        configure_rounds(self, data, module)
+        if stage == "fit":
+            trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
+
+    def _check_fresh(self, stage: str, data: FederatedDataModule, module: FederatedClassifier) -> None:
+        """Refuse objects of another run, and a second fit."""
+        if stage == "fit" and self._began:
+            raise ValueError(
+                "this FederatedLoop has been fitted: its rounds would begin once more, and with them the noise and the "
+                "ledgers of a private run; make a new FederatedLoop and FederatedClassifier, and resume from a "
+                "checkpoint (ckpt_path)"
+            )
+        if module.federation is not None and module.federation is not self._federation:
+            raise ValueError(
+                "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
+            )
+        if self._federation is not None and (module.federation is None or data is not self._data):
+            other = "FederatedClassifier" if module.federation is None else "FederatedDataModule"
+            raise ValueError(
+                f"this FederatedLoop belongs to another {other}, with which it was used before; make a new one"
+            )
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give every role its first state, or the one that was loaded."""
+        data, module = parts(trainer, pl_module)
+        if trainer.state.fn == "fit" and not self._began:
+            if module.federation is not None and module.federation.rounds_done and self._loaded is None:
+                raise ValueError(
+                    f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
+                    "evaluated, and fit would begin again at the first; give the checkpoint to fit too (ckpt_path), or "
+                    "make new objects"
+                )
+            module.federation, self.history = None, []
+        if module.federation is None:
+            ranks = Distributed() if trainer.world_size > 1 else Ranks()
+            done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
+            check_alike(ranks, self._belonging(*parts(trainer, pl_module)))
+            check_alike(ranks, options_here(self, trainer, done))
+            settings = Settings(
+                self.algorithm,
+                module.training_options,
+                self.distillation,
+                self.weighting,
+                self.phases,
+                self.seed,
+                module.clients_per_chunk,
+                self.server_rule,
+                self.protection or Protection(),
+                storage(self, trainer),
+                LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
+            )
+            module.federation = self._federation = Federation(
+                module.engine, module.slot, module.initial_state, settings, self.num_clients, ranks
+            )
+            self._data = data
+        if self._loaded is not None:
+            module.federation.load_state_dict(self._loaded["federation"])
+            self.history, self._step = self._loaded["history"], self._loaded["step"]
+            module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
+            self._loaded = None
+        if trainer.state.fn == "fit" and not self._began:
+            self._began = True
+            keep_journal(trainer, federation_of(module), self._journals)
+
+    on_validation_start = _begin
+    on_test_start = _begin
+    on_predict_start = _begin
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Initialise the states, and write the partition into the run's folder."""
+        self._begin(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
+        if self._exhausted(trainer):
+            self._finish(trainer, module)
+        module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
+        folder = run_folder(trainer)
+        if folder is not None:
+            log_history(trainer, self.history)
+            if not trainer.is_global_zero:
+                return
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "partition.json").write_text(json.dumps(data.partition_dict()))
+            if self.arguments:
+                (folder / "config.yaml").write_text("\n".join(self.arguments) + "\n", encoding="utf-8")
+
+    def _exhausted(self, trainer: pl.Trainer) -> bool:
+        """Whether no client can afford another round; that is said where rounds are left."""
+        assert self._federation is not None and self.protection is not None
+        done = self._federation.rounds_done
+        if not self.protection.limited or self.protection.affordable(range(self.num_clients)):
+            return False
+        if rounds_left(trainer, done):
+            rank_zero_warn(
+                f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the "
+                "limit (max_epsilon or target_epsilon) to train on"
+            )
+        return True
+
+    def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
+        """End a resumed run that has nothing to train, as it would have ended."""
+        trainer.limit_train_batches = 0
+        self.on_train_end(trainer, module)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, RoundCheckpoint) and callback.dirpath:
+                trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Open the round."""
+        data, module = parts(trainer, pl_module)
+        plan, federation = data.plan(trainer.current_epoch), federation_of(module)
+        if plan.round != federation.rounds_done:
+            raise ValueError(
+                f"round {plan.round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
+                "epochs of something else; make a new Trainer"
+            )
+        if federation.settings.protection.images is not None:
+            federation.settings.protection.images.account.check_data(data.train_sizes, data.batch_size)
+        factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
+        with trainer.precision_plugin.forward_context():
+            module.cohort = federation.open(plan, factor, partial(compared, trainer, data, module))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
+    ) -> None:
+        """Close the round after its last local step."""
+        if not trainer.is_last_batch:
+            return
+        data, module = parts(trainer, pl_module)
+        assert module.cohort is not None
+        cohort, module.cohort = module.cohort, None
+        round = cohort.plan.round
+        with trainer.precision_plugin.forward_context():
+            report = federation_of(module).close(
+                cohort, data, lambda steps: progress(trainer, steps, f"Distil {round}")
+            )
+        if report.broken:
+            warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
+        if report.diverged:
+            rank_zero_warn(
+                f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
+                "Lower its learning rate (lr_server)."
+            )
+        if report.broken_server:
+            rank_zero_warn(
+                f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
+                f"stays as it was. Check {self.server_rule.kind} and the options of {self.algorithm.kind}."
+            )
+        shown = {name: value for name, value in report.metrics.items() if name in ON_THE_BAR}
+        module.log_dict(shown, on_step=False, on_epoch=True, batch_size=1, prog_bar=True)
+        rest = {name: value for name, value in report.metrics.items() if name not in shown}
+        module.log_dict(rest, on_step=False, on_epoch=True, batch_size=1)
+        self._step = trainer.global_step
+        self.history.append({"round": round, "step": self._step, **report.metrics})
+        trainer.should_stop |= not warn_spent(self, federation_of(module).plan.clients)
+        if round + 1 == trainer.max_epochs:
+            finetune(self, trainer, data, module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add the scores to the round's record."""
+        _, module = parts(trainer, pl_module)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
+            self.history[-1] |= module.scores
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
+        data, module = parts(trainer, pl_module)
+        module.cohort = None  # of a round that was stopped in the middle, and counts as not begun
+        tuned = finetune(self, trainer, data, module)
+        scored = score(self, trainer, data, module) if tuned or not is_scored(self) else False
+        if tuned or scored:
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
+                    newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
+                    if newest:
+                        trainer.save_checkpoint(newest, callback.save_weights_only)
+        federation_of(module).collect()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the states of server and clients, and what they belong to."""
+        data, module = parts(trainer, pl_module)
+        journal_rounds_to_come(trainer, federation_of(module))
+        checkpoint[CHECKPOINT_KEY] = {
+            "federation": federation_of(module).state_dict(),
+            "history": self.history,
+            "step": self._step,
+            "scores": module.scores,
+            "per_client": module.per_client,
+            "belongs": self._belonging(data, module),
+        }
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the saved states for the start of training, after checking that they belong to this model and data."""
+        saved = checkpoint.get(CHECKPOINT_KEY)
+        if saved is None:
+            raise ValueError(
+                "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
+            )
+        assert self.protection is not None
+        self.protection.check_alike(saved["federation"].get("privacy"))
+        here = self._belonging(*parts(trainer, pl_module))
+        if self.test_mode and trainer.state.fn != "fit":
+            del here["seed"]  # it may be forgotten: what is evaluated is all in the checkpoint
+        check_belongs(saved["belongs"], here)
+        find_clients(saved["federation"], trainer.ckpt_path)
+        self._loaded, self._journals = saved, journals_of(saved["federation"], str(trainer.ckpt_path))
+        if trainer.state.fn == "fit":
+            go_on(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
+
+    def _belonging(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
+        """What a checkpoint must have in common with the run that loads it."""
+        if not self._weights:
+            self._weights = frozen_digest(module.model)
+        mine = belonging(self.algorithm, self.server_rule, self.seed, data, module, disguise=self.test_mode)
+        return mine | {"frozen weights": self._weights}

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
+
+import math
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from perada.core.batches import AnyBatch
+from perada.core.seeding import seeded
+from perada.core.states import State, get_state, to_device
+from perada.data import EvalBatch
+from perada.engine.engine import Engine, EngineName
+from perada.federation.cohort import Cohort
+from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
+from perada.federation.federation import Federation
+from perada.federation.local_training import ClientOptimizer, LocalTraining
+from perada.federation.scores import MetricName
+from perada.models.adapted import reset_parameters
+from perada.models.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
+from perada.models.slots import make_slot
+
+LRSchedule = Literal["constant", "cosine", "exponential"]
+
+
+class FederatedClassifier(pl.LightningModule):
+    """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
+
+    Its training step is one local step of every client of the round; :class:`perada.lightning.FederatedLoop` opens and
+    closes the rounds. It has no state of its own: adapters of clients and server are held by the loop.
+
+    Args:
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, or a module that maps images to logits.
+        adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
+        adapter_options: Options of the adapter named, for example ``{"r": 8}``.
+        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
+        num_classes: Number of classes; by default what the data says.
+        image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
+        train_backbone: Train the backbone's own parameters beside the adapter's.
+        lr_personal: Learning rate η_p of the personal adapters.
+        lr_local: Learning rate η_l of the local adapters.
+        optimizer: The clients' optimiser, started afresh each round.
+        momentum: Of SGD.
+        weight_decay: Of the clients' optimiser.
+        clip_norm: Largest norm of each client's gradient; unlimited by default.
+        lr_schedule: Learning rates over the rounds: constant, cosine to zero, or times ``lr_gamma`` every ``lr_every``.
+        lr_gamma: Factor of the exponential schedule.
+        lr_every: Rounds between two of its steps.
+        engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
+        clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
+        channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution.
+        cache_features: Keep what the frozen part before everything trained makes of images that are always the same, so
+            that it runs once for each; by default where it is a tenth of the model, at least, and fits the data's
+            ``device_cache_mb``.
+        torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``. It
+            takes minutes at first, and is for GPUs and many rounds; private gradients are not compiled.
+        metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+        global_test_clients: Clients, drawn from the seed, whose personal models are scored on everyone's images: as
+            many passes over all test images. All by default; 0 for none.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        backbone: str | nn.Module = "resnet18",
+        adapter: AdapterChoice = "residual",
+        adapter_options: dict[str, Any] | None = None,
+        pretrained: bool | str = True,
+        num_classes: int | None = None,
+        image_size: int | None = None,
+        train_backbone: bool = False,
+        lr_personal: float = 0.01,
+        lr_local: float = 0.01,
+        optimizer: ClientOptimizer = "sgd",
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+        lr_schedule: LRSchedule = "constant",
+        lr_gamma: float = 0.99,
+        lr_every: int = 10,
+        engine: EngineName = "auto",
+        clients_per_chunk: int | None = None,
+        channels_last: bool | None = None,
+        cache_features: bool | None = None,
+        torch_compile: bool | dict[str, Any] = False,
+        metric: Literal["auto"] | MetricName = "auto",
+        global_test_clients: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, allowed in (
+            ("optimizer", optimizer, ("sgd", "adam", "adamw")),
+            ("lr_schedule", lr_schedule, ("constant", "cosine", "exponential")),
+            ("metric", metric, ("auto", "accuracy", "auroc")),
+            ("engine", engine, ("auto", "folded", "loop")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+        for name, number in (("lr_personal", lr_personal), ("lr_local", lr_local)):
+            if not (isinstance(number, int | float) and 0 <= number < math.inf):
+                raise ValueError(f"{name}={number!r} is not a learning rate; give a finite number, 0 or above")
+        for name, fits, remedy in (
+            ("momentum", 0 <= momentum < 1, "give 0 to below 1"),
+            ("weight_decay", 0 <= weight_decay < math.inf, "give 0 or above"),
+            ("clip_norm", clip_norm is None or clip_norm > 0, "give a positive norm, or leave it out"),
+            ("lr_gamma", 0 <= lr_gamma < math.inf, "give 0 or above"),
+            ("lr_every", lr_every >= 1, "give 1 round or more"),
+            (
+                "clients_per_chunk",
+                clients_per_chunk is None or clients_per_chunk >= 1,
+                "give 1 or more, or leave it out",
+            ),
+            (
+                "global_test_clients",
+                global_test_clients is None or global_test_clients >= 0,
+                "give 0 or more, or leave it out for all",
+            ),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={locals()[name]!r} cannot be used; {remedy}")
+        self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
+        self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
+        self.train_backbone = train_backbone
+        self.lr = {"personal": lr_personal, "local": lr_local}
+        self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
+        self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
+        self.engine_name, self.clients_per_chunk, self.channels_last = engine, clients_per_chunk, channels_last
+        self.torch_compile = torch_compile
+        self.cache_features, self.metric, self.global_test_clients = cache_features, metric, global_test_clients
+        self.automatic_optimization = False
+        self.strict_loading = False
+        self.adapted: AdaptedModel | None = None
+        self.multilabel, self.seed = False, 0
+        self.cohort: Cohort | None = None
+        self.per_client: dict[str, Tensor] = {}
+        self.scores: dict[str, float] = {}
+        self.federation: Federation | None = None
+
+    def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
+        """Build backbone, adapter and engine; a second call for the same task does nothing.
+
+        Args:
+            num_classes: What the data says.
+            multilabel: Whether labels are 0/1 per class.
+            seed: The run's seed, from which the random initial values of head and adapter are derived.
+
+        Raises:
+            ValueError: If the data's number of classes is not the one that was asked for, or it was built otherwise.
+        """
+        if self.adapted is not None and (self.num_classes, self.multilabel) != (num_classes, multilabel):
+            raise ValueError(
+                f"the FederatedClassifier was built for {self.num_classes} classes, and the data has {num_classes}, or "
+                "labels of another kind; make a new one"
+            )
+        if self.adapted is not None and self.seed != seed:
+            raise ValueError(
+                "the FederatedClassifier was built with another seed than that of the FederatedLoop; make a new one"
+            )
+        if self.adapted is not None:
+            return
+        if self.num_classes not in (None, num_classes):
+            raise ValueError(
+                f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
+                "leave num_classes out or correct it"
+            )
+        self.num_classes, self.seed = num_classes, seed
+        self.adapted = self._adapt()
+        self.model = self.adapted.model
+        self.multilabel = multilabel
+        convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
+        channels_last = convolutions > 1 if self.channels_last is None else self.channels_last
+        if channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        compiled = {} if self.torch_compile is True else self.torch_compile or None
+        self.engine = Engine(self.model, self.engine_name, channels_last=channels_last, compile=compiled)
+        self.slot = make_slot(self.model, self.adapted.backbone.head)
+        self.training_options = LocalTraining(
+            self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
+        )
+
+    def _adapt(self, *index: int) -> AdaptedModel:
+        """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
+        with seeded(self.seed, "model", *index):
+            backbone = build_backbone(
+                self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
+            )
+            return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
+
+    def initial_state(self, index: int) -> State:
+        """The ``index``-th random initialisation of what is trained; that of 0 is the model's own.
+
+        Only what is random differs: the adapter and the head, which is drawn anew also where the weights came with one
+        that fits, or all that is trained with ``pretrained=False``.
+        """
+        if index == 0:
+            return get_state(self.model)
+        model = self._adapt(index).model
+        assert self.adapted is not None
+        everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
+        with seeded(self.seed, "model", index):
+            reset_parameters(model, "" if everything else f"{self.adapted.backbone.head}.")
+        return to_device(get_state(model), next(self.model.parameters()).device)
+
+    def rate_factor(self, round: int, rounds: int) -> float:
+        """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""
+        if self.lr_schedule == "cosine" and rounds > 0:
+            return (1 + math.cos(math.pi * round / rounds)) / 2
+        return self.lr_gamma ** (round // self.lr_every) if self.lr_schedule == "exponential" else 1.0
+
+    def training_step(self, batch: AnyBatch, batch_idx: int) -> None:
+        """One local step of every client that still has one to take in this round."""
+        if self.cohort is None:
+            raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
+        self.cohort.step(batch)
+        steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress  # for loggers and checkpoints
+        steps.increment_ready()
+        steps.increment_completed()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """An optimiser without effect, which Lightning asks for: clients' optimisers live for one round."""
+        return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the frozen backbone out: the loop saves all that was trained."""
+        checkpoint["state_dict"] = {}
+
+    def on_validation_epoch_start(self) -> None:
+        """Start counting."""
+        metric: MetricName = ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
+        federation = self._states()
+        everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
+        self._evaluation = Evaluation(federation, metric, everywhere)
+
+    def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
+        """Run the personal models and the global one on a batch of the test set."""
+        self._evaluation.step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log mean and standard deviation over clients."""
+        self.score()
+        for name, value in self.scores.items():
+            self.log(name, value, prog_bar=not name.endswith("_std"))
+
+    def score(self) -> None:
+        """Compute ``scores`` and ``per_client`` of what the validation steps have counted."""
+        self.scores, self.per_client = self._evaluation.result()
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+    def predict_step(self, batch: EvalBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Logits (B, K) of the owner's personal model and of the global one, with the owner of each image."""
+        federation, found = self._states(), {"owner": batch.owner, "y": batch.y}
+        shared = shared_logits(federation, batch.x) if federation.settings.algorithm.global_model else None
+        if federation.personalized:
+            own = own_logits(federation, batch)
+            own = batch.x.new_zeros(len(batch.x), self.num_classes or 0) if own is None else own
+            federation.ranks.sum_([own])
+        else:
+            own = shared
+        return found | {name: logits for name, logits in (("personal", own), ("global", shared)) if logits is not None}
+
+    def _states(self) -> Federation:
+        if self.federation is None:
+            raise RuntimeError("there are no states: add perada.lightning.FederatedLoop to the Trainer's callbacks")
+        return self.federation

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a run as the federated loop sees them."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities import move_data_to_device
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from tqdm.auto import tqdm
+
+from perada.core.batches import AnyBatch, one_of
+from perada.core.rounds import PrivateSampling
+from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
+from perada.federation.federation import Federation
+from perada.lightning.module import FederatedClassifier
+
+if TYPE_CHECKING:
+    pass
+
+T = TypeVar("T")
+
+
+def warn_broken(when: str, clients: list[int], consequence: str) -> None:
+    """Name the clients whose training went wrong, and say what becomes of it."""
+    names = ", ".join(map(str, clients))
+    rank_zero_warn(
+        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate "
+        "(of the clients, or of the server's rule where all break) or check the images."
+    )
+
+
+def prepared(
+    data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan, private: PrivateSampling | None = None
+) -> Iterator[AnyBatch]:
+    """The local steps of a plan, on the model's device."""
+    for batch in data.cohort_loader(plan, private):
+        yield data.prepare(move_data_to_device(batch, module.device))
+
+
+def compared(
+    trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, plan: RoundPlan
+) -> Iterator[CohortBatch]:
+    """All training images of a plan's clients, each once, for those who compare the global models on them."""
+    epoch, sizes = data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), data.train_sizes
+    for batch in map(one_of, progress(trainer, prepared(data, module, epoch), f"Compare {plan.round}")):
+        left = [
+            min(rows, sizes[client] - batch.step * rows)
+            for client, rows in zip(batch.clients, batch.counts, strict=True)
+        ]
+        yield batch._replace(counts=tuple(left))  # what fills the last batch was compared already
+
+
+def progress(trainer: pl.Trainer, steps: Iterable[T], description: str) -> Iterable[T]:
+    """``steps`` under a progress bar, where the trainer shows one."""
+    bar = trainer.progress_bar_callback
+    return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
+
+
+def rounds_left(trainer: pl.Trainer, done: int) -> bool:
+    """Whether the trainer is to train more than ``done`` rounds."""
+    limit = trainer.max_epochs
+    return limit is None or not 0 <= limit <= done
+
+
+def federation_of(module: FederatedClassifier) -> Federation:
+    """The states of server and clients, once the first round has begun."""
+    assert module.federation is not None
+    return module.federation
+
+
+def parts(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[FederatedDataModule, FederatedClassifier]:
+    """The datamodule and the module, checked.
+
+    Raises:
+        TypeError: If either is not perada's.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
+    if not isinstance(data, FederatedDataModule):
+        raise TypeError(f"FederatedLoop needs a FederatedDataModule, not {type(data).__name__}; pass it as datamodule=")
+    if not isinstance(module, FederatedClassifier):
+        raise TypeError(f"FederatedLoop needs a FederatedClassifier, not {type(module).__name__}")
+    return data, module

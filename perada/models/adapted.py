@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one adapter slot of a backbone: what is trained, under which names, and how PEFT saves it."""
+
+import copy
+import re
+import warnings
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import peft
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel
+from peft.utils.error import NoMatchingPeftModuleError
+from torch import nn
+
+from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
+from perada.adapters.residual.model import block_convolutions
+from perada.core.images import ImageConfig
+from perada.core.states import trained_keys
+
+AdapterChoice = str | PeftConfig
+"""What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
+
+ATTENTION = re.compile(
+    r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
+)
+IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
+IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
+METHODS: dict[str, type[PeftConfig]] = {
+    "residual": ResidualConfig,
+    "bottleneck": BottleneckConfig,
+    "lora": LoraConfig,
+    "ia3": IA3Config,
+}
+SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "full": ["all"]}
+INTERNAL = {field.name for field in fields(PeftConfig)}
+
+
+@dataclass
+class Backbone:
+    """A frozen image classifier.
+
+    Attributes:
+        model: Maps images (B, channels, height, width) to logits (B, K).
+        name: The timm name, ``hf:`` and the transformers name, or the class name.
+        head: Full name of the classification head in ``model``.
+        image: What images must look like; None where it is not known (a network of the caller's own).
+    """
+
+    model: nn.Module
+    name: str
+    head: str
+    image: ImageConfig | None
+
+
+@dataclass
+class AdaptedModel:
+    """A backbone with its adapter in place.
+
+    Attributes:
+        backbone: Where it came from; its ``model`` now holds the adapter.
+        peft_model: PEFT's view of it, which only saving and loading need. The adapter's name in it is ``"default"``.
+        config: The adapter's configuration as it is saved.
+        beside: Trained tensors that PEFT does not save: the backbone's own, where it is trained too.
+    """
+
+    backbone: Backbone
+    peft_model: PeftModel
+    config: PeftConfig
+    beside: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The network itself, whose names are the names of states everywhere in perada."""
+        return self.peft_model.get_base_model()
+
+
+def adapter_names() -> list[str]:
+    """Return the names that ``insert_adapter`` knows.
+
+    >>> adapter_names()
+    ['residual', 'bottleneck', 'lora', 'ia3', 'head', 'bias_norm', 'full']
+    """
+    return [*METHODS, *SELECTIONS]
+
+
+def is_adapter_key(key: str) -> bool:
+    """Whether a name in an adapted model is of what the adapter added, rather than of the backbone or a copy of it.
+
+    >>> [is_adapter_key(key) for key in ("conv.lora_A.default.weight", "fc.modules_to_save.default.bias")]
+    [True, False]
+    """
+    parts = key.split(".")
+    return "default" in parts and "modules_to_save" not in parts
+
+
+def insert_adapter(
+    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: bool = False, **options: object
+) -> AdaptedModel:
+    """Put an adapter into ``backbone``, in place, and let it and the classification head require gradients.
+
+    New weights are drawn from torch's global random stream.
+
+    Args:
+        backbone: A backbone without adapter.
+        adapter: One of ``adapter_names()``, or any PEFT configuration of a method that changes layers.
+        train_backbone: Train the backbone's own parameters beside the adapter's.
+        **options: Fields of the named method's configuration, such as ``dropout`` of ``"residual"`` or ``r`` of
+            ``"lora"``.
+
+    Returns:
+        The adapted model. ``requires_grad`` is true in it for what is trained, and for nothing else.
+
+    Raises:
+        ValueError: If the adapter or an option is unknown, fits nothing in the backbone, or trains what PEFT would not
+            save. The backbone may then be half adapted: build it anew.
+        TypeError: If ``adapter`` is neither a name nor a PEFT configuration.
+    """
+    if hasattr(backbone.model, "peft_config"):
+        raise ValueError(f"backbone {backbone.name!r} already holds an adapter: build a fresh one with build_backbone")
+    config = _configure(backbone, adapter, options)
+    method = adapter if isinstance(adapter, str) else type(adapter).__name__
+    try:
+        with warnings.catch_warnings():
+            # peft 0.21 reads an attribute that transformers 5.23 has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
+    except NoMatchingPeftModuleError as error:
+        raise ValueError(
+            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
+            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does"
+        ) from error
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
+    adapted = AdaptedModel(backbone, peft_model, config)
+    if not train_backbone:
+        lost = _not_saved(adapted)
+        if lost:
+            raise ValueError(
+                f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, "
+                "but PEFT would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
+            )
+        return adapted
+    if isinstance(config, SelectiveConfig):
+        raise ValueError(
+            f"train_backbone=True cannot be used with adapter {method!r}, which adds nothing to the backbone: choose "
+            "'full' to train all of it"
+        )
+    for name, parameter in adapted.model.named_parameters():
+        parameter.requires_grad_("original_module" not in name.split("."))  # PEFT's copy, which is not run
+    return replace(adapted, beside=_not_saved(adapted))
+
+
+def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
+    """Return the configuration to insert, with targets and head filled in."""
+    if isinstance(adapter, PeftConfig):
+        if options:
+            raise ValueError(f"options {sorted(options)} come with a PeftConfig: set them in the configuration itself")
+        config = copy.deepcopy(adapter)
+        config.inference_mode = False
+    elif not isinstance(adapter, str):
+        raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {adapter_names()} or a PeftConfig")
+    elif adapter in SELECTIONS:
+        _check_options(adapter, options, set())
+        config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head])
+    elif adapter in METHODS:
+        _check_options(adapter, options, {field.name for field in fields(METHODS[adapter])} - INTERNAL)
+        config = METHODS[adapter](**cast(dict[str, Any], options))
+    else:
+        raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
+    if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
+        raise ValueError(
+            f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
+        )
+    if getattr(config, "target_modules", "unset") is None and isinstance(config, (LoraConfig, IA3Config)):
+        _fill_targets(backbone, config)
+    if isinstance(config, IA3Config) and config.feedforward_modules is None:
+        config.feedforward_modules = []
+    if not isinstance(config, SelectiveConfig):
+        _check_head_name(backbone)
+        saved = cast(list[str] | None, vars(config)["modules_to_save"])
+        vars(config)["modules_to_save"] = list(dict.fromkeys([backbone.head, *(saved or [])]))
+    return config
+
+
+def _check_options(adapter: str, options: dict[str, object], known: set[str]) -> None:
+    unknown = sorted(set(options) - known)
+    if unknown:
+        choice = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"adapter {adapter!r} has no option {unknown[0]!r}: its options are {choice}")
+
+
+def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config) -> None:
+    """Choose the layers for LoRA and IA3: attention of transformers, main convolutions of ResNets and EfficientNets."""
+    linears = [name for name, module in backbone.model.named_modules() if isinstance(module, nn.Linear)]
+    if isinstance(config, LoraConfig):
+        targets = [name for name in linears if ATTENTION.fullmatch(name)]
+    else:
+        feedforward = [name for name in linears if IA3_FEEDFORWARD.fullmatch(name)]
+        targets = [name for name in linears if IA3_SCALED.fullmatch(name)] + feedforward
+        if config.feedforward_modules is None:
+            config.feedforward_modules = feedforward
+    targets = targets or block_convolutions(backbone.model)
+    if not targets:
+        raise ValueError(
+            f"backbone {backbone.name!r} is of no family whose layers {type(config).__name__} knows: "
+            "name the layers to adapt in target_modules"
+        )
+    config.target_modules = targets
+
+
+def _check_head_name(backbone: Backbone) -> None:
+    """Refuse a head whose name PEFT, which compares the ends and the parts of names, would find elsewhere too.
+
+    Raises:
+        ValueError: If so.
+    """
+    head = backbone.head
+    for name, _ in backbone.model.named_modules():
+        inside = name == head or name.startswith(f"{head}.")
+        if not inside and (name.endswith(head) or f".{head}." in f".{name}."):
+            raise ValueError(
+                f"the head {head!r} of backbone {backbone.name!r} cannot be told from {name!r} by PEFT: give the head "
+                "a name of its own, or choose the adapter 'head', 'bias_norm' or 'full'"
+            )
+
+
+def _not_saved(adapted: AdaptedModel) -> tuple[str, ...]:
+    """Names of trained tensors, and of buffers of modules that own one, that PEFT would not save."""
+    saved = peft.get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+    pointers = {tensor.data_ptr() for tensor in saved.values()}
+    state = adapted.model.state_dict()
+    return tuple(key for key in trained_keys(adapted.model) if state[key].data_ptr() not in pointers)
+
+
+def reset_parameters(model: nn.Module, within: str) -> None:
+    """Draw anew, from torch's global random stream, the trained layers of the backbone whose names start so."""
+    for path, module in model.named_modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        reset = getattr(module, "reset_parameters", None)
+        if trained and callable(reset) and f"{path}.".startswith(within) and not is_adapter_key(f"{path}."):
+            reset()

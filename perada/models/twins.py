@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked twins of timm's and transformers' own layers, registered when this module is imported."""
+
+import timm.layers
+from timm.models.vision_transformer import LayerScale, VisionTransformer
+from torch import Tensor, nn
+from transformers.models.vit.modeling_vit import ViTEmbeddings
+
+from perada.engine.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
+from perada.engine.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
+
+
+class StackedBatchNormAct(StackedBatchNorm):
+    """C of timm's batch normalisations with an activation behind it."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, H, W) per client, then drop and activate as the original does."""
+        original = self.original[0]
+        assert isinstance(original, timm.layers.BatchNormAct2d)
+        out: Tensor = original.act(original.drop(super().forward(x_R)))
+        return out
+
+
+class StackedLayerScale(Twin):
+    """C of timm's learned scales of the last axis."""
+
+    gamma: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Scale (R, ..., D)."""
+        x_CB = x_R.view(self.context.clients, -1, *x_R.shape[1:])
+        scale = self.gamma.view(-1, *[1] * (x_R.dim() - 1), self.gamma.shape[-1])
+        return (x_CB * scale).flatten(0, 1)
+
+
+class StackedDropPath(StackedDropout):
+    """timm's stochastic depth with one random stream per client: a sample's whole branch is dropped."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Drop rows of (R, ...)."""
+        original = self.original[0]
+        assert isinstance(original, timm.layers.DropPath)
+        if not self.training:
+            return x_R
+        mask = self.mask(x_R, ()).view(-1, *[1] * (x_R.dim() - 1))
+        return x_R * (mask if original.scale_by_keep else mask.bool())
+
+
+_TWINS: dict[type[nn.Module], type[Twin]] = {
+    timm.layers.BatchNormAct2d: StackedBatchNormAct,
+    timm.layers.GroupNorm: StackedGroupNorm,
+    timm.layers.LayerNorm: StackedLayerNorm,
+    LayerScale: StackedLayerScale,
+}
+TWINS.update(_TWINS)
+RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
+ROW_PARAMETERS.update(
+    {
+        VisionTransformer: frozenset({"cls_token", "pos_embed", "reg_token"}),
+        ViTEmbeddings: frozenset({"cls_token", "position_embeddings"}),
+    }
+)

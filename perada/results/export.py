@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters as PEFT folders, written and read."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from perada.core.states import State, get_state, set_state, trained_keys
+from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
+
+BACKBONE_FILE = "backbone.safetensors"
+CARD_FILE = "README.md"
+_CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
+
+
+def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str = "") -> None:
+    """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
+
+    Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter.
+
+    Args:
+        adapted: Whose names the state has; its own adapter is left as it was.
+        state: The adapter.
+        folder: Where to write; made if need be.
+        section: Markdown to add to the model card that PEFT writes, in the place of what was added to it before.
+    """
+    before = get_state(adapted.model)
+    try:
+        set_state(adapted.model, state)
+        adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+        if adapted.beside:
+            save_file({key: state[key].detach().cpu().contiguous() for key in adapted.beside}, folder / BACKBONE_FILE)
+        write_section(folder / CARD_FILE, section)
+    finally:
+        set_state(adapted.model, before)
+
+
+def write_section(path: Path, section: str) -> None:
+    """Put ``section`` at the end of a text file, in the place of the one that an earlier call put there.
+
+    Args:
+        path: The file; made if need be.
+        section: Markdown; nothing takes the earlier one away.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    ours = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
+    rest = "\n\n".join(filter(None, ours.split(text)))
+    if section:
+        rest = f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip()
+    if rest != text:
+        path.write_text(rest, encoding="utf-8")
+
+
+@contextmanager
+def contiguous(model: nn.Module) -> Iterator[None]:
+    """Lay out the tensors of ``model`` plainly meanwhile: files hold no channels-last memory format."""
+    last = [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
+    ]
+    try:
+        for parameter in last:
+            parameter.data = parameter.data.contiguous()
+        yield
+    finally:
+        for parameter in last:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None) -> State:
+    """Read a PEFT folder into a state; the model's own adapter is left as it was.
+
+    Args:
+        adapted: The model whose adapter it is.
+        folder: What :func:`save_adapter` wrote.
+        config: What the folder's configuration must equal.
+
+    Raises:
+        FileNotFoundError: If there is no adapter in ``folder``.
+        ValueError: If it is broken, or belongs to another backbone or adapter.
+    """
+    foreign = f"the adapter in {str(folder)!r} belongs to another backbone or adapter"
+    remedy = "load it with the configuration it was made with"
+    own = read_config(folder)
+    if config is not None:
+        difference = _first_difference(own, config)
+        if difference is not None:
+            raise ValueError(f"{foreign}: its {difference}; {remedy}")
+    before = get_state(adapted.model)
+    try:
+        weights = load_peft_weights(str(folder), device="cpu")
+    except Exception as error:  # safetensors raises types of its own
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it anew") from error
+    expected = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+    for name in sorted({*weights, *expected}):
+        if name not in weights:
+            raise ValueError(f"{foreign}: it lacks {name!r}; {remedy}")
+        if name not in expected:
+            raise ValueError(f"{foreign}: it has {name!r}, which the model has not; {remedy}")
+        shapes = tuple(weights[name].shape), tuple(expected[name].shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
+        if not weights[name].isfinite().all():
+            raise ValueError(
+                f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it anew"
+            )
+    try:
+        set_peft_model_state_dict(adapted.peft_model, weights)
+        if adapted.beside:
+            _load_tensors(adapted, folder / BACKBONE_FILE, set(adapted.beside))
+        return get_state(adapted.model)
+    finally:
+        set_state(adapted.model, before)
+
+
+def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
+    """The first field in which two configurations of adapters differ, with both values."""
+    if type(one) is not type(other):
+        return f"method is {one.peft_type}, of the run it is {other.peft_type}"
+    ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+    for name, value in vars(one).items():
+        values = [set(v) if isinstance(v, list) else v for v in (value, getattr(other, name))]
+        if name not in ignored and values[0] != values[1]:
+            return f"{name} is {value}, of the run it is {getattr(other, name)}"
+    return None
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Read the configuration of a PEFT folder.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it cannot be read.
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{str(folder)!r} is no adapter folder: it has no {name}; give one that perada saved"
+            )
+    try:
+        config: PeftConfig = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # a broken JSON file, an unknown method or unknown fields
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+        raise ValueError(
+            f"the adapter configuration in {str(folder)!r} cannot be read: {reason}; save it anew"
+        ) from error
+    return config
+
+
+def save_backbone(adapted: AdaptedModel, folder: Path) -> None:
+    """Write the frozen tensors of a backbone whose weights cannot be had elsewhere."""
+    trained = set(trained_keys(adapted.model))
+    tensors = {
+        k: v.detach().cpu().contiguous().clone() for k, v in adapted.model.state_dict().items() if k not in trained
+    }
+    save_file(tensors, folder / BACKBONE_FILE)
+
+
+def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:
+    """Insert the adapter of ``config``, and read the frozen tensors if ``folder`` holds any.
+
+    Raises:
+        ValueError: If the frozen tensors do not belong to the backbone.
+    """
+    with torch.random.fork_rng(devices=[]):
+        adapted = insert_adapter(backbone, config, train_backbone=train_backbone)
+    path = folder / BACKBONE_FILE
+    if path.is_file():
+        _load_tensors(adapted, path, set(adapted.model.state_dict()) - set(trained_keys(adapted.model)))
+    return adapted
+
+
+def _load_tensors(adapted: AdaptedModel, path: Path, expected: set[str]) -> None:
+    """Read ``expected`` tensors of the model from a file.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is broken, or of another backbone.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
+    what = f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}"
+    try:
+        tensors = load_file(path)
+        lost = sorted(expected - set(tensors))
+        set_state(adapted.model, tensors)
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}; save the run anew") from error
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}; load it with the one it was made with") from error
+    if lost:
+        raise ValueError(f"{what}: it lacks {lost[0]!r}; load it with the one it was made with")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write readable JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what a run measured, as Markdown."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from math import nan
+from pathlib import Path
+
+from torch import Tensor
+
+from perada.results.privacy_card import TEST_MODE, epsilon_text, mean_and_std
+
+SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
+ENTROPY = "global/entropy"
+MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
+PRIVACY = "privacy/"
+CLIENT_EPSILONS = {
+    "privacy/server_epsilon": "ε server",
+    "privacy/release_epsilon": "ε release",
+    "privacy/client_epsilon": "ε client",
+}
+"""What the columns of each client's ε are called."""
+ROWS = 20
+"""Clients that a table shows."""
+ROUND_EPSILONS = {
+    "privacy/server_epsilon_mean": "ε server",
+    "privacy/release_epsilon_mean": "ε release",
+    "privacy/client_epsilon_max": "ε client (max)",
+}
+"""What the columns of the ε after a round are called."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a Markdown table; the first column is aligned left, the others right.
+
+    What no terminal should be sent, and what would end a cell, is replaced: names may come from anyone's file.
+
+    >>> print(table(["a", "b"], [["x", "10"]]))
+    | a |  b |
+    |---|---:|
+    | x | 10 |
+    """
+    header, *rows = [[printable(cell).replace("|", "¦") for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    widths = [max(width, 1 + (column > 0)) for column, width in enumerate(widths)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return f"| {' | '.join(cells)} |"
+
+    rule = "|".join("-" * (width + 2) if not column else "-" * (width + 1) + ":" for column, width in enumerate(widths))
+    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+
+
+def printable(text: str) -> str:
+    r"""``text`` on one line, without the control characters that a terminal would obey.
+
+    >>> printable("a\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: bool = False) -> str:
+    """One row per client, then mean and standard deviation of all; of many clients the first ``ROWS`` are shown.
+
+    Args:
+        scores: Scores (M,) by name; ε where the name begins with ``privacy/``.
+        sizes: Training images of each client.
+        test_mode: Whether the noise of a private run follows from its seed, which is then said.
+    """
+    rows = [
+        [str(client), str(size), *(_cell(name, float(values[client])) for name, values in scores.items())]
+        for client, size in enumerate(sizes[:ROWS])
+    ]
+    if len(sizes) > ROWS:
+        rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
+    known = {name: values[~values.isnan()].double() for name, values in scores.items()}
+    rows.append(["mean ± std", "", *(_spread(name, values) for name, values in known.items())])
+    return _noted(table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows), test_mode)
+
+
+def _noted(shown: str, test_mode: bool) -> str:
+    """A table, and below it what is to be known of its ε."""
+    return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
+
+
+def _spread(name: str, values: Tensor) -> str:
+    """Mean ± standard deviation of the scores (M,), none of them NaN."""
+    if name.startswith(PRIVACY):
+        return mean_and_std(values.tolist()) if len(values) else "–"
+    return f"{percent(float(values.mean()))} ± {percent(float(values.std(correction=0)) if len(values) else nan)}"
+
+
+def run_report(folder: Path) -> str:
+    """The rounds of a run, from its ``metrics.csv``.
+
+    Raises:
+        FileNotFoundError: If there is none in ``folder``.
+        ValueError: If it holds no rounds.
+    """
+    path = folder / "metrics.csv"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds no metrics.csv; give a run folder, for example lightning_logs/version_0"
+        )
+    rounds: dict[int, dict[str, str]] = {}
+    with path.open(encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        if "epoch" not in (lines.fieldnames or ()):
+            raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
+        for row in lines:
+            rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
+    shown = [name for name in (*SCORES, *MODES, *ROUND_EPSILONS) if any(name in values for values in rounds.values())]
+    losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
+    body = [
+        [
+            str(round),
+            *(f"{float(values[name]):.4f}" if name in values else "" for name in losses),
+            *(_cell(name, float(values[name])) if name in values else "" for name in shown),
+        ]
+        for round, values in sorted(rounds.items())
+    ]
+    header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
+    return _noted(table(header, body), any("privacy/test_mode" in values for values in rounds.values()))
+
+
+def mode_line(scores: Mapping[str, float]) -> str:
+    """What the models of an ensemble do alone, on one line; empty where there is no ensemble."""
+    return ", ".join(f"{name} {_cell(name, scores[name])}" for name in MODES if name in scores)
+
+
+def _cell(name: str, value: float) -> str:
+    if name.startswith(PRIVACY):
+        return epsilon_text(value)
+    return f"{value:.4f} nats" if name == ENTROPY else percent(value)
+
+
+def percent(value: float) -> str:
+    """A share in percent with two digits; a dash for NaN."""
+    return "–" if value != value else f"{100 * value:.2f}"

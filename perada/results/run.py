@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes out of a run: models, states and metrics, saved and loaded."""
+
+import copy
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from perada.core.ranks import this_rank
+from perada.core.states import State, clone, set_state
+from perada.engine.ensembles import ensemble
+from perada.models.backbones import AdaptedModel, build_backbone
+from perada.results.export import (
+    BACKBONE_FILE,
+    contiguous,
+    load_adapter,
+    load_backbone,
+    read_config,
+    save_adapter,
+    save_backbone,
+    write_json,
+)
+from perada.results.privacy_card import TEST_MODE, check_record, is_test_mode, privacy_card
+
+RUN_FILE = "run.json"
+FORMAT = 1
+
+
+class Ensemble(nn.Module):
+    """Several networks whose outputs are averaged.
+
+    Args:
+        members: Networks that map images to logits.
+        average: ``logits`` or ``probabilities``; the outcome are logits either way.
+        multilabel: Whether each class has a Bernoulli probability of its own.
+    """
+
+    def __init__(
+        self, members: Sequence[nn.Module], average: Literal["logits", "probabilities"], multilabel: bool
+    ) -> None:
+        super().__init__()
+        self.members, self.average, self.multilabel = nn.ModuleList(members), average, multilabel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, ...) to logits (B, K)."""
+        return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
+
+
+class Run:
+    """The adapters of all clients and of the server, on one frozen backbone.
+
+    Attributes:
+        num_clients: M.
+        metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
+            clients' values are those of the last evaluation.
+        info: What the run was: backbone, weights, number of classes, image size, algorithm, seed (``None`` where the
+            noise of a private run follows from it); ``privacy`` if it was private, as
+            :mod:`perada.results.privacy_card` describes it.
+    """
+
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        global_states: Sequence[State],
+        personal_state: Callable[[int], State] | None,
+        num_clients: int,
+        metrics: dict[str, Any],
+        info: dict[str, Any],
+    ) -> None:
+        self._adapted, self._global, self._personal = adapted, list(global_states), personal_state
+        self.num_clients, self.metrics, self.info = num_clients, metrics, info
+
+    def state(self, role: str, client: int | None = None) -> State:
+        """A copy of one state; :meth:`states` gives all of an ensemble.
+
+        Args:
+            role: ``"global"`` or ``"personal"``; where clients have no state of their own, their personal state is the
+                global one.
+            client: Index of the client, for ``"personal"``.
+
+        Returns:
+            ``{name in the single model: tensor}``.
+
+        Raises:
+            ValueError: If the role is unknown, or the client is missing or does not exist.
+        """
+        if role == "global":
+            return _contiguous(self._single())
+        if role != "personal":
+            raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
+        if client is None or not 0 <= client < self.num_clients:
+            raise ValueError(f"client={client} does not exist; give a number from 0 to {self.num_clients - 1}")
+        return _contiguous(self._single() if self._personal is None else self._personal(client))
+
+    def _single(self) -> State:
+        """The one global state.
+
+        Raises:
+            ValueError: If there are several.
+        """
+        if len(self._global) > 1:
+            raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
+        return self._global[0]
+
+    def states(self, role: str) -> list[State]:
+        """Copies of all states of a role, those of an ensemble or of every client.
+
+        Raises:
+            ValueError: If the role is unknown.
+        """
+        if role == "global":
+            return [_contiguous(state) for state in self._global]
+        return [self.state(role, client) for client in range(self.num_clients)]
+
+    def personal(self, client: int) -> nn.Module:
+        """Client ``client``'s model: a network of its own, in evaluation mode, that maps images to logits.
+
+        Where clients predict with an ensemble of global models, it is that.
+        """
+        if self._personal is None and len(self._global) > 1:
+            return self.global_model()
+        return self._model(self.state("personal", client))
+
+    def global_model(self) -> nn.Module:
+        """The server's model: a network of its own, in evaluation mode, that maps images to logits.
+
+        Raises:
+            ValueError: If the algorithm has none: clients keep a part of the model, or all of it.
+        """
+        if not self.info.get("global_model", True):
+            raise ValueError(
+                f"{self.info['algorithm']} has no global model: what the server holds is the initial one, but for what "
+                "clients share; ask for personal(client)"
+            )
+        members = [self._model(state) for state in self.states("global")]
+        if len(members) == 1:
+            return members[0]
+        return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
+
+    def _model(self, state: State) -> nn.Module:
+        model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
+        set_state(model, state)
+        return model.eval()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
+
+        An ensemble is written as ``global_0`` …; clients that predict with it have no folder.
+
+        The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of
+        your own). Adapters of a private run have a section on it in their ``README.md``. Of several processes only
+        rank 0 writes.
+
+        Returns:
+            The folder.
+        """
+        folder = Path(folder)
+        if this_rank():
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        privacy, personal = self.info.get("privacy"), self._personal is not None
+        if is_test_mode(privacy):
+            warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
+        with contiguous(self._adapted.model):
+            for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
+                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None))
+            for client in range(self.num_clients if self._personal or len(self._global) == 1 else 0):
+                card = privacy_card(privacy, client if personal else None)  # else it is a copy of the global one
+                save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}", card)
+            if _own_weights(self.info):
+                save_backbone(self._adapted, folder)
+        content = {
+            "format": FORMAT,
+            "num_clients": self.num_clients,
+            "global_models": len(self._global),
+            "shared": not personal,
+            "info": self.info | ({"privacy": _replace(privacy, _to_json)} if privacy else {}),
+            "metrics": _replace(self.metrics, _to_json),
+        }
+        write_json(folder / RUN_FILE, content)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path, *, backbone: nn.Module | None = None) -> "Run":
+        """Read what :meth:`save` wrote.
+
+        Args:
+            folder: The run's folder.
+            backbone: The network, where the run was made with one of your own.
+
+        Raises:
+            FileNotFoundError: If there is no run in ``folder``, or an adapter is missing.
+            ValueError: If an adapter is broken or foreign, or the backbone is missing.
+        """
+        folder = Path(folder)
+        if not (folder / RUN_FILE).is_file():
+            raise FileNotFoundError(
+                f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give a folder that Run.save wrote"
+            )
+        try:
+            saved = json.loads((folder / RUN_FILE).read_text())
+            info, clients, found = dict(saved["info"]), saved["num_clients"], saved["format"]
+            models, alike = saved.get("global_models", 1), saved.get("shared", False)
+            metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
+            if found != FORMAT:
+                raise KeyError(f"format {found}, this version reads {FORMAT}")
+            counts = {"num_clients": clients, "global_models": models, "num_classes": info["num_classes"]}
+            for name, count in counts.items():
+                if type(count) is not int or count < 1:
+                    raise ValueError(f"{name} is {count!r}, not a number of 1 or more")
+            if info.get("privacy"):
+                info["privacy"] = _replace(info["privacy"], _from_json)
+                check_record(info["privacy"], clients)
+            missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
+            if missing:
+                raise KeyError(f"info lacks {sorted(missing)}")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
+            ) from error
+        if info["backbone"] is None and backbone is None:
+            raise ValueError(
+                f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
+                "backbone="
+            )
+        if _own_weights(info) and not (folder / BACKBONE_FILE).is_file():
+            raise FileNotFoundError(
+                f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
+                "the whole folder"
+            )
+        pretrained = False if _own_weights(info) else info["pretrained"]
+        built = build_backbone(
+            backbone if backbone is not None else info["backbone"],
+            info["num_classes"],
+            pretrained=pretrained,
+            image_size=info["image_size"],
+        )
+        if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
+            raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
+        names = _global_folders(models)
+        config = read_config(folder / names[0])
+        adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
+        shared = [load_adapter(adapted, folder / name, config) for name in names]
+        if alike:
+            return cls(adapted, shared, None, clients, metrics, info)
+        states = [load_adapter(adapted, folder / f"client_{client}", config) for client in range(clients)]
+        return cls(adapted, shared, states.__getitem__, clients, metrics, info)
+
+
+def _global_folders(models: int) -> list[str]:
+    return ["global"] if models == 1 else [f"global_{index}" for index in range(models)]
+
+
+def _own_weights(info: dict[str, Any]) -> bool:
+    """Whether the backbone's weights are random or the caller's, so that a folder must hold them."""
+    return not info["pretrained"] or info["backbone"] is None
+
+
+def _contiguous(state: State) -> State:
+    return {key: value.contiguous() for key, value in clone(state).items()}
+
+
+def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # any JSON
+    """Apply ``change`` to the values within dictionaries and lists."""
+    if isinstance(content, dict):
+        return {key: _replace(value, change) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_replace(value, change) for value in content]
+    return change(content)
+
+
+def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
+    """JSON has no NaN, which becomes null, and no infinity, which becomes a word that ``float`` reads."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
+
+
+def _from_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
+    return float(value) if value in ("inf", "-inf") else value

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``perada`` program: its commands, its files, its errors."""
+
+import csv
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonargparse
+import pytest
+import torch
+import yaml
+
+import perada
+from perada.algorithms import ALGORITHMS, Algorithm, make_algorithm
+from perada.cli import entry_point, main
+from perada.cli.main import make_cli
+from perada.cli.words import recipes, spelt_out
+
+TINY = {
+    "seed_everything": 3,
+    "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "lr_local": 0.1, "lr_personal": 0.1},
+    "data": {
+        "dataset": "Digits",
+        "partition": {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha": 1.0}},
+        "train_limit": 80,
+        "test_limit": 40,
+        "public_fraction": 0.1,
+        "image_size": 16,
+        "batch_size": 8,
+    },
+    "federated": {"clients_per_round": 2, "local_steps": 2, "distillation": {"steps": 1, "batch_size": 4}},
+}
+MINE = '''
+from perada import Algorithm
+
+class Boosted(Algorithm):
+    """FedAvg that multiplies the mean."""
+
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def server_step(self, server):
+        return {key: self.factor * value for key, value in super().server_step(server).items()}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory with a recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    return tmp_path
+
+
+def perada_says(monkeypatch, capsys, *words):
+    """Run the program; its exit code and the last line of what it wrote to stderr."""
+    monkeypatch.setattr(sys, "argv", ["perada", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        entry_point()
+    assert isinstance(stop.value.code, str)  # which Python prints to stderr, and exits with 1
+    return stop.value.code
+
+
+def version(folder, number):
+    return folder / "lightning_logs" / f"version_{number}"
+
+
+def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
+    main(["fit", "--config", "tiny.yaml", "--federated.clients_per_round=3", "--federated.distillation.steps=0"])
+    shown = capsys.readouterr().out
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line[:1] == "|"]
+    assert [row[0] for row in table[2:]] == ["0", "1", "2", "3", "mean ± std"]
+    run = version(folder, 0)
+    assert "Run folder: ./lightning_logs/version_0" in shown
+    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "checkpoints/last.ckpt"}
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["federated"]["clients_per_round"] == 3
+    assert config["federated"]["distillation"]["steps"] == 0
+    assert config["seed_everything"] == 3
+    partition = json.loads((run / "partition.json").read_text())
+    sizes = [len(own) for own in partition["train"]]
+    assert [row[1] for row in table[2:6]] == [str(size) for size in sizes]
+    assert sum(sizes) == 72
+    rounds = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
+    assert {row["epoch"] for row in rounds} == {"0", "1"}
+
+
+def test_the_saved_config_runs_the_same_again(folder):
+    main(["fit", "--config", "tiny.yaml"])
+    main(["fit", "--config", "lightning_logs/version_0/config.yaml"])
+    states = [torch.load(version(folder, n) / "checkpoints" / "last.ckpt", weights_only=True) for n in (0, 1)]
+    one, two = (saved["perada"]["federation"]["global"] for saved in states)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_ckpt_path_last_goes_on_bit_for_bit(folder):
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--trainer.default_root_dir=whole"])
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--ckpt_path", "last"])
+    paths = version(folder / "whole", 0), version(folder, 1)
+    whole, resumed = (torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths)
+    assert whole["history"] == resumed["history"]
+    kept, other = whole["federation"]["clients"]["rows"], resumed["federation"]["clients"]["rows"]
+    assert kept
+    assert kept.keys() == other.keys()
+    assert all(torch.equal(row, other[client]) for client, row in kept.items())
+    partitions = [json.loads((path / "partition.json").read_text()) for path in paths]
+    assert partitions[0] == partitions[1]
+
+
+def test_lightnings_default_checkpoint_is_found_too(folder):
+    checkpoint = ["--trainer.callbacks+=ModelCheckpoint"]
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1", *checkpoint])
+    assert [path.name for path in (version(folder, 0) / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
+    cli = make_cli(["--config", "tiny.yaml"], run=False)
+    assert cli.trainer.max_epochs == 2
+    with pytest.warns(UserWarning, match="The dirpath has changed"):
+        main(["fit", "--config", "tiny.yaml", "--ckpt_path=last", *checkpoint])
+    saved = torch.load(version(folder, 1) / "checkpoints" / "epoch=1-step=4.ckpt", weights_only=True)
+    assert [record["round"] for record in saved["perada"]["history"]] == [0, 1]
+    main(["export", "lightning_logs/version_1", "--output", "out"])
+    assert perada.Run.load("out").num_clients == 4
+
+
+def test_validate_test_predict_and_export_agree(folder, capsys):
+    main(["fit", "--config", "tiny.yaml"])
+    fitted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    for command in ("validate", "test"):
+        main([command, "--config", "tiny.yaml", "--ckpt_path", "last"])
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("| ")] == fitted
+    main(["predict", "--config", "tiny.yaml", "--ckpt_path", "last"])
+    path = Path(capsys.readouterr().out.split("Predictions: ")[1].strip())
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert len(rows) == 40
+    assert [int(row["image"]) for row in rows] == list(range(40))
+    main(["export", "lightning_logs/version_0", "--output", "out"])
+    run = perada.Run.load("out")
+    x, y, owner = next(iter(prepared(make_cli(["--config", "tiny.yaml"], run=False).datamodule)))
+    for client, row in enumerate(fitted[1:5]):
+        mine = owner == client
+        predicted = run.personal(client)(x).argmax(1)
+        accuracy = [100 * (predicted == y)[part].float().mean().item() for part in (mine, slice(None))]
+        assert [float(cell) for cell in row.split("|")[3:5]] == pytest.approx(accuracy, abs=0.01)
+        assert [int(row["personal"]) for row, own in zip(rows, mine, strict=True) if own] == predicted[mine].tolist()
+    assert [int(row["label"]) for row in rows] == y.tolist()
+    assert [int(row["client"]) for row in rows] == owner.tolist()
+    assert [int(row["global"]) for row in rows] == run.global_model()(x).argmax(1).tolist()
+
+
+def prepared(data):
+    """Test batches as the trainer's, for a model of three channels."""
+    module = perada.FederatedClassifier("test_resnet", pretrained=False)
+    module.build(10, False, 0)
+    data.configure_rounds(
+        seed=3, clients_per_round=None, phases=[perada.data.Phase()], image=module.adapted.backbone.image
+    )
+    return [data.prepare(batch) for batch in data.val_dataloader()]
+
+
+def test_short_class_names_and_their_options(folder):
+    words = ["--config", "tiny.yaml", "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=0.25"]
+    cli = make_cli([*words, "--data.partition=IID", "--data.partition.num_clients=3"], run=False)
+    assert type(cli.loop.algorithm).__name__ == "Ditto"
+    assert cli.loop.algorithm.prox_strength == 0.25
+    assert cli.loop.seed == 3
+    assert cli.datamodule.partition_dict()["num_clients"] == 3
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_have_the_names_of_the_python_call(name):
+    cli_made, made = words_of(name), make_algorithm(name)
+    assert cli_made == (type(made).__name__, {k: v for k, v in vars(made).items() if not isinstance(v, Algorithm)})
+
+
+def words_of(name):
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Algorithm, "federated.algorithm")
+    built = parser.instantiate_classes(parser.parse_args(spelt_out([f"--federated.algorithm={name}"])))
+    algorithm = built["federated.algorithm"]
+    return type(algorithm).__name__, {k: v for k, v in vars(algorithm).items() if not isinstance(v, Algorithm)}
+
+
+def test_names_may_follow_as_words_of_their_own_and_name_the_base_of_an_ensemble(folder):
+    words = "--config tiny.yaml --federated.algorithm fed_ensemble --federated.algorithm.base perada_no_kd"
+    cli = make_cli([*words.split(), "--federated.server_rule", "median"], run=False)
+    algorithm = cli.loop.algorithm
+    assert (type(algorithm).__name__, type(algorithm.base).__name__) == ("FedEnsemble", "PerAda")
+    assert not algorithm.base.distill
+    assert type(cli.loop.server_rule).__name__ == "Median"
+
+
+def test_server_rules_have_the_names_of_the_python_call(folder):
+    words = ["--config", "tiny.yaml", "--federated.algorithm=fedavg", "--federated.server_rule=trimmed_mean"]
+    cli = make_cli([*words, "--federated.server_rule.trim=0.4"], run=False)
+    assert (type(cli.loop.algorithm).__name__, type(cli.loop.server_rule).__name__) == ("FedAvg", "TrimmedMean")
+    assert cli.loop.server_rule.trim == 0.4
+
+
+def test_an_algorithm_of_the_users_own_module(folder, monkeypatch):
+    (folder / "my_module.py").write_text(MINE)
+    (folder / "mine.yaml").write_text(
+        "federated: {algorithm: {class_path: my_module.Boosted, init_args: {factor: 0.0}}}\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["perada", "fit", "--config", "tiny.yaml", "--config", "mine.yaml"])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
+    entry_point()
+    saved = torch.load(version(folder, 0) / "checkpoints" / "last.ckpt", weights_only=True)["perada"]["federation"]
+    assert all(not value.any() for value in saved["global"].values())
+
+
+MINE_AND_ITS_NEIGHBOUR = """
+from perada.algorithms import FedAvg
+import my_neighbour
+
+class Boosted(FedAvg):
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+class Rule(my_neighbour.Mean):
+    pass
+"""
+
+
+def program(folder, *words, code=0):
+    """Run the program as it is installed, in ``folder``; what it printed."""
+    command = [str(Path(sys.executable).parent / "perada"), *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr[-3000:]
+    return ended.stdout + ended.stderr
+
+
+FIT = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"]
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [["ls"], FIT],
+        pytest.param(
+            [
+                ["--help"],
+                FIT,
+                ["export", "lightning_logs/version_0", "--output", "out"],
+                ["compare", "tiny.yaml", "--jobs", "2", "--trainer.max_epochs=1"],
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_no_file_of_the_folder_is_run_that_no_recipe_names(folder, commands):
+    """Whatever libraries look for: what the environment could import and has not, here under its name."""
+    seen = "import sys\nopen('run_by_mistake.txt', 'a').write(__name__ + '\\n')\nraise ImportError\n"
+    asked = """
+        tabulate wandb tensorboard tensorboardX mlflow comet_ml neptune litlogger rich ipywidgets IPython colorama
+        pandas pyarrow accelerate bitsandbytes tensorflow jax flax keras onnx onnxruntime deepspeed apex xformers
+        flash_attn tiktoken sentencepiece librosa cv2 av decord datasets evaluate ruyaml omegaconf typeshed_client
+        docstring_parser argcomplete torch_xla habana_frameworks lightning_habana hydra sitecustomize usercustomize
+        a_module_of_ones_own
+    """.split()
+    missing = [name for name in asked if importlib.util.find_spec(name) is None]
+    assert {"tabulate", "wandb", "tensorflow", "a_module_of_ones_own"} <= set(missing)
+    for name in missing:
+        (folder / f"{name}.py").write_text(seen)
+    for words in commands:
+        program(folder, *words)
+    assert not (folder / "run_by_mistake.txt").exists()
+
+
+@pytest.fixture
+def my_module(folder):
+    """Two modules in the folder, of which one imports the other."""
+    (folder / "my_part.py").write_text(MINE_AND_ITS_NEIGHBOUR)
+    (folder / "my_neighbour.py").write_text("from perada.server.rules import Mean\n")
+    yield folder
+    for name in ("my_part", "my_neighbour"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--federated.algorithm=my_part.Boosted"],
+        ["--federated.algorithm", "my_part.Boosted"],
+        ["--federated", "part.yaml"],
+        ["--federated.algorithm", "{class_path: my_part.Boosted, init_args: {factor: 0.5}}"],
+        ["--config", "part.json"],
+    ],
+)
+def test_classes_of_the_folder_are_found_where_recipes_and_options_name_them(my_module, words):
+    """As class_path, by its short form, as an option, in a file that an option names."""
+    (my_module / "part.yaml").write_text("{algorithm: my_part.Boosted}\n")
+    (my_module / "part.json").write_text('{"federated": {"algorithm": {"class_path": "my_part.Boosted"}}}')
+    before = list(sys.path)
+    loop = make_cli(["--config", "tiny.yaml", *words], run=False).loop
+    assert type(loop.algorithm).__name__ == "Boosted"
+    assert sys.path == before
+    assert str(my_module) not in sys.path
+
+
+def test_a_module_of_the_folder_that_cannot_be_imported_is_named(my_module):
+    (my_module / "my_neighbour.py").write_text("raise RuntimeError('not today')\n")
+    message = "'Boosted' cannot be imported from 'my_part' in this folder: RuntimeError: not today; mend it"
+    with pytest.raises(ValueError, match=message):
+        make_cli(["--config", "tiny.yaml", "--federated.algorithm=my_part.Boosted"], run=False)
+    assert str(my_module) not in sys.path
+
+
+@pytest.mark.slow
+def test_processes_of_a_comparison_find_classes_of_the_folder(my_module):
+    words = ["--federated.algorithm=my_part.Boosted", "--federated.server_rule", "my_part.Rule"]
+    program(my_module, "compare", "tiny.yaml", "--jobs", "2", "--seeds", "0", "1", *words, "--trainer.max_epochs=1")
+
+
+def test_without_a_logger_nothing_is_written(folder, capsys):
+    main(["fit", "--config", "tiny.yaml", "--trainer.logger=false", "--trainer.max_epochs=1"])
+    main(["predict", "--config", "tiny.yaml", "--trainer.logger=false"])
+    assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
+    assert "Run folder" not in capsys.readouterr().out
+
+
+def test_rounds_zero(folder):
+    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=0"])
+    assert (version(folder, 0) / "partition.json").is_file()
+
+
+def test_ls_names_every_recipe_with_its_first_line(capsys):
+    main(["ls"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(recipes())
+    for line in lines:
+        name, text = line.split(maxsplit=1)
+        assert recipes()[name].read_text().startswith(f"# {text}\n")
+
+
+def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
+    main(["cp", "quickstart", "new/mine.yaml"])
+    assert (folder / "new" / "mine.yaml").read_bytes() == recipes()["quickstart"].read_bytes()
+    main(["cp", "quickstart", "new"])
+    assert (folder / "new" / "quickstart.yaml").is_file()
+    (folder / "new" / "mine.yaml").write_text("edited")
+    says = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
+    assert says == "perada: error: 'new/mine.yaml' is there already; choose another destination or add --force"
+    assert (folder / "new" / "mine.yaml").read_text() == "edited"
+    main(["cp", "quickstart", "new/mine.yaml", "--force"])
+    assert (folder / "new" / "mine.yaml").read_bytes() == recipes()["quickstart"].read_bytes()
+
+
+def test_report_prints_the_rounds(folder, capsys):
+    main(["fit", "--config", "tiny.yaml"])
+    capsys.readouterr()
+    main(["report", "lightning_logs/version_0"])
+    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()][2:] == ["0", "1"]
+
+
+def test_help_lists_the_commands(capsys):
+    main([])
+    bare = capsys.readouterr().out
+    main(["--help"])
+    assert capsys.readouterr().out == bare
+    for command in ("fit", "validate", "test", "predict", "ls", "cp", "compare", "export", "report", "pretrain"):
+        assert command in bare
+
+
+FIT = ("fit", "--config", "tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fti",), "there is no command 'fti'; did you mean 'fit'?"),
+        (("xyzzy",), "there is no command 'xyzzy'; `perada --help` lists the commands"),
+        (("ls", "--long"), "unrecognized arguments: --long"),
+        (("fit", "--config", "quickstar"), "'quickstar' is neither a file nor a recipe; did you mean 'quickstart'?"),
+        (("fit", "--config=none.yaml"), "'none.yaml' is neither a file nor a recipe; `perada ls` lists the recipes"),
+        (("cp", "quikstart", "x.yaml"), "did you mean 'quickstart'?"),
+        (("report", "nowhere"), "'nowhere' holds no metrics.csv"),
+        (("export", "nowhere", "--output", "x"), "'nowhere' is no finished run: it has no config.yaml"),
+        (("export", "nowhere"), "output"),
+        ((*FIT, "--modl.adapter=head"), "unrecognized arguments: --modl.adapter=head"),
+        ((*FIT, "--model.backbone=resnet19"), "backbone 'resnet19' is no timm model: did you mean resnet18"),
+        ((*FIT, "--model.adapter=heads"), "adapter 'heads' is unknown"),
+        ((*FIT, "--model.lr_local=-1"), "lr_local=-1.0 is not a learning rate"),
+        ((*FIT, "--model.lr_local=fast"), "model.lr_local"),
+        ((*FIT, "--model.num_classes=7"), "num_classes=7 does not match"),
+        ((*FIT, "--model.optimizer=lion"), "model.optimizer"),
+        ((*FIT, "--data.partition.alpha=-1"), "alpha is -1.0: give more than 0"),
+        ((*FIT, "--data.partition.beta=1"), "'beta' is not accepted"),
+        ((*FIT, "--data.partition.num_clients=100"), "100"),
+        (
+            (*FIT, "--data.partition=Dirichle"),
+            "data.partition: there is no class 'Dirichle'; did you mean 'Dirichlet'?",
+        ),
+        ((*FIT, "--data.dataset=Digit"), "data.dataset: there is no class 'Digit'; did you mean 'Digits'?"),
+        ((*FIT, "--data.public_fraction=0"), "no public set"),
+        ((*FIT, "--federated.algorithm=Dito"), "federated.algorithm: there is no class 'Dito'; did you mean 'Ditto'?"),
+        ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox=1"), "'prox' is not accepted"),
+        ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=-1"), "prox_strength=-1.0"),
+        ((*FIT, "--federated.clients_per_round=5"), "clients_per_round is 5 and there are 4 clients"),
+        ((*FIT, "--federated.distillation.lr=-1"), "lr=-1.0 cannot be used"),
+        ((*FIT, "--trainer.precision=16-true"), "precision='16-true'"),
+        ((*FIT, "--trainer.devices=2", "--trainer.strategy=ddp"), "strategy=DDPStrategy"),
+        ((*FIT, "--trainer.accumulate_grad_batches=2"), "accumulate_grad_batches=2"),
+        ((*FIT, "--trainer.gradient_clip_val=1"), "gradient_clip_val=1"),
+        ((*FIT, "--trainer.max_epochs=-2"), "max_epochs"),
+        ((*FIT, "--ckpt_path=last"), "ckpt_path=last: there is no checkpoint below 'lightning_logs'"),
+        ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path='no.ckpt' is not there"),
+        ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is no checkpoint"),
+    ],
+)
+def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
+    says = perada_says(monkeypatch, capsys, *words)
+    assert says.startswith("perada: error: ")
+    assert message in says
+    assert "\n" not in says
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
+    monkeypatch.setenv("PERADA_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["perada", "fti"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="there is no command"):
+        entry_point()
+
+
+def test_export_of_a_python_run_names_run_save(folder, tiny, monkeypatch, capsys):
+    perada.finetune(tiny.net(), tiny.data(), rounds=1, **tiny.options)
+    says = perada_says(monkeypatch, capsys, "export", "lightning_logs/version_0", "--output", "x")
+    assert "Run.save" in says
+
+
+def test_programs_say_nothing_about_themselves(folder, capsys, caplog):
+    with caplog.at_level(logging.WARNING):
+        main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
+    assert caplog.records == []
+
+
+def test_a_run_folder_with_its_clients_in_files_can_be_moved_and_exported(folder, capsys):
+    main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir=device"])
+    main(["fit", "--config", "tiny.yaml", "--federated.client_store=disk"])
+    version(folder, 0).rename(folder / "moved")
+    for run, output in (("device/lightning_logs/version_0", "one"), ("moved", "two")):
+        main(["export", run, "--output", output])
+    one, two = perada.Run.load("one"), perada.Run.load("two")
+    for client in range(4):
+        wanted = one.state("personal", client)
+        assert all(torch.equal(value, wanted[key]) for key, value in two.state("personal", client).items())
+    assert len({tuple(two.state("personal", client)["fc.bias"].tolist()) for client in range(4)}) > 1

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of images: what no trained tensor precedes, found in networks of any kind, and computed once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+import perada.models.twins  # registers the twins of timm's layers
+from perada.core.seeding import Streams, generator
+from perada.core.states import expand, get_state, parameter_keys
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.batches.feature_cache import BLOCK, FeatureCache, FeatureStore
+from perada.data.batches.samples import make_store
+from perada.engine import Engine
+from perada.models.backbones import build_backbone, insert_adapter
+
+CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
+
+
+class Odd(nn.Module):
+    """Arithmetic between modules, a module used twice, a branch around a trained layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.twice = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.side, self.middle, self.fc = nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3), nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        x = F.relu(self.stem(2 * x - 1), inplace=True)
+        x = self.twice(self.twice(x)) + 1
+        return self.fc((self.middle(x) + self.side(x)).relu().mean((2, 3)))
+
+
+def odd(*trained):
+    torch.manual_seed(0)
+    model = Odd().requires_grad_(False)
+    for name in trained:
+        model.get_submodule(name).requires_grad_(True)
+    return model
+
+
+def adapted(name, adapter):
+    torch.manual_seed(0)
+    backbone = build_backbone(name, CLASSES, pretrained=False, image_size=SIDE if "vit" in name else None)
+    return insert_adapter(backbone, adapter).model
+
+
+class Remembers(nn.Module):
+    def forward(self, x):
+        self.seen = x
+        return x.exp()
+
+
+class Peculiar(nn.Module):
+    """A frozen stem and body with something between them that features have to take notice of, and a trained head."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.stem, self.body = way, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.noise, self.memory, self.drop, self.table = nn.RReLU(), Remembers(), nn.Dropout(0.3), nn.Embedding(3, 4)
+        self.route, self.pair = nn.Linear(4, 3), nn.ModuleList([nn.Sequential(self.stem, self.body)])
+        self.requires_grad_(False)
+        self.fc, self.later = nn.Linear(4, CLASSES), nn.Conv2d(3, 4, 1)
+        for value in self.later.parameters():  # as an adapter begins
+            value.detach().zero_()
+
+    def forward(self, x):
+        return self.fc(WAYS[self.way][0](self, x).relu().mean((2, 3)))
+
+    @torch.no_grad()
+    def dropped(self, x):
+        return self.body(self.drop(self.stem(x)))
+
+    def finite(self, x):
+        if not x.isfinite().all():
+            raise ValueError("not finite")
+        return x
+
+    def branch(self, x):
+        return self.body(x) + x if self.training else self.body(x)
+
+    def rare(self, x):
+        return x + float(self.training and torch.rand(()) < 1e-6)
+
+    def routed(self, x):
+        return x + self.table(self.route(x.mean((2, 3))).argmax(1))[:, :, None, None]
+
+
+WAYS = {  # and which outputs are features where the head and the routing are trained
+    "in place": (lambda net, x: net.body(net.stem(x)).add_(0.5).mul_(2), {"body"}),
+    "functional dropout": (lambda net, x: net.body(F.dropout(net.stem(x), 0.3, net.training)), {"stem"}),
+    "random layer": (lambda net, x: net.body(net.noise(net.stem(x))), {"stem"}),
+    "rarely random": (lambda net, x: net.body(net.rare(net.stem(x))), {"stem"}),
+    "layer of training": (lambda net, x: net.body(F.gelu(net.stem(x)) if net.training else net.stem(x)), {"stem"}),
+    "branch of training": (lambda net, x: net.branch(net.stem(x)), None),
+    "dropout without gradients": (lambda net, x: net.dropped(x), {"stem"}),
+    "memory": (lambda net, x: net.body(net.memory(net.stem(x))) + net.memory.seen, None),
+    "two names": (lambda net, x: net.pair[0](x), {"pair.0"}),
+    "an axis of three": (lambda net, x: net.body(net.stem(x)) + net.table(torch.arange(3)).sum(), {"body"}),
+    "looks at the image": (lambda net, x: net.body(net.stem(x)) + net.later(x).mul(0.1), None),
+    "refuses NaN": (lambda net, x: net.body(net.finite(net.stem(x))), None),
+    "routes by argmax": (lambda net, x: net.body(net.routed(net.stem(x))), {"stem"}),
+}
+
+
+MODELS = {
+    "resnet, head": (lambda: adapted("test_resnet", "head"), None),
+    "resnet, lora": (lambda: adapted("test_resnet", "lora"), None),
+    "resnet, residual": (lambda: adapted("test_resnet", "residual"), ["conv1.0"]),
+    "vit, head": (lambda: adapted("test_vit", "head"), None),
+    "vit, lora": (lambda: adapted("test_vit", "lora"), None),
+    "vit, bottleneck": (lambda: adapted("test_vit", "bottleneck"), None),
+    "odd, middle": (lambda: odd("middle", "fc"), None),
+    "odd, head": (lambda: odd("fc"), ["middle", "side"]),
+    "odd, side": (lambda: odd("side"), None),
+}
+
+
+@pytest.mark.parametrize("kind", ["folded", "loop"])
+@pytest.mark.parametrize("name", MODELS)
+def test_features_stand_for_images(name, kind):
+    make, needed = MODELS[name]
+    model = make()
+    before = get_state(model)
+    engine = Engine(model, kind)
+    x = torch.randn(CLIENTS, ROWS, 3, SIDE, SIDE, generator=generator(0, "x"))
+    prefix = engine.find_prefix(x[0, 0])
+    assert prefix is not None and 0 < prefix.share <= 1
+    assert all(torch.equal(value, before[key]) for key, value in get_state(model).items())  # the search leaves no trace
+    if needed:
+        assert sorted(prefix.needed) == needed
+    features = engine.features(x.flatten(0, 1)).view(CLIENTS, ROWS, prefix.size)
+    states = {key: value.clone() for key, value in expand(before, CLIENTS).items()}
+    for key in parameter_keys(model):
+        states[key] += 0.05 * torch.randn(states[key].shape, generator=generator(0, key))
+    gradients = []
+    for given in (x, features):
+        own = {key: value.clone().requires_grad_(key in parameter_keys(model)) for key, value in states.items()}
+        streams = Streams.derived(0, "d", clients=range(CLIENTS))
+        logits = engine.logits(own, given, training=True, counts=(4, 2, 3), streams=streams)
+        sum(F.cross_entropy(logits[c, :n], torch.arange(n)) for c, n in enumerate((4, 2, 3))).backward()
+        gradients.append({key: value.grad for key, value in own.items() if value.grad is not None})
+        torch.testing.assert_close(engine.logits(states, given), Engine(make(), "loop").logits(states, x))
+    assert gradients[0].keys() == gradients[1].keys() != set()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_found_where_it_would_be_wrong():
+    image = torch.randn(3, SIDE, SIDE)
+    assert Engine(odd("stem")).find_prefix(image) is None  # everything comes after what is trained
+    assert Engine(odd("fc")).find_prefix(image, least_share=1.1) is None
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False, track_running_stats=False)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    assert Engine(model).find_prefix(image).needed == ("0",)  # what the norm gives depends on the batch
+    flat = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    flat[0].requires_grad_(False)
+    assert Engine(flat).find_prefix(torch.randn(6)) is None  # features would look like images
+
+
+def test_what_comes_after_dropout_is_not_constant():
+    layers = [nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(4, 2)).requires_grad_(False)
+    model[-1].requires_grad_(True)
+    prefix = Engine(model).find_prefix(torch.randn(3, SIDE, SIDE))
+    assert prefix is not None and prefix.needed == ("0",)
+
+
+def test_a_store_computes_whole_blocks_once():
+    sizes = (BLOCK - 6, 40, 30)
+    sets = [TensorDataset(torch.randn(n, 2, 2), torch.arange(n)) for n in sizes]
+    plain, asked = make_store(sets), []
+
+    def encode(images):
+        asked.append(len(images))
+        return images.flatten(1).cumsum(1)
+
+    store = FeatureStore(plain, encode)
+    for owners, indices in (([0, 0], [3, 200]), ([1, 0, 1], [5, 3, 5]), ([2, 1, 0], [29, 39, 0])):
+        owners, indices = torch.tensor(owners), torch.tensor(indices)
+        x, y = plain.take(owners, indices)
+        got, labels = store.take(owners, indices)
+        assert torch.equal(got, x.flatten(1).cumsum(1)) and torch.equal(labels, y)
+    assert asked == [BLOCK, 64]
+    cache = FeatureCache(encode, 4, 4 * 4 * (sum(sizes) + 10))
+    other = make_store([TensorDataset(torch.randn(11, 2, 2), torch.arange(11))])
+    assert isinstance(cache(plain), FeatureStore) and cache(plain) is cache(plain)
+    assert cache(other) is other  # does not fit beside the first
+
+
+def images(n, seed):
+    return torch.randint(0, 256, (n, 3, SIDE, SIDE), generator=generator(seed, "i"), dtype=torch.uint8)
+
+
+def federation(**options):
+    train = [TensorDataset(images(n, n), torch.arange(n) % CLASSES) for n in (9, 14, 6)]
+    test = [TensorDataset(images(5, 50 + n), torch.arange(5)) for n in range(3)]
+    data = FederatedData(train, test, TensorDataset(images(12, 99)))
+    return FederatedDataModule(data, batch_size=4, **options)
+
+
+def run(data, adapter="head", net="test_resnet", **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    options = {"rounds": 3, "clients_per_round": 2, "distill_steps": 4, "distill_batch_size": 5} | options
+    return perada.finetune(net, data, adapter=adapter, pretrained=False, **options, **quiet)
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
+def test_a_run_is_the_same_with_features(engine, privacy):
+    with_features, without = (
+        run(federation(), engine=engine, privacy=privacy, server_optimizer="sgd", cache_features=use)
+        for use in (True, False)
+    )
+    for role, client in (("global", None), ("personal", 0), ("personal", 1), ("personal", 2)):
+        for key, value in without.state(role, client).items():
+            torch.testing.assert_close(with_features.state(role, client)[key], value, rtol=1e-5, atol=1e-6)
+    assert with_features.metrics["rounds"][-1].keys() == without.metrics["rounds"][-1].keys()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
+    net = Peculiar(way)
+    net.route.requires_grad_(way == "routes by argmax")
+    net.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    drawn = torch.get_rng_state()
+    prefix = Engine(net, channels_last=channels_last).find_prefix(images(1, 0)[0] / 255)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert (prefix and set(prefix.needed)) == WAYS[way][1]
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("way", WAYS)
+def test_peculiar_networks_train_alike_with_features(way, engine):
+    states = []
+    for use in (None, False):
+        net = Peculiar(way)
+        torch.manual_seed(1)  # of randomness that is not ours
+        trained = run(federation(), net=net, rounds=2, engine=engine, cache_features=use, server_optimizer="sgd")
+        states.append([trained.state("global"), *trained.states("personal")])
+    for got, expected in zip(*states, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "once"), [({}, ["train", "test", "public"]), ({"flip": True}, ["test", "public"])])
+def test_the_frozen_part_sees_each_image_once(monkeypatch, options, once):
+    data, seen = federation(**options), []
+    features = Engine.features
+    monkeypatch.setattr(Engine, "features", lambda self, x: seen.append(len(x)) or features(self, x))
+    run(data)
+    sizes = {"train": 29, "test": 15, "public": 12}
+    assert sorted(seen) == sorted(sizes[name] for name in once)
+
+
+def test_images_of_another_size_stay_images():
+    """Of the server, or of another datamodule that a trained model is given."""
+    scores = []
+    for use in (None, False):
+        train = [TensorDataset(images(n, n), torch.arange(n) % CLASSES) for n in (9, 14)]
+        public = TensorDataset(F.interpolate(images(12, 99).float(), 48).byte())
+        trained = run(FederatedData(train, [], public), "lora", rounds=1, batch_size=4, cache_features=use)
+        scores.append(trained.state("global"))
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_kept_is_refused_or_left():
+    with pytest.raises(ValueError, match="cache_features=True, and the model has no frozen part"):
+        run(federation(), adapter="full", cache_features=True)
+    data = federation()
+    run(data, adapter="residual", rounds=1)  # the stem alone is not worth it
+    assert data._features is None

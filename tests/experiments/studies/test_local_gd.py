@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Local-GD study against autograd loops, pseudo-inverses, a quadratic program and drawn test sets."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import nnls
+
+from perada.data import Digits
+from perada.data.batches.transforms import prepare_images
+from perada.experiments.studies import local_gd, local_gd_curves, local_gd_head
+from perada.experiments.studies import local_gd_linear as linear
+from perada.models.backbones import build_backbone
+from perada.server import ModifiedLocalGD
+
+NODES, SAMPLES = 4, 6
+
+
+def pair(dimension=40, **options):
+    return linear.regression(dimension, NODES, SAMPLES, **options), linear.classification(
+        dimension, NODES, SAMPLES, **options
+    )
+
+
+def test_data_have_the_papers_variances():
+    problem = linear.regression(400, 10, 50)
+    noise = problem.y - torch.einsum("mnd,md->mn", problem.x, problem.truth)
+    for values, variance in ((problem.x, 1.0), (problem.truth, 4.0), (noise, 0.04)):
+        spread = 5 * variance * math.sqrt(2 / values.numel())  # five standard deviations of a sample variance
+        assert values.square().mean().item() == pytest.approx(variance, abs=spread)
+    assert (problem.truth[0] @ problem.truth[1]).abs() < 5 * 4 * math.sqrt(400)
+
+
+def test_labels_are_the_sign_of_each_nodes_own_model():
+    problem = linear.classification(300, 3, 20, noise=0.5)
+    assert torch.equal(problem.y, torch.sign(torch.einsum("mnd,md->mn", problem.x, problem.truth)))
+    differences = problem.truth[0] - problem.truth[1]
+    assert differences.var().item() == pytest.approx(0.5, rel=5 * math.sqrt(2 / 300))
+
+
+def squared(x, y, w, start):
+    return (y - x @ w).square().sum() / 2
+
+
+def exponential(x, y, w, start):
+    return torch.exp(-y * (x @ w)).mean() + 0.3 / 2 * (w - start).square().sum()
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_local_steps_are_autograds(kind):
+    problem = pair()[kind == "classification"]
+    steps, lr, loss = 25, 0.01, squared if kind == "regression" else exponential
+    local = (
+        linear.regression_steps(problem, steps, lr)
+        if kind == "regression"
+        else linear.classification_steps(problem, steps, lr, 0.3)
+    )
+    w = torch.zeros(40, dtype=torch.float64)
+    for k in range(1, 4):
+        models = []
+        for x, y in zip(problem.x, problem.y, strict=True):
+            leaf = w.clone().requires_grad_()
+            optimizer = torch.optim.SGD([leaf], lr=lr)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss(x, y, leaf, w).backward()
+                optimizer.step()
+            models.append(leaf.detach())
+        w = sum(models) / NODES * k / (k + 1)
+        path = linear.federate(local, 40, k, ModifiedLocalGD())
+        torch.testing.assert_close(path[-1], w, rtol=1e-10, atol=1e-12)
+    assert path.shape == (4, 40)
+
+
+@pytest.mark.parametrize("classify", [False, True])
+def test_the_centralized_model_is_gradient_descent_on_all_data(classify):
+    problem = pair()[classify]
+    x, y = problem.x.reshape(-1, 40), problem.y.reshape(-1)
+    leaf = torch.zeros(40, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([leaf], lr=0.01)
+    for _ in range(50):
+        optimizer.zero_grad()
+        (torch.exp(-y * (x @ leaf)).mean() if classify else (y - x @ leaf).square().sum() / 2).backward()
+        optimizer.step()
+    torch.testing.assert_close(
+        linear.centralized(problem, 50, 0.01, classify=classify), leaf.detach(), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dimension", [15, 40])
+@pytest.mark.parametrize("steps", [None, 7])
+def test_the_closed_form_is_the_sum_of_powers(dimension, steps):
+    problem = pair(dimension)[0]
+    projections, targets = [], []
+    for x, y in zip(problem.x.numpy(), problem.y.numpy(), strict=True):
+        inverse = np.linalg.pinv(x)
+        contraction = np.eye(dimension) - 0.01 * x.T @ x
+        projections.append(
+            inverse @ x if steps is None else np.eye(dimension) - np.linalg.matrix_power(contraction, steps)
+        )
+        targets.append(projections[-1] @ inverse @ y)
+    rest, mean = np.eye(dimension) - np.mean(projections, 0), np.mean(targets, 0)
+    found = linear.closed_form(problem, 6, steps, 0.01)
+    for rounds in range(7):
+        expected = sum((np.linalg.matrix_power(rest, k) @ mean for k in range(rounds)), np.zeros(dimension))
+        np.testing.assert_allclose(found[rounds].numpy(), expected, rtol=1e-9, atol=1e-11)
+
+
+def check_regression(dimension, nodes, samples, steps, rounds, lr):
+    """Relative distance to the limit's closed form, after the checks that hold for any number of steps."""
+    problem = linear.regression(dimension, nodes, samples)
+    path = linear.federate(linear.regression_steps(problem, steps, lr), dimension, rounds)
+    exact = linear.closed_form(problem, rounds, steps, lr)
+    assert ((path - exact).norm(dim=1)[1:] <= 1e-6 * exact.norm(dim=1)[1:]).all()
+    away = (path - linear.least_norm(problem)).norm(dim=1)
+    assert (away.diff() < 0).all()
+    limit = linear.closed_form(problem, rounds)
+    return ((path - limit).norm(dim=1)[1:] / limit.norm(dim=1)[1:]).max(), away[-1] / away[0]
+
+
+@pytest.mark.parametrize("steps", [1, 5, 200])
+def test_local_gd_follows_the_closed_form_to_the_least_norm_solution(steps):
+    limit, left = check_regression(120, 5, 8, steps, 60, 5e-3)
+    projections = [np.linalg.pinv(x) @ x for x in linear.regression(120, 5, 8).x.numpy()]
+    slowest = np.linalg.eigvalsh(np.mean(projections, 0))[-40]  # of the span of the 40 samples, which has rank 40
+    assert left < ((1 - slowest) ** 60 if steps == 200 else 0.5)
+    assert limit < 1e-6 if steps == 200 else limit > 1e-3
+
+
+@pytest.mark.slow
+def test_local_gd_follows_the_closed_form_at_the_papers_size():
+    limit, left = check_regression(1500, 10, 50, 200, 200, 1e-4)
+    assert limit < 1e-6
+    assert left < 0.01
+
+
+@pytest.mark.parametrize("dimension", [15, 40])
+def test_the_least_norm_solution_is_the_pseudo_inverses(dimension):
+    problem = pair(dimension)[0]
+    expected = np.linalg.pinv(problem.x.reshape(-1, dimension).numpy()) @ problem.y.reshape(-1).numpy()
+    np.testing.assert_allclose(linear.least_norm(problem).numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dimension", [30, 100])
+def test_the_machine_is_the_solution_of_its_quadratic_program(dimension):
+    """Least distance programming (Lawson & Hanson, chapter 23): min ‖w‖ with Z w ≥ 1, by non-negative least squares."""
+    problem = linear.classification(dimension, NODES, SAMPLES)
+    signed = (problem.y.unsqueeze(-1) * problem.x).reshape(-1, dimension).numpy()
+    count = len(signed)
+    dual, _ = nnls(np.vstack([signed.T, np.ones(count)]), np.append(np.zeros(dimension), 1.0))
+    residual = np.append(signed.T @ dual, dual.sum() - 1)
+    expected = -residual[:-1] / residual[-1]
+    np.testing.assert_allclose(linear.max_margin(problem).numpy(), expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+def test_classes_that_cannot_be_separated_are_refused():
+    problem = linear.classification(3, 4, 6, noise=3.0)
+    with pytest.raises(ValueError, match="24 samples of dimension 3 cannot be separated; give a higher dimension"):
+        linear.max_margin(problem)
+
+
+def test_distance_of_directions():
+    one = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
+    expected = torch.tensor([0.0, math.sqrt(2), 2.0])
+    torch.testing.assert_close(linear.direction_distance(one, torch.tensor([5.0, 0.0])), expected)
+    assert linear.direction_distance(torch.zeros(2), one[0]).isnan()
+
+
+def test_expected_accuracy_is_that_of_many_samples():
+    problem = linear.classification(20, 3, 5, noise=0.7)
+    models = torch.stack([problem.truth[0], problem.truth.mean(0), torch.ones(20, dtype=torch.float64)])
+    x = torch.randn(3, 40_000, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    right = (x @ models.T).sign() == torch.einsum("mnd,md->mn", x, problem.truth).sign().unsqueeze(-1)
+    counted = right.double().mean((0, 1))
+    assert linear.accuracy(models, problem.truth).tolist() == pytest.approx(
+        counted.tolist(), abs=5 * 0.5 / 120_000**0.5
+    )
+
+
+def check_classification(dimension, nodes, settings):
+    found = local_gd_curves.classification_at(dimension, nodes, settings, 0)
+    for name in ("plain", "modified"):
+        for target in ("svm", "central"):
+            assert (np.diff(found[f"{name}_{target}"]) < 0).all()
+    for target in ("svm", "central"):
+        plain, modified = (np.array(found[f"{name}_{target}"]) for name in ("plain", "modified"))
+        assert plain[0] == pytest.approx(modified[0], rel=1e-12)  # from w⁰ = 0, the first round only differs in length
+        assert (plain[1:] < modified[1:]).all()
+    return found
+
+
+def test_both_variants_turn_to_the_machine_and_the_modified_one_more_slowly():
+    settings = local_gd_curves.ClassificationSettings(rounds=30, lr=0.05, central_steps=2000)
+    near, far = (check_classification(d, local_gd_curves.Nodes(5, 10), settings) for d in (300, 100))
+    assert near["plain_svm"][-1] < 0.4 * near["plain_svm"][0]
+    for name in ("plain_svm", "plain_central", "modified_svm", "modified_central", "central_svm"):
+        assert near[name][-1] < far[name][-1]
+
+
+@pytest.mark.slow
+def test_both_variants_turn_to_the_machine_at_the_papers_size():
+    found = check_classification(1500, local_gd_curves.Nodes(), local_gd_curves.ClassificationSettings())
+    assert found["modified_central"][-1] < 0.15 * found["modified_central"][0]
+
+
+def test_rates_that_diverge_are_refused():
+    regression, classification = pair()
+    limit = 2 / np.linalg.eigvalsh(regression.x.numpy() @ regression.x.numpy().transpose(0, 2, 1)).max()
+    linear.regression_steps(regression, 1, 0.99 * limit)
+    with pytest.raises(
+        ValueError, match=r"lr=.* diverges in dimension 40: the curvature is .*; give a positive number"
+    ):
+        linear.regression_steps(regression, 1, 1.01 * limit)
+    with pytest.raises(ValueError, match=r"lr=1e\+200 diverges in dimension 40; give a smaller one"):
+        linear.federate(linear.classification_steps(classification, 3, 1e200, 1.0), 40, 1)
+
+
+@pytest.fixture(scope="module")
+def head():
+    """Settings whose batch holds all images of a node, so that a step has nothing random; and their curves."""
+    settings = local_gd_head.HeadSettings("digits", nodes=4, rounds=5, local_steps=6, batch_size=2000, lr=0.05)
+    return settings, local_gd_head.head_curves(settings, 3, lambda what: None)
+
+
+def test_vectors_are_what_timm_gives_its_head(head):
+    settings, _ = head
+    model = build_backbone("test_resnet", pretrained="perada:fashion_test_resnet", image_size=32)
+    found = local_gd_head.vectors(settings)
+    images = prepare_images(Digits(False).images[:9], model.image, 32)
+    with torch.no_grad():
+        expected = model.model.forward_head(model.model.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(found.test[:9], expected)
+    assert torch.equal(found.train_labels, Digits(True).labels)
+    assert found.train.shape == (1438, expected.shape[1])
+
+
+def test_heads_are_trained_as_by_a_plain_loop(head, monkeypatch):
+    """The nodes' shares are taken from the run; the rounds, the rule and the scores are not."""
+    settings, curves = head
+    seen = []
+    monkeypatch.setattr(
+        local_gd_head,
+        "_train",
+        lambda network, data, rows, *rest: seen.append((network, data, rows)) or [start(network)],
+    )
+    local_gd_head.head_curves(settings, 3, lambda what: None)
+    network, data, shares = seen[0]
+    counts = [torch.bincount(data.train_labels[rows], minlength=10).sort()[0] for rows in shares]
+    assert [len(rows) for rows in shares] == curves["images"]
+    assert all(abs(count[-1] / count.sum() - 0.5) < 0.01 for count in counts)
+    (everything,) = seen[2][2]
+    assert sorted(torch.cat(shares).tolist()) == everything.tolist()
+    paths = {
+        "plain": loop(network, data, shares, settings, lambda k: 1.0),
+        "modified": loop(network, data, shares, settings, lambda k: k / (k + 1)),
+        "central": loop(network, data, [everything], settings, lambda k: 1.0),
+    }
+    for name, path in paths.items():
+        right = [(data.test @ w[:, :-1].T + w[:, -1]).argmax(1) == data.test_labels for w in path]
+        assert curves[f"{name}_accuracy"] == pytest.approx([r.double().mean().item() for r in right], abs=1e-9)
+        if name != "central":
+            angles = [F.cosine_similarity(w.flatten(), paths["central"][-1].flatten(), 0).item() for w in path]
+            expected = [math.sqrt(2 - 2 * min(cosine, 1)) for cosine in angles]
+            assert curves[f"{name}_central"] == pytest.approx(expected, rel=1e-3)
+
+
+def start(network):
+    return {f"1.{name}": value.detach() for name, value in network[1].named_parameters()}
+
+
+def loop(network, data, shares, settings, share):
+    """Heads (K, F + 1), bias last, after each round of Local-GD pulled back to the start by 1 - share(round)."""
+    x = torch.cat([data.train, torch.ones(len(data.train), 1)], 1)
+    first = torch.cat([network[1].weight, network[1].bias[:, None]], 1).detach()
+    w, path = first, []
+    for k in range(1, settings.rounds + 1):
+        models = []
+        for rows in shares:
+            leaf = w.clone().requires_grad_()
+            optimizer = torch.optim.SGD([leaf], lr=settings.lr)
+            for _ in range(settings.local_steps):
+                optimizer.zero_grad()
+                F.cross_entropy(x[rows] @ leaf.T, data.train_labels[rows]).backward()
+                optimizer.step()
+            models.append(leaf.detach())
+        w = (1 - share(k)) * first + share(k) * sum(models) / len(models)
+        path.append(w)
+    return path
+
+
+def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
+    local_gd.main([f"--output={tmp_path / 'out'}", "--quick", "--seed=4"])
+    written = json.loads((tmp_path / "out" / "local_gd.json").read_text())
+    assert written["settings"]["seed"] == 4
+    settings = written["settings"]["regression"]
+    nodes = local_gd_curves.Nodes(**written["settings"]["nodes"])
+    found = written["regression"]
+    assert found["dimensions"]["dimension"] == settings["dimensions"]
+    again = local_gd_curves.regression_at(30, nodes, local_gd_curves.RegressionSettings(**settings), 4)
+    assert {name: curve[0] for name, curve in found["dimensions"].items()} == {"dimension": 30} | {
+        name: curve[-1] for name, curve in again.items()
+    }
+    assert len(found["rounds"]["closed"]) == settings["rounds"] + 1
+    assert max(found["rounds"]["closed"]) < 1e-6 * found["rounds"]["scale"][0]
+    assert len(written["classification"]["rounds"]["plain_svm"]) == written["settings"]["classification"]["rounds"]
+    assert len(written["head"]["plain_central"]) == written["settings"]["head"]["rounds"]
+    assert (tmp_path / "out" / "local_gd.png").read_bytes().startswith(b"\x89PNG")
+    assert "classification: direction to the SVM" in capsys.readouterr().out
+
+
+def test_options_are_read_by_name(tmp_path):
+    asked = local_gd.parse(
+        [f"--output={tmp_path}", "--regression.dimensions=[60,70]", "--head.dataset=digits", "--nodes.count=3"]
+    )
+    assert asked["output"] == tmp_path
+    assert asked["regression"] == local_gd_curves.RegressionSettings(dimensions=(60, 70))
+    assert asked["head"] == local_gd_head.HeadSettings("digits")
+    assert asked["nodes"].count == 3
+    assert not asked["quick"]
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="is a file; give a folder as output"):
+        local_gd.study(output=tmp_path / "file", quick=True)
+    missing = local_gd_head.HeadSettings(root=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"Fashion-MNIST is not in .*; or choose --head.dataset=digits"):
+        local_gd.study(output=tmp_path / "out", head=missing)
+    assert not (tmp_path / "out").exists()
+    for make, name in (
+        (local_gd_curves.RegressionSettings, "rounds"),
+        (local_gd_curves.ClassificationSettings, "local_steps"),
+        (local_gd_curves.Nodes, "samples"),
+        (local_gd_head.HeadSettings, "nodes"),
+    ):
+        with pytest.raises(ValueError, match=f"{make.__name__}: {name}=0 cannot be used; give 1 or more"):
+            make(**{name: 0})
+    with pytest.raises(ValueError, match=r"dimensions=\(\) cannot be used"):
+        local_gd_curves.RegressionSettings(dimensions=())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada study``: its list, its errors, its figures."""
+
+import sys
+
+import pytest
+from PIL import Image
+
+from perada.cli import entry_point, main
+from perada.experiments.studies import STUDIES
+from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_the_studies_are_listed(words, capsys):
+    main(["study", *words])
+    first_words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert first_words == list(STUDIES)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_each_study_explains_its_options(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["study", name, "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: perada study {name}" in shown
+    assert {"--output", "--seed", "--quick"} <= set(shown.replace("[", " ").replace("]", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("fed-ensembel", "did you mean 'fed-ensemble'?"), ("xyz", "`perada study` lists the studies")]
+)
+def test_a_wrong_name_gets_a_hint(name, hint):
+    with pytest.raises(ValueError) as error:
+        main(["study", name])
+    assert str(error.value) == f"there is no study {name!r}; {hint}"
+
+
+def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):
+    studies = [f"perada.experiments.studies.{name.replace('-', '_')}" for name in STUDIES]
+    for name in studies:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    main(["study"])
+    assert [name for name in studies if name in sys.modules] == []
+    with pytest.raises(SystemExit):
+        main(["study", next(iter(STUDIES)), "--help"])
+    assert [name for name in studies if name in sys.modules] == studies[:1]
+
+
+def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install 'perada\\[studies\\]'"):
+        check_drawing()
+    words = ["perada", "study", "fed-ensemble", "--quick", f"--output={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        entry_point()
+    assert str(stop.value.code).startswith("perada: error: this study draws with matplotlib")
+    assert not (tmp_path / "out").exists()  # it is said before anything is computed
+
+
+def test_a_figure_is_saved_in_its_size(tmp_path):
+    figure = new_figure(3, 2)
+    figure.subplots().plot([0, 1], [0, 1])
+    path = save_figure(figure, tmp_path / "new" / "line.png")
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.size == (300, 200)
+        low, high = image.convert("L").getextrema()
+    assert low < 100 < high  # something is drawn

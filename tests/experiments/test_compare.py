@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada compare``: every recipe, algorithm and seed once, settings chosen on validation images, and one table."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from perada.algorithms import ALGORITHMS, make_algorithm
+from perada.cli import main
+from perada.cli.main import make_cli
+from perada.data import Digits
+from perada.experiments.compare.entries import ENTRIES, names
+from perada.experiments.compare.results import Results, choose
+from perada.experiments.compare.running import epsilons, same_budget
+from perada.experiments.compare.table import grid_table, summary
+from perada.experiments.compare.workers import Workers
+
+TINY = """
+trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false}
+model: {backbone: test_resnet, pretrained: false, adapter: head}
+data:
+  dataset: Digits
+  partition: {class_path: IID, init_args: {num_clients: 3}}
+  train_limit: 60
+  test_limit: 30
+  public_fraction: 0.2
+  image_size: 16
+federated: {clients_per_round: 2, local_steps: 1, distillation: {steps: 1, batch_size: 4}}
+"""
+GRID = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3,0.1"]
+
+
+class BlankDigits(Digits):
+    """Test images are black: what is measured on them says nothing of the digits."""
+
+    def _load(self):
+        images, labels = super()._load()
+        return (images if self.train else torch.zeros_like(images)), labels
+
+
+def rows(text):
+    """The rows of the last table by their first cell."""
+    lines = [line for line in text.split("\n\n|")[-1].splitlines() if "|" in line]
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(split[0][1:], row[1:], strict=True)) for row in split[2:]}
+
+
+def begun(text):
+    """What was run, without numbers and times."""
+    lines = [line for line in text.splitlines() if line.startswith("---")]
+    return [line.split(" ", 2)[2].rsplit(" (", 1)[0] for line in lines]
+
+
+def timeless(records):
+    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return "tiny.yaml"
+
+
+@pytest.fixture
+def read(tmp_path):
+    return lambda: json.loads((tmp_path / "out" / "r.json").read_text())
+
+
+OUT = ["--output", "out/r.json"]
+WEIGHTS = "--model.pretrained=perada:fashion_test_resnet"
+
+
+def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, capsys):
+    words = ["compare", recipe, "--algorithms", "fedavg", "ditto", "--seeds", "0", "1", *OUT]
+    main([*words[:4], "--seeds", "0", *OUT, "--model.lr_local=0.2"])
+    partial = read()
+    assert [(record["label"], record["seed"]) for record in partial] == [("before fine-tuning", 0), ("fedavg", 0)]
+    capsys.readouterr()
+    main([*words, "--model.lr_local=0.2"])
+    shown = capsys.readouterr().out
+    assert begun(shown) == ["ditto, seed 0", "fedavg, seed 1", "ditto, seed 1"]
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("---")] == ["2/4", "3/4", "4/4"]
+    records = read()
+    assert all(record in records for record in partial)
+    table = rows(shown)
+    assert list(table) == ["before fine-tuning", "fedavg", "ditto", "full fine-tuning would"]
+    scores = [100 * r["personal/local_test"] for r in records if r["label"] == "ditto"]
+    mean, spread = sum(scores) / 2, abs(scores[0] - scores[1]) / 2
+    assert table["ditto"]["personal/local_test"] == f"{mean:.2f} ± {spread:.2f}"
+    head = 96 * 10 + 10  # test_resnet's features and 10 classes
+    assert (table["ditto"]["trained"], table["ditto"]["sent"]) == (f"{2 * head:,}", f"{head:,}")
+    assert table["fedavg"]["trained"] == f"{head:,}"
+    assert float(table["fedavg"]["MB sent"]) == pytest.approx(4 * head / 1e6, abs=0.005)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny.yaml"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["r.json"]
+
+
+def fitted(*words):
+    """A run's scores, without `perada compare`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cli = make_cli(
+            ["--config", "tiny.yaml", "--trainer.logger=false", "--federated.algorithm=PerAda", *words], run=False
+        )
+        cli.trainer.fit(cli.model, cli.datamodule)
+    finally:
+        torch.set_num_threads(threads)
+    return cli.model.scores
+
+
+def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
+    steps = ["--federated.local_steps=6", "--federated.algorithm.distill=false", "--data.train_limit=600", WEIGHTS]
+    command = ["compare", recipe, "--algorithms", "perada_no_kd", "--seeds", "3", *OUT, *GRID, *steps]
+    main(command)
+    shown, records = capsys.readouterr().out, read()
+    held_out = ["--data.client_validation=0.2", "--data.evaluate_on=validation"]
+    rates = {
+        rate: ["--seed_everything=3", *steps, f"--model.lr_personal={rate}", f"--model.lr_local={rate}"]
+        for rate in ("0.01", "0.3", "0.1")
+    }
+    expected = {rate: fitted(*words, *held_out) for rate, words in rates.items()}
+    assert len({scores["personal/local_test"] for scores in expected.values()}) > 1
+    for rate, record in zip(rates, records[:3] if records[0]["stage"] == "tune" else records[1:4], strict=True):
+        assert (record["stage"], record["point"]) == ("tune", {GRID[1].split("=")[0]: rate})
+        assert expected[rate].items() <= record.items()
+    means = {rate: (s["personal/local_test"] + s["personal/global_test"]) / 2 for rate, s in expected.items()}
+    best = max(means, key=means.get)
+    assert best != "0.01"  # a choice, not the first value
+    assert f"--model.lr_local={best} chosen, validation score {100 * means[best]:.2f} %" in shown
+    assert fitted(*rates[best]).items() <= records[-1].items()
+    assert rows(shown)["perada_no_kd"]["chosen"] == best
+    grid = next(line for line in shown.splitlines() if line.startswith("| perada_no_kd"))
+    cells = [cell.strip() for cell in grid.strip("|").split("|")]
+    assert cells[1:] == [*(f"{100 * means[rate]:.2f}" for rate in rates), best]
+    # With other test images the grid gives the same, and only the table changes.
+    main([*command, "--output", "out/blank.json", "--data.dataset=BlankDigits"])
+    with open("out/blank.json") as file:
+        blank = json.load(file)
+    measured = ("personal/local_test", "personal/global_test", "global/global_test")
+    for stage, same in (("tune", True), ("run", False)):
+        pair = [[[r[name] for name in measured] for r in made if r["stage"] == stage] for made in (records, blank)]
+        assert (pair[0] == pair[1]) is same
+
+
+def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
+    command = ["compare", recipe, "--algorithms", "fedavg", "standalone", *OUT, *GRID]
+    main(command)
+    whole = read()
+    assert [record["stage"] for record in whole] == ["start"] + ["tune"] * 6 + ["run"] * 2
+    lost = [record for record in whole if record["label"] == "fedavg" and record["point"] == whole[2]["point"]]
+    rest = [record for record in whole if record not in lost]
+    (tmp_path / "out" / "r.json").write_text(json.dumps(rest))
+    capsys.readouterr()
+    main(command)
+    again = "fedavg, seed 0, lr_personal+lr_local="
+    assert [line.startswith(again) for line in begun(capsys.readouterr().out)] == [True] * len(lost)
+    assert timeless(read()) == timeless(whole)
+    assert all(record in read() for record in rest)
+    main(command)
+    assert begun(capsys.readouterr().out) == []
+    (tmp_path / "tiny.yaml").write_text("# a comment\n" + TINY)
+    main(command)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("train_limit: 60", "train_limit: 50"))
+    with pytest.raises(ValueError, match=r"out/r.json' holds results of an earlier version of 'tiny.yaml'"):
+        main(command)
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
+def test_several_processes_give_what_one_gives(recipe, tmp_path, capsys):
+    command = ["compare", recipe, "--algorithms", "perada", "fedavg_ft", "--tune", "model.lr_local=0.01,0.3"]
+    for jobs in ("1", "2"):
+        main([*command, "--seeds", "0", "1", "--jobs", jobs, "--output", f"{jobs}.json"])
+    one, two = (json.loads((tmp_path / f"{jobs}.json").read_text()) for jobs in "12")
+    key = str
+    assert sorted(map(key, timeless(one))) == sorted(map(key, timeless(two)))
+    assert [r["label"] for r in one if r["stage"] == "run"] == [r["label"] for r in two if r["stage"] == "run"]
+
+
+STUB = """
+import json, sys
+for line in sys.stdin:
+    task = json.loads(line)
+    if "die" in task["args"]:
+        sys.exit(7)
+    print(json.dumps({"run": {"n": task["args"]}, "seconds": task["threads"]}), flush=True)
+"""
+
+
+def test_a_process_that_dies_takes_its_own_run_along_only():
+    tasks = [(["a"], False), (["die"], False), (["b"], True), (["c"], False), (["die"], False), (["d"], False)]
+    with Workers([sys.executable, "-c", STUB], threads=3, jobs=2) as workers:
+        events = list(workers.run(tasks))
+        events += [(6 + number, result) for number, result in workers.run([(["e"], False)])]
+    assert sorted(number for number, result in events if result is None) == list(range(7))
+    results = {number: result for number, result in events if result is not None}
+    for number in (0, 2, 3, 5):
+        assert results[number] == {"run": {"n": tasks[number][0]}, "seconds": 3}
+    assert results[6]["run"] == {"n": ["e"]}
+    assert all("ended with code 7" in results[number]["failed"] for number in (1, 4))
+    assert all(worker.process is None for worker in workers.workers)
+
+
+def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
+    command = ["compare", recipe, "--algorithms", "fedrep", "fedavg", *OUT]  # fedrep has nothing to share of a head
+    for _ in range(2):  # what failed is tried again
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        assert stop.value.code == 1
+        shown = capsys.readouterr()
+        assert begun(shown.out)[0] == "fedrep, seed 0"
+        assert shown.out.rstrip().splitlines()[-1].startswith("- fedrep, seed 0: ValueError: FedRep ")
+        assert "fedrep, seed 0 failed: ValueError" in shown.err
+        table = rows(shown.out)
+        assert table["fedrep (1 of 1 failed)"]["personal/local_test"] == "–"
+        assert table["fedavg"]["personal/local_test"] != "–"
+    failed = [record for record in read() if "failed" in record]
+    assert [record["label"] for record in failed] == ["fedrep"]
+    assert "\n" not in failed[0]["failed"]
+    with pytest.raises(SystemExit):
+        main([*command[:-1], "out/grid.json", *GRID])
+    shown = capsys.readouterr().out
+    assert "fedrep: every run of the grid failed or diverged" in shown
+    assert "| fedrep | failed | failed | failed |      – |" in shown
+
+
+@pytest.mark.filterwarnings("ignore:round 0:UserWarning")
+def test_a_run_that_diverged_is_not_chosen(recipe, read, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", recipe, "--algorithms", "fedavg", *OUT, "--tune=model.lr_local=1e38", "--model.momentum=0.9",
+              "--federated.local_steps=4"])  # fmt: skip
+    assert [(record["diverged"], record["stage"]) for record in read()] == [(True, "tune")]
+    assert "every run of the grid failed or diverged" in capsys.readouterr().err
+
+
+def test_choice():
+    def scored(local, everywhere, diverged=False):
+        return {"personal/local_test": local, "personal/global_test": everywhere, "diverged": diverged}
+
+    tried = [({"lr": "1"}, scored(0.9, 0.1)), ({"lr": "2"}, scored(0.4, 0.8)), ({"lr": "3"}, scored(0.8, 0.4))]
+    assert choose(tried) == ({"lr": "2"}, pytest.approx(0.6))
+    assert choose([*tried, ({"lr": "4"}, scored(None, None, True)), ({"lr": "5"}, {"failed": "x"})]) == choose(tried)
+    assert choose([({"lr": "4"}, scored(1.0, 1.0, True)), ({"lr": "5"}, None)]) is None
+
+
+@pytest.mark.parametrize(
+    ("tune", "words"),
+    [
+        ("model.lr_local", "cannot be read: give NAME=V1,V2"),
+        ("=0.1", "cannot be read"),
+        ("model.lr_local=", "cannot be read"),
+        ("model.lr_local=0.1,,0.2", "cannot be read"),
+        ("model.lr_local+=0.1", "cannot be read"),
+        ("model.lr_local=0.1,0.1", "has a value twice"),
+        ("model.lr_local+model.lr_local=0.1", "model.lr_local is tuned twice"),
+        ("data.evaluate_on=test,validation", "cannot be tuned"),
+        ("model.lr_locl=0.1", "--tune --model.lr_locl=0.1 with ditto: (?s:.*)lr_locl"),
+        ("model.lr_local=0.1,high", "--tune --model.lr_local=high with ditto: (?s:.*)high"),
+        ("model.lr_local=0.1,-1", "--tune --model.lr_local=-1 with ditto: (?s:.*)not a learning rate"),
+        ("federated.algorithm.prox_strength=1,2", "prox_strength=1 with fedavg"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_runs(recipe, tmp_path, tune, words):
+    with pytest.raises(ValueError, match=words):
+        main(["compare", recipe, "--algorithms", "ditto", "fedavg", "--tune", tune, *OUT])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--jobs", "0"], "--jobs 0"),
+        (["--threads", "-1"], "--threads -1"),
+        (["--paper"], "--paper says what named algorithms train"),
+    ],
+)
+def test_wrong_options(recipe, words, message):
+    with pytest.raises(ValueError, match=message):
+        main(["compare", recipe, *words])
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '[{"label": "fedavg", "seed": 0}]', "3"])
+def test_a_file_of_something_else_is_not_overwritten(recipe, tmp_path, content):
+    (tmp_path / "r.json").write_text(content)
+    with pytest.raises(ValueError, match=r"r.json' holds no results of this version"):
+        main(["compare", recipe, "--output", "r.json"])
+    assert (tmp_path / "r.json").read_text() == content
+
+
+def algorithm(*words):
+    return make_cli(["--config", "tiny.yaml", "--trainer.logger=false", *words], run=False).loop.algorithm
+
+
+def test_entries_are_the_named_algorithms(recipe):
+    given = [
+        "--federated.algorithm=PerAda",
+        "--federated.algorithm.prox_strength=7",
+        "--federated.algorithm.distill=false",
+    ]
+    mine = type(make_algorithm("perada"))
+    assert set(ALGORITHMS) <= set(ENTRIES)
+    assert names(["all", "ditto"]) == list(ENTRIES)
+    for name in ALGORITHMS:
+        made, expected = algorithm(*given[:2], *ENTRIES[name].words(mine)), make_algorithm(name)
+        assert type(made) is type(expected)
+        if type(made) is mine:  # the recipe's own algorithm keeps what the recipe says
+            expected.prox_strength = 7
+        plain = [{k: v for k, v in vars(one).items() if k != "base"} for one in (made, expected)]
+        assert plain[0] == plain[1], name
+    assert algorithm(*given, *ENTRIES["perada"].words(mine)).distills
+    whole = algorithm(*given, *ENTRIES["fed_ensemble_perada"].words(mine))
+    assert (type(whole.base), whole.base.distills) == (mine, True)
+
+
+def test_what_papers_train(recipe):
+    mine = type(make_algorithm("perada"))
+
+    def trained(name):
+        words = ENTRIES[name].words(mine, paper=True)
+        model = make_cli(["--config", recipe, "--trainer.logger=false", *words], run=False).model
+        return model.adapter, model.train_backbone
+
+    assert {name: trained(name) for name in ("fedavg", "ditto", "perada", "fedalt_adapter", "modified_local_gd")} == {
+        "fedavg": ("full", False),
+        "ditto": ("full", False),
+        "perada": ("head", False),
+        "fedalt_adapter": ("head", True),
+        "modified_local_gd": ("full", False),
+    }
+
+
+def test_phases_share_the_budget_of_local_steps(recipe, read):
+    full = ["--model.adapter=full", "--federated.local_steps=4", "--trainer.max_epochs=2"]
+    main(["compare", recipe, "--algorithms", "fedavg", "fedrep", "fedalt_input", "fedsim_output", *OUT, *full])
+    assert {r["label"]: r["local_steps"] for r in read() if r["stage"] == "run"} == dict.fromkeys(
+        ("fedavg", "fedrep", "fedalt_input", "fedsim_output"), 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--federated.local_steps=5"], ["--federated.local_steps=2"]),
+        (["--federated.local_steps=1"], ["--federated.local_steps=1"]),
+        (["--federated.local_steps=null", "--federated.local_epochs=3"], ["--federated.local_epochs=1.5"]),
+        (["--federated.local_steps=5", "--federated.algorithm.head_epochs=2"], []),
+        (["--federated.local_steps=5", "--federated.algorithm=null", "--federated.algorithm=FedAvg"], []),
+    ],
+)
+def test_budgets(recipe, words, expected):
+    base = ["--config", recipe, "--trainer.logger=false", "--federated.algorithm=FedRep"]
+    assert same_budget(make_cli([*base, *words], run=False)) == expected
+
+
+def test_recipes_keep_their_own_algorithm(recipe, capsys):
+    main(["compare", recipe, "--federated.algorithm=Standalone"])
+    table = rows(capsys.readouterr().out)
+    assert list(table)[:2] == ["before fine-tuning", "tiny"]
+    assert table["tiny"]["sent"] == "0"
+
+
+def record(label, **values):
+    return {"label": label, "stage": "run", "seed": 0, "variant": [], "point": {}} | values
+
+
+def test_summary_marks_what_is_not_known():
+    records = [
+        record("before fine-tuning", stage="start", **{"personal/local_test": 0.5}),
+        record("x", **{"personal/local_test": 0.25, "params/trained": 1234.0, "params/sent": 5.0,
+                       "mb_sent": 0.5, "seconds_per_round": 1.25}),
+    ]  # fmt: skip
+    table = rows(summary(records))
+    assert table["before fine-tuning"]["personal/local_test"] == "50.00"
+    assert table["before fine-tuning"]["global/global_test"] == "–"
+    assert table["x"]["trained"] == "1,234"
+    assert table["x"]["s / round"] == "1.2"
+
+
+def test_epsilon_has_columns_where_a_run_was_private(tmp_path):
+    scores = {"personal/local_test": 0.5, "personal/global_test": 0.3, "diverged": False}
+    spent = [
+        {"privacy/server_epsilon_mean": 1.0, "privacy/release_epsilon_mean": 2.0, "privacy/release_epsilon_max": 2.25},
+        {"privacy/server_epsilon_mean": 2.0, "privacy/release_epsilon_mean": 3.0, "privacy/release_epsilon_max": 3.5},
+    ]
+    # A run's history has more beside: it is not shown, and infinity goes through a file of JSON.
+    without_noise = dict.fromkeys(spent[0], math.inf) | {"privacy/release_epsilon_std": math.nan, "train/loss": 1.0}
+    records = [record("private", **scores, **epsilons(spent[0])), record("private", **scores, **epsilons(spent[1]))]
+    records[1]["seed"] = 1
+    records += [record("no noise", **scores, **epsilons(without_noise)), record("open", **scores)]
+    records.append(record("lost", stage="tune", point={"lr": "1"}, failed="ValueError: no"))
+    results = Results(tmp_path / "r.json")
+    results.records = records
+    results.write()
+    text = summary(Results(tmp_path / "r.json").records)
+    table = rows(text)
+    assert [name for name in table["open"] if name.startswith("ε")] == ["ε server", "ε release", "ε max"]
+    shown = {label: [row[f"ε {name}"] for name in ("server", "release", "max")] for label, row in table.items()}
+    assert shown == {
+        "private": ["1.50 ± 0.50", "2.50 ± 0.50", "3.50"],
+        "no noise": ["∞", "∞", "∞"],
+        "open": ["–", "–", "–"],
+        "lost (failed)": ["–", "–", "–"],
+    }
+    assert "ε max: its largest." in text
+    assert "ε" not in summary([record("open", **scores)])
+    assert rows(summary([record("x", **{"privacy/client_epsilon_max": 4.0})]))["x"]["ε client"] == "4.00"
+
+
+def test_rows_of_other_options_and_seeds_that_failed():
+    scores = {"personal/local_test": 0.5, "personal/global_test": 0.3, "diverged": False}
+    records = [
+        record("x", **scores),
+        record("x", variant=["--paper"], **scores),
+        record("y", **scores),
+        record("y", seed=1, failed="ValueError: no"),
+        record("z", stage="tune", point={"lr": "1"}, **scores),
+        record("z", stage="tune", point={"lr": "2"}, variant=["--tune=lr=1,2"], failed="ValueError: too high"),
+    ]
+    shown = summary(records)
+    assert list(rows(shown)) == ["x", "x --paper", "y (1 of 2 failed)", "z (failed)"]
+    assert "- y, seed 1: ValueError: no" in shown
+    assert grid_table(records).splitlines()[2] == "| z | 40.00 | failed |      1 |"
+    assert "- z, seed 0, 2: ValueError: too high" in grid_table(records)
+
+
+def test_unknown_algorithm_is_refused(recipe, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", recipe, "--algorithms", "perda"])
+    assert stop.value.code == 2
+    assert "perda" in capsys.readouterr().err
+
+
+def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tiny.yaml").write_text(TINY)
+    main(["compare", recipe, "other/tiny.yaml", "--algorithms", "standalone"])
+    assert list(rows(capsys.readouterr().out))[:4] == [
+        "tiny before fine-tuning",
+        "other/tiny before fine-tuning",
+        "tiny standalone",
+        "other/tiny standalone",
+    ]

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local training of a cohort against one ``torch.optim`` run per client."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from perada.algorithms import Ditto, FedAvg, PerAda, Standalone
+from perada.core.batches import CohortBatch
+from perada.core.rounds import Phase, RoundPlan
+from perada.core.states import expand, get_state
+from perada.engine import Engine
+from perada.engine.losses import client_losses
+from perada.federation.cohort import Cohort
+from perada.federation.local_training import LocalTraining
+from perada.models.slots import make_slot
+
+STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
+CLIENTS = tuple(range(10, 10 + len(STEPS)))
+
+
+def network(dropout=0.0):
+    layers = {
+        "conv": nn.Conv2d(2, 5, 3),
+        "norm": nn.BatchNorm2d(5),
+        "act": nn.ReLU(),
+        "pool": nn.AdaptiveAvgPool2d(2),
+        "flat": nn.Flatten(),
+        "drop": nn.Dropout(dropout),
+        "fc": nn.Linear(20, CLASSES),
+    }
+    return nn.Sequential(OrderedDict(layers)).double()
+
+
+def batches(multilabel=False):
+    """The cohort batches of a round; client i has COUNTS[i] rows in each, for STEPS[i] steps."""
+    random = torch.Generator().manual_seed(7)
+    made = []
+    for step in range(STEPS[0]):
+        active = sum(own > step for own in STEPS)
+        width = max(COUNTS[:active])
+        x = torch.randn(active, width, 2, 5, 5, generator=random, dtype=torch.float64)
+        y = torch.randint(0, CLASSES, (active, width), generator=random)
+        if multilabel:
+            y = torch.randint(0, 2, (active, width, CLASSES), generator=random).float()
+        made.append(CohortBatch(CLIENTS[:active], x, y, COUNTS[:active], 0, step))
+    return made
+
+
+def cohort(model, training, algorithm=None, engine="folded", **options):
+    algorithm = algorithm or FedAvg()
+    slot = make_slot(model, "fc")
+    initial = get_state(model)
+    kept = {role: expand(state, len(STEPS)) for role, state in algorithm.kept(initial, slot).items()}
+    return Cohort(
+        Engine(model, engine),
+        algorithm,
+        slot,
+        RoundPlan(3, CLIENTS, (STEPS,)),
+        [Phase()],
+        kept,
+        expand(initial, len(STEPS)),
+        training,
+        **options,
+    )
+
+
+def rates(lr):
+    return {"local": lr, "personal": lr}
+
+
+OPTIMIZERS = [
+    ("sgd", {"momentum": 0.9, "weight_decay": 0.1}, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+    ("sgd", {}, lambda p: torch.optim.SGD(p, 0.1)),
+    ("adam", {"weight_decay": 0.1}, lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1)),
+    ("adamw", {"weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1)),
+]
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
+@pytest.mark.parametrize(("name", "options", "make"), OPTIMIZERS, ids=["momentum", "sgd", "adam", "adamw"])
+def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip, multilabel):
+    model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
+    training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, multilabel=multilabel, **options)
+    running = cohort(model, training, engine=engine, clients_per_chunk=chunk, factor=0.5)
+    for batch in batches(multilabel):
+        running.step(batch)
+    _, updates, finite, _ = running.close()
+    assert finite.all()
+    clipped = 0
+    for row, (steps, count) in enumerate(zip(STEPS, COUNTS, strict=True)):
+        alone = copy.deepcopy(model).train()
+        optimizer, losses = make(alone.parameters()), []
+        for batch in batches(multilabel)[:steps]:
+            out, y = alone(batch.x[row, :count]), batch.y[row, :count]
+            loss = F.binary_cross_entropy_with_logits(out, y.double()) if multilabel else F.cross_entropy(out, y)
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            if clip_norm is not None:
+                clipped += torch.nn.utils.clip_grad_norm_(alone.parameters(), clip_norm) > clip_norm
+            optimizer.step()
+        for key, value in get_state(alone).items():
+            # A gradient that is zero but for rounding gets a step of full size from Adam: the bias before a BatchNorm.
+            if not (key == "conv.bias" and name.startswith("adam")):
+                torch.testing.assert_close(updates[key][row], value, rtol=1e-7, atol=1e-9, msg=f"client {row}: {key}")
+        assert running.mean_losses()["local"][row].item() == pytest.approx(sum(losses) / steps, rel=1e-5)
+    if clip_norm is not None:
+        assert 0 < clipped < sum(STEPS)  # some are clipped, some not: clients do not share a norm
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_broken_client_does_not_touch_the_others(optimizer, clip_norm, engine):
+    def train(broken):
+        running = cohort(model, LocalTraining(optimizer, rates(0.05), clip_norm=clip_norm), Ditto(), engine)
+        for batch in batches():
+            if broken and batch.step == 1:
+                batch.x[1, 0] = float("nan")
+            running.step(batch)
+        return running.close()
+
+    model = network(dropout=0.3)
+    kept, updates, finite, _ = train(broken=True)
+    kept_clean, updates_clean, finite_clean, _ = train(broken=False)
+    assert finite.tolist() == [True, False, True, True]
+    assert finite_clean.all()
+    for dirty, clean in ((updates, updates_clean), (kept["personal"], kept_clean["personal"])):
+        for key in dirty:
+            assert torch.equal(dirty[key][finite], clean[key][finite])
+    assert updates["fc.weight"][1].isnan().any()
+
+
+def test_a_client_whose_loss_was_infinite_once_is_broken_though_its_state_is_finite():
+    model = network()
+    running = cohort(model, LocalTraining("sgd", rates(0.0)))
+    for batch in batches():
+        if batch.step == 0:
+            batch.x[2, 0] = float("inf")
+        running.step(batch)
+    running.chunks[0].full["local"] = {key: torch.zeros(4, 1) for key in running.slot.keys}
+    assert running.close()[2].tolist() == [True, True, False, True]
+
+
+def test_dropout_of_a_client_does_not_depend_on_its_cohort():
+    """The first two clients alone get what they get among four, in any chunks and in the loop."""
+    model = network(dropout=0.5)
+    training = LocalTraining("sgd", rates(0.1))
+    results = []
+    for options in ({}, {"clients_per_chunk": 2}, {"engine": "loop"}, {"seed": 1}):
+        running = cohort(model, training, Standalone(), **options)
+        for batch in batches():
+            running.step(batch)
+        results.append(running.close()[0]["personal"])
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value)
+        torch.testing.assert_close(results[2][key], value)
+    assert not torch.allclose(results[3]["fc.weight"], results[0]["fc.weight"])
+    small = Cohort(
+        Engine(model, "folded"),
+        Standalone(),
+        make_slot(model, "fc"),
+        RoundPlan(3, CLIENTS[:2], (STEPS[:2],)),
+        [Phase()],
+        {"personal": expand(get_state(model), 2)},
+        expand(get_state(model), 2),
+        training,
+    )
+    for batch in batches():
+        n = min(2, len(batch.clients))
+        small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
+    for key, value in small.close()[0]["personal"].items():
+        torch.testing.assert_close(value, results[0][key][:2])
+
+
+def test_dropout_of_one_role_is_not_that_of_another():
+    """Both train from the same state on the same batch, and nothing pulls one to the other."""
+    model = network(dropout=0.5)
+    running = cohort(model, LocalTraining("sgd", rates(0.1)), PerAda(0.0, distill=False))
+    running.step(batches()[0])
+    kept, sent, *_ = running.close()
+    assert not torch.allclose(kept["personal"]["fc.weight"], sent["fc.weight"])
+
+
+def test_every_phase_starts_its_optimisers_and_all_clients_anew():
+    class TwoPhases(FedAvg):
+        """First the head, then the rest."""
+
+        def trained(self, role, phase, slot):
+            return tuple(key for key in slot.parameters if (key in slot.head) == (phase == "head"))
+
+    model = network()
+    phases = [Phase("head"), Phase("body")]
+    steps = ((3, 1), (2, 2))
+    running = Cohort(
+        Engine(model, "folded"),
+        TwoPhases(),
+        make_slot(model, "fc"),
+        RoundPlan(0, (0, 1), steps),
+        phases,
+        {},
+        expand(get_state(model), 2),
+        LocalTraining("sgd", rates(0.1), momentum=0.9),
+    )
+    alone = [copy.deepcopy(model).train() for _ in range(2)]
+    for phase in range(2):
+        optimizers = [
+            torch.optim.SGD(
+                [p for n, p in m.named_parameters() if n.startswith("fc") == (phase == 0)], 0.1, momentum=0.9
+            )
+            for m in alone
+        ]
+        for step in range(steps[phase][0]):
+            active = sum(own > step for own in steps[phase])
+            x = torch.randn(active, 4, 2, 5, 5, dtype=torch.float64)
+            y = torch.randint(0, CLASSES, (active, 4))
+            running.step(CohortBatch(tuple(range(active)), x, y, (4,) * active, phase, step))
+            for m in range(active):
+                alone[m].zero_grad()
+                F.cross_entropy(alone[m](x[m]), y[m]).backward()
+                optimizers[m].step()
+    _, updates, _, _ = running.close()
+    for row, module in enumerate(alone):
+        for key, value in get_state(module).items():
+            torch.testing.assert_close(updates[key][row], value, rtol=1e-8, atol=1e-10)
+
+
+def test_losses_are_means_over_real_rows():
+    logits, y = torch.randn(2, 4, 3), torch.randint(0, 3, (2, 4))
+    labels = torch.randint(0, 2, (2, 4, 3)).float()
+    ragged = client_losses(logits, y, (4, 2), False)
+    torch.testing.assert_close(ragged[0], F.cross_entropy(logits[0], y[0]))
+    torch.testing.assert_close(ragged[1], F.cross_entropy(logits[1, :2], y[1, :2]))
+    several = client_losses(logits, labels, (4, 3), True)
+    torch.testing.assert_close(several[1], F.binary_cross_entropy_with_logits(logits[1, :3], labels[1, :3]))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models run on which test images, and what comes out."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.api import make_trainer
+from perada.core.batches import EvalBatch
+from perada.core.ranks import Ranks
+from perada.federation.evaluation import Evaluation, own_logits, sample_clients
+from perada.lightning import FederatedLoop
+from perada.lightning.outcome import outcome
+
+
+def unequal(tiny):
+    """Test sets of 1 to 13 images, one of them empty."""
+    data = tiny.data()
+    data.test = [
+        TensorDataset(*(t[:n] for t in part.tensors)) for part, n in zip(data.train, (3, 0, 13, 1, 8), strict=True)
+    ]
+    return data
+
+
+def fitted(tiny, algorithm="ditto", classifier=None, **options):
+    loop = FederatedLoop(perada.algorithms.make_algorithm(algorithm), local_steps=3)
+    module = perada.FederatedClassifier(tiny.net(), "full", lr_personal=0.5, lr_local=0.5, **(classifier or {}))
+    trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
+    trainer.fit(module, datamodule=perada.FederatedDataModule(unequal(tiny), **({"eval_batch_size": 7} | options)))
+    return trainer, module, outcome(module, loop)
+
+
+def images(tiny):
+    """All test images, labels and owners, in order of client."""
+    parts = [part.tensors for part in unequal(tiny).test]
+    owner = torch.arange(5).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))
+    return EvalBatch(*(torch.cat(values) for values in zip(*parts, strict=True)), owner)
+
+
+def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
+    _, module, run = fitted(tiny)
+    batch = images(tiny)
+    seen, engine = [], module.federation.engine
+    run_all = engine.logits
+    for rows in (slice(None), slice(2, 19), slice(16, 17)):
+        part = EvalBatch(*(values[rows] for values in batch))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "logits", lambda states, x: seen.append(x.shape[:2].numel()) or run_all(states, x))
+            found = own_logits(module.federation, part)
+        assert len(part.x) <= sum(seen) < 2 * len(part.x)
+        seen.clear()
+        for logits, image, owner in zip(found, part.x, part.owner.tolist(), strict=True):
+            with torch.no_grad():
+                expected = run.personal(owner)(image[None])[0]
+            torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
+    _, _, whole = fitted(tiny, classifier={"metric": metric})
+    _, _, some = fitted(tiny, classifier={"metric": metric, "global_test_clients": 2})
+    wanted, found = whole.metrics["clients"], some.metrics["clients"]
+    local = (found["personal/local_test"], wanted["personal/local_test"])
+    assert local[0] == pytest.approx(local[1], nan_ok=True, abs=1e-6)
+    assert len({value for value in local[0] if value == value}) > 1
+    sampled = sample_clients(5, 2, 0)
+    values = [found["personal/global_test"][client] for client in sampled]
+    assert values == [wanted["personal/global_test"][client] for client in sampled]
+    missing = [value for client, value in enumerate(found["personal/global_test"]) if client not in sampled]
+    assert all(value != value for value in missing)
+    last = some.metrics["rounds"][-1]
+    assert last["personal/global_test"] == pytest.approx(sum(values) / 2)
+    assert last["personal/global_test_std"] == pytest.approx(abs(values[0] - values[1]) / 2, abs=1e-6)
+    for name in ("personal/local_test", "personal/local_test_std", "global/global_test"):
+        assert last[name] == pytest.approx(whole.metrics["rounds"][-1][name], abs=1e-6)
+
+
+def test_with_no_sample_each_model_is_scored_at_home_only(tiny):
+    _, _, run = fitted(tiny, classifier={"global_test_clients": 0})
+    assert "personal/global_test" not in run.metrics["rounds"][-1]
+    assert set(run.metrics["clients"]) == {"personal/local_test"}
+    _, _, whole = fitted(tiny)
+    local = whole.metrics["clients"]["personal/local_test"]
+    assert run.metrics["clients"]["personal/local_test"] == pytest.approx(local, nan_ok=True)
+
+
+def test_where_clients_share_the_global_model_all_are_scored(tiny):
+    _, _, run = fitted(tiny, "fedavg", {"global_test_clients": 2})
+    scores = run.metrics["clients"]["personal/global_test"]
+    assert len(scores) == 5
+    assert set(scores) == {run.metrics["rounds"][-1]["global/global_test"]}
+
+
+def test_the_sample_is_drawn_from_the_seed():
+    samples = [sample_clients(100, 7, seed) for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    assert all(len(set(sample)) == 7 for sample in samples)
+
+
+def test_predictions_are_those_of_the_owners_model(tiny):
+    trainer, module, run = fitted(tiny)
+    batch = images(tiny)
+    found = trainer.predict(module, datamodule=trainer.datamodule)
+    personal, shared = (torch.cat([part[name] for part in found]) for name in ("personal", "global"))
+    with torch.no_grad():
+        for place, owner in enumerate(batch.owner.tolist()):
+            torch.testing.assert_close(personal[place], run.personal(owner)(batch.x[place : place + 1])[0])
+        torch.testing.assert_close(shared, run.global_model()(batch.x))
+
+
+class Threads(Ranks):
+    """Two ranks that are threads of this process."""
+
+    def __init__(self, rank, shared):
+        self.rank, self.size, self.shared = rank, 2, shared
+
+    def gather(self, value):
+        self.shared["barrier"].wait()
+        self.shared[self.rank] = value
+        self.shared["barrier"].wait()
+        return [self.shared[0], self.shared[1]]
+
+    def sum_(self, tensors):
+        for tensor in tensors:
+            one, two = self.gather(tensor.clone())
+            tensor.copy_(one + two)
+
+
+@pytest.mark.parametrize("everywhere", [[0, 1, 2, 3, 4], [1, 4], [2], []])
+@pytest.mark.parametrize(("algorithm", "metric"), [("ditto", "accuracy"), ("ditto", "auroc"), ("fedavg", "accuracy")])
+def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
+    _, module, _ = fitted(tiny, algorithm)
+    federation, batch = module.federation, images(tiny)
+    batches = [EvalBatch(*parts) for parts in zip(*(values.split(7) for values in batch), strict=True)]
+
+    def counted(ranks):
+        federation.ranks = ranks
+        evaluation = Evaluation(federation, metric, everywhere)
+        for index, part in enumerate(batches):
+            evaluation.step(part, index)
+        return evaluation
+
+    scores, per_client = counted(Ranks()).result()
+    shared = {"barrier": threading.Barrier(2)}
+    found = []
+
+    class Own:
+        """The federation as one of the ranks sees it at the end."""
+
+        def __init__(self, ranks):
+            self.ranks, self.personalized = ranks, federation.personalized
+
+    def finish(evaluation, ranks):
+        evaluation.federation = Own(ranks)
+        found.append(evaluation.result())
+
+    every = [Threads(rank, shared) for rank in range(2)]
+    threads = [threading.Thread(target=finish, args=(counted(ranks), ranks)) for ranks in every]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    for own_scores, own_clients in found:
+        assert own_scores == pytest.approx(scores, nan_ok=True)
+        assert own_clients.keys() == per_client.keys()
+        for name, values in own_clients.items():
+            torch.testing.assert_close(values, per_client[name], equal_nan=True)

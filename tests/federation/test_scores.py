@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores against scikit-learn and torchmetrics."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, roc_auc_score
+from torchmetrics.functional.classification import multiclass_accuracy, multilabel_accuracy
+
+from perada.core.ranks import Ranks
+from perada.federation.scores import Scores
+
+MODELS, IMAGES, CLASSES = 3, 60, 4
+
+
+def task(multilabel):
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(MODELS, IMAGES, CLASSES, generator=random)
+    if multilabel:
+        y = torch.randint(0, 2, (IMAGES, CLASSES), generator=random).float()
+    else:
+        y = torch.randint(0, CLASSES, (IMAGES,), generator=random)
+    owner = torch.randint(0, MODELS, (IMAGES,), generator=random)
+    return logits, y, owner
+
+
+def collected(metric, logits, y, owner, local=False):
+    """All models on all images, or the first on those of each owner; in batches of unequal sizes."""
+    models, groups = (1, MODELS) if local else (len(logits), 1)
+    scores = Scores(metric, y.dim() == 2, models, groups)
+    assert not scores
+    for rows in torch.arange(len(y)).split(25):
+        scores.update(logits[:models, rows], y[rows], owner[rows] if local else None)
+    assert scores
+    found = scores.compute()
+    assert found.shape == (models, groups)
+    return found.flatten()
+
+
+def owners_logits(logits, owner):
+    """Logits (1, B, K) of each image by the model of its owner."""
+    return logits[owner, torch.arange(len(owner))].unsqueeze(0)
+
+
+def reference(metric, logits, y):
+    y = y.numpy()
+    if metric == "accuracy":
+        return (
+            accuracy_score(y.flatten(), (logits > 0).flatten()) if y.ndim == 2 else accuracy_score(y, logits.argmax(1))
+        )
+    truth = y if y.ndim == 2 else np.eye(CLASSES)[y]
+    probabilities = logits.sigmoid() if y.ndim == 2 else logits.softmax(1)
+    return roc_auc_score(truth, probabilities.numpy(), average="macro")
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_scores_equal_scikit_learns(metric, multilabel):
+    logits, y, owner = task(multilabel)
+    expected = [reference(metric, model, y) for model in logits]
+    assert collected(metric, logits, y, owner).tolist() == pytest.approx(expected, abs=1e-6)
+    local = [reference(metric, logits[m, owner == m], y[owner == m]) for m in range(MODELS)]
+    found = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+    assert found.tolist() == pytest.approx(local, abs=1e-6)
+    assert len(set(expected + local)) == 2 * MODELS
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_accuracy_is_torchmetrics_to_the_last_digit(multilabel):
+    logits, y, owner = task(multilabel)
+    single = {"num_labels": CLASSES} if multilabel else {"num_classes": CLASSES}
+    accuracy = multilabel_accuracy if multilabel else multiclass_accuracy
+
+    def scored(model, rows):
+        predicted = model[rows].sigmoid() if multilabel else model[rows].argmax(-1)
+        return accuracy(predicted, y[rows].long(), **single, average="micro")
+
+    everywhere = [scored(model, slice(None)) for model in logits]
+    assert torch.equal(collected("accuracy", logits, y, owner), torch.stack(everywhere))
+    own = torch.stack([scored(logits[m], owner == m) for m in range(MODELS)])
+    assert torch.equal(collected("accuracy", owners_logits(logits, owner), y, owner, local=True), own)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_a_group_without_images_has_no_score(metric):
+    logits, y, owner = task(False)
+    owner[owner == 1] = 0
+    assert collected(metric, logits, y, owner, local=True).isnan().tolist() == [False, True, False]
+
+
+class Together(Ranks):
+    """One of two processes, each of which counted for itself."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def sum_(self, tensors):
+        for tensor in tensors:
+            tensor.add_(self.other._counts)
+
+    def gather(self, value):
+        return [value, self.other._pieces]
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_what_two_processes_count_adds_up(metric, multilabel):
+    """Each runs some models on all images, or all models on some images, or counts some of the images only."""
+    logits, y, owner = task(multilabel)
+    whole = collected(metric, logits, y, owner)
+    whole_local = collected(metric, owners_logits(logits, owner), y, owner, local=True)
+
+    def merged(add, **options):
+        parts = [Scores(metric, multilabel, **options) for _ in range(2)]
+        for rank, scores in enumerate(parts):
+            add(scores, rank)
+        parts[0].merge(Together(parts[1]))
+        return parts[0].compute().flatten()
+
+    def some_models(scores, rank):
+        models = [0, 2] if rank == 0 else [1]
+        for rows in torch.arange(IMAGES).split(25):
+            scores.update(logits[models][:, rows], y[rows], models=models)
+
+    def some_batches(scores, rank):
+        for rows in torch.arange(IMAGES).split(10)[rank::2]:
+            scores.update(logits[:, rows], y[rows])
+
+    def some_images(scores, rank):
+        counted = owner != 1 if rank == 0 else owner == 1
+        scores.update(owners_logits(logits, owner), y, owner, counted=counted)
+
+    assert torch.equal(merged(some_models, models=MODELS), whole)
+    assert torch.equal(merged(some_batches, models=MODELS), whole)
+    assert torch.equal(merged(some_images, groups=MODELS), whole_local)
+
+
+def test_auroc_is_the_mean_over_the_classes_that_occur_both_ways():
+    logits, y, owner = task(True)
+    y[:, 1], y[:, 3] = 0, 1
+    expected = np.mean([roc_auc_score(y[:, k], logits[0, :, k].sigmoid()) for k in (0, 2)])
+    assert collected("auroc", logits[:1], y, owner).tolist() == pytest.approx([expected], abs=1e-6)
+    y[:] = 1
+    assert collected("auroc", logits[:1], y, owner).isnan().all()
+
+
+def test_auroc_ranks_confident_predictions():
+    """Logits far beyond where a sigmoid in single precision reaches 1 are still told apart."""
+    logits, y, owner = task(True)
+    expected = roc_auc_score(y, logits[0].numpy(), average="macro")
+    confident = collected("auroc", logits[:1] + 20, y, owner)
+    assert confident.tolist() == pytest.approx([expected], abs=1e-6)

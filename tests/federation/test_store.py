@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients keep, wherever it is held."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from perada.federation.store import ClientStore, DiskStore, HostStore, Storage, joined, locate, restricted
+
+
+def kept(clients, seed=1):
+    """What ``clients`` keep, in several number formats: stacks (C, ...)."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "personal": {
+            "a.weight": torch.randn(clients, 2, 3, generator=random),
+            "a.count": torch.randint(0, 99, (clients,), generator=random),
+        },
+        "extra": {
+            "h": torch.randn(clients, 5, generator=random).to(torch.bfloat16),
+            "d": torch.randn(clients, 1, generator=random, dtype=torch.float64),
+        },
+    }
+
+
+def initial():
+    return {role: {key: value[0] for key, value in state.items()} for role, state in kept(1, seed=0).items()}
+
+
+def stores(tmp_path):
+    return {
+        "device": ClientStore(initial()),
+        "host": HostStore(initial()),
+        "disk": DiskStore(initial(), tmp_path / "run" / "clients"),
+        "temporary": DiskStore(initial()),
+    }
+
+
+KINDS = ["device", "host", "disk", "temporary"]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def rows(stacks, index):
+    return {role: {key: value[index] for key, value in state.items()} for role, state in stacks.items()}
+
+
+def assert_same(one, other):
+    assert {role: list(state) for role, state in one.items()} == {role: list(state) for role, state in other.items()}
+    for role, state in other.items():
+        for key, value in state.items():
+            assert one[role][key].dtype == value.dtype
+            assert torch.equal(one[role][key], value), (role, key)
+
+
+@kinds
+def test_clients_have_the_initial_state_until_they_are_written(tmp_path, kind):
+    store = stores(tmp_path)[kind]
+    written = kept(2)
+    store.scatter([3, 0], written)
+    assert store.kind == kind.replace("temporary", "disk")
+    assert sorted(store.written) == [0, 3]
+    found = store.gather([0, 1, 3])
+    expected = [rows(written, 1), initial(), rows(written, 0)]
+    for index, state in enumerate(expected):
+        got = rows(found, index)
+        for role in state:
+            for key in state[role]:
+                assert torch.equal(got[role][key], state[role][key])
+
+
+@kinds
+def test_what_is_stored_and_what_is_gathered_are_copies(tmp_path, kind):
+    store = stores(tmp_path)[kind]
+    given = kept(2)
+    store.scatter([0, 1], given)
+    for copy in (given, store.gather([0, 1, 5]), store.gather([1])):
+        for state in copy.values():
+            for value in state.values():
+                value.add_(1)
+    assert_same(store.gather([0, 1]), kept(2))
+
+
+@kinds
+def test_a_client_written_again_has_its_last_state(tmp_path, kind):
+    store = stores(tmp_path)[kind]
+    for seed in (1, 2, 3):
+        store.scatter([4, 2], kept(2, seed))
+    store.scatter([], kept(0))
+    assert_same(store.gather([4, 2]), kept(2, seed=3))
+
+
+@pytest.mark.parametrize("after", KINDS)
+@pytest.mark.parametrize("before", KINDS)
+def test_a_saved_store_goes_on_in_one_of_any_kind(tmp_path, before, after):
+    store = stores(tmp_path)[before]
+    store.scatter([4, 7], kept(2))
+    torch.save(store.state_dict(), tmp_path / "store.pt")
+    again = stores(tmp_path / "second")[after]
+    again.load_state_dict(torch.load(tmp_path / "store.pt", weights_only=True))
+    assert_same(again.gather([4, 7]), kept(2))
+    again.scatter([4, 9], kept(2, seed=5))
+    third = stores(tmp_path / "third")[before]
+    third.load_state_dict(again.state_dict())
+    assert_same(third.gather([4, 9]), kept(2, seed=5))
+    assert_same(store.gather([4, 7]), kept(2))  # what the first one holds is as it was
+
+
+@kinds
+def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
+    """As they do between processes: by their rows, while training; by what was saved, afterwards."""
+    one, two = stores(tmp_path)[kind], stores(tmp_path)[kind]
+    one.scatter([1, 2, 3], kept(3))
+    two.put([3], one.rows([3]))
+    one.drop([3, 4])
+    assert sorted(one.written) == [1, 2]
+    saved = joined([one.state_dict(), two.state_dict()])
+    third, fourth = stores(tmp_path / "three")[kind], stores(tmp_path / "four")[kind]
+    third.load_state_dict(restricted(saved, {1, 3}))
+    fourth.load_state_dict(restricted(saved, {2}))
+    assert_same(third.gather([1, 3]), {r: {k: v[[0, 2]] for k, v in s.items()} for r, s in kept(3).items()})
+    assert_same(fourth.gather([2]), rows_of(kept(3), 1))
+    assert (sorted(third.written), sorted(fourth.written)) == ([1, 3], [2])
+
+
+def test_a_store_of_other_tensors_is_refused():
+    saved = ClientStore({"personal": {"w": torch.zeros(3)}}).state_dict()
+    with pytest.raises(ValueError, match="keep other tensors than this run's"):
+        ClientStore({"personal": {"w": torch.zeros(4)}}).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", [ClientStore, HostStore, DiskStore])
+def test_clients_that_keep_nothing_cost_nothing(make):
+    store = make({})
+    store.scatter([0, 1], {})
+    assert store.gather([0, 1]) == {}
+    store.load_state_dict(store.state_dict())
+
+
+def test_a_client_is_a_file_that_safetensors_reads(tmp_path):
+    store = DiskStore(initial(), tmp_path)
+    store.scatter([6], kept(1))
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("client_6-")
+    found = load_file(path)
+    assert set(found) == {"personal/a.weight", "personal/a.count", "extra/h", "extra/d"}
+    for name, value in found.items():
+        role, key = name.split("/")
+        assert torch.equal(value, kept(1)[role][key][0])
+
+
+def names(folder):
+    return {path.name.split("-")[0] + path.suffix for path in folder.iterdir()}, len(list(folder.iterdir()))
+
+
+def test_outdated_files_are_deleted_once_two_newer_checkpoints_do_without_them(tmp_path):
+    store = DiskStore(initial(), tmp_path)
+    checkpoints = []
+    for round in range(4):
+        store.scatter([0, 1], kept(2, seed=round))
+        assert len(list(tmp_path.iterdir())) == 2 * min(round + 1, 3)
+        checkpoints.append(store.state_dict())
+        for age, saved in enumerate(reversed(checkpoints)):
+            again = DiskStore(initial(), tmp_path / "other")
+            if age < 2:
+                again.load_state_dict(saved)
+                assert_same(again.gather([0, 1]), kept(2, seed=round - age))
+            else:
+                with pytest.raises(FileNotFoundError, match="is missing, the states of client 0; keep the folder"):
+                    again.load_state_dict(saved)
+            (tmp_path / "other").rmdir()
+
+
+def test_where_older_checkpoints_are_kept_so_are_their_files(tmp_path):
+    store = DiskStore(initial(), tmp_path / "clients", prune=False)
+    checkpoints = []
+    for round in range(4):
+        store.scatter([0], kept(1, seed=round))
+        checkpoints.append(store.state_dict())
+    for round, saved in enumerate(checkpoints):
+        again = DiskStore(initial())
+        again.load_state_dict(saved)
+        assert_same(again.gather([0]), kept(1, seed=round))
+
+
+def test_files_of_a_temporary_folder_go_with_their_store():
+    store = DiskStore(initial())
+    for seed in range(3):
+        store.scatter([0, 1], kept(2, seed))
+    folder = store.folder
+    assert len(list(folder.iterdir())) == 2
+    del store
+    assert not folder.exists()
+
+
+def test_a_resumed_run_keeps_the_files_of_the_checkpoint_it_came_from(tmp_path):
+    """In the same folder too, until its own checkpoints are there."""
+    store = DiskStore(initial(), tmp_path)
+    store.scatter([0, 1], kept(2, seed=1))
+    saved = store.state_dict()
+    store.scatter([0, 1], kept(2, seed=2))  # killed here, before the next checkpoint
+    again = DiskStore(initial(), tmp_path)
+    again.load_state_dict(saved)
+    assert_same(again.gather([0, 1]), kept(2, seed=1))
+    again.scatter([0, 1], kept(2, seed=3))
+    again.state_dict()  # killed here, before it is written
+    third = DiskStore(initial(), tmp_path)
+    third.load_state_dict(saved)
+    assert_same(third.gather([0, 1]), kept(2, seed=1))
+
+
+def test_a_resumed_run_in_a_folder_of_its_own_does_not_need_the_old_one(tmp_path):
+    old, new = tmp_path / "old" / "clients", tmp_path / "new" / "clients"
+    store = DiskStore(initial(), old)
+    store.scatter([0, 1], kept(2, seed=1))
+    again = DiskStore(initial(), new)
+    again.load_state_dict(store.state_dict())
+    again.scatter([1], rows_of(kept(2, seed=2), 1))
+    saved = again.state_dict()
+    assert len(list(old.iterdir())) == 2
+    for path in old.iterdir():
+        path.unlink()
+    third = DiskStore(initial(), tmp_path / "third" / "clients")
+    third.load_state_dict(saved)
+    assert_same(third.gather([0]), rows_of(kept(2, seed=1), 0))
+    assert_same(third.gather([1]), rows_of(kept(2, seed=2), 1))
+
+
+def rows_of(stacks, index):
+    return {role: {key: value[index : index + 1] for key, value in state.items()} for role, state in stacks.items()}
+
+
+@pytest.mark.parametrize("name", ["", "tuned"])
+def test_the_files_of_a_run_folder_that_was_moved_are_found(tmp_path, name):
+    store = Storage("disk", tmp_path / "run" / "clients").open(initial(), name)
+    store.scatter([3], kept(1))
+    saved = store.state_dict()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    again = ClientStore(initial())
+    with pytest.raises(FileNotFoundError, match="client 3"):
+        again.load_state_dict(saved)
+    again.load_state_dict(locate(saved, tmp_path / "moved" / "checkpoints" / "last.ckpt"))
+    assert_same(again.gather([3]), kept(1))
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_a_broken_file_is_named(tmp_path, damage):
+    store = DiskStore(initial(), tmp_path)
+    store.scatter([3], kept(1))
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] if damage == "cut" else content.replace(b"a.weight", b"b.weight"))
+    with pytest.raises(ValueError, match=r"client_3-.*was cut off, or is of another run; keep the folder"):
+        store.gather([3])
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    """Killed while it writes: the name that a checkpoint may give is given to whole files only."""
+    store = DiskStore(initial(), tmp_path)
+    store.scatter([3], kept(1))
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr("pathlib.Path.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.scatter([3], kept(1, seed=2))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert_same(store.gather([3]), kept(1))
+
+
+@pytest.mark.parametrize(
+    ("clients", "memory", "kind"), [(10, 4000, "device"), (11, 1760, "disk"), (10**9, None, "disk")]
+)
+def test_the_place_is_chosen_by_what_all_clients_may_take(monkeypatch, clients, memory, kind):
+    size = 24 + 8 + 10 + 8
+    if memory is not None:
+        monkeypatch.setattr("perada.federation.store.choice.host_memory", lambda: 4 * 10 * size)
+    assert Storage(clients=clients).open(initial()).kind == kind
+    assert Storage("host", clients=clients).open(initial()).kind == "host"
+
+
+def test_an_unknown_place_is_refused():
+    with pytest.raises(ValueError, match="client_store='cloud' is unknown; choose one of auto, device, host, disk"):
+        Storage("cloud")

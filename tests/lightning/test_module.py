@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LightningModule: options, building, learning rates over the rounds, scores."""
+
+import math
+
+import pytest
+import pytorch_lightning as pl
+import timm
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+
+from perada import FederatedClassifier, FederatedDataModule, finetune
+from perada.algorithms import make_algorithm
+from perada.api import make_trainer
+from perada.core.states import get_state
+from perada.lightning import FederatedLoop
+from perada.lightning.outcome import outcome
+from perada.models.slots import make_slot
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "rmsprop"}, "optimizer='rmsprop' is unknown; choose one of sgd, adam, adamw"),
+        ({"lr_schedule": "step"}, "lr_schedule='step' is unknown"),
+        ({"metric": "f1"}, "metric='f1' is unknown"),
+        ({"engine": "vmap"}, "engine='vmap' is unknown"),
+        ({"lr_personal": -0.1}, "lr_personal=-0.1 is not a learning rate"),
+        ({"lr_local": math.nan}, "lr_local=nan is not a learning rate"),
+        ({"momentum": -0.5}, "momentum=-0.5"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0"),
+        ({"lr_every": 0}, "lr_every=0"),
+        ({"global_test_clients": -1}, "global_test_clients=-1 cannot be used; give 0 or more"),
+        ({"clients_per_chunk": 0}, "clients_per_chunk=0 cannot be used; give 1 or more"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        FederatedClassifier("test_resnet", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_learning_rates_over_the_rounds():
+    cosine = FederatedClassifier(lr_schedule="cosine")
+    assert [cosine.rate_factor(round, 4) for round in range(4)] == pytest.approx(
+        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
+    )
+    steps = FederatedClassifier(lr_schedule="exponential", lr_gamma=0.5, lr_every=2)
+    assert [steps.rate_factor(round, 9) for round in range(5)] == [1, 1, 0.5, 0.5, 0.25]
+    assert FederatedClassifier().rate_factor(7, 9) == 1
+
+
+def test_schedule_reaches_the_clients(tiny):
+    def personal(rounds):
+        loop = FederatedLoop(make_algorithm("standalone"))
+        module = FederatedClassifier(tiny.net(), "full", lr_schedule="exponential", lr_gamma=0.0, lr_every=1)
+        trainer = make_trainer(loop, rounds, accelerator="cpu", enable_progress_bar=False, logger=False)
+        trainer.fit(module, FederatedDataModule(tiny.data()))
+        return outcome(module, loop).state("personal", 3)
+
+    start, one, two = (personal(rounds) for rounds in range(3))
+    assert not torch.equal(start["7.weight"], one["7.weight"])
+    assert all(torch.equal(one[key], two[key]) for key in one)  # from round 1 on, the rate is 0
+
+
+def test_head_and_adapter_are_drawn_from_the_seed_alone():
+    def built(seed, noise):
+        torch.manual_seed(noise)
+        before = torch.get_rng_state()
+        module = FederatedClassifier("test_resnet", pretrained=False)
+        module.build(3, False, seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        return get_state(module.model)
+
+    first, same, other = built(0, 1), built(0, 2), built(1, 1)
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_another_number_of_classes_than_the_data_is_refused():
+    module = FederatedClassifier("test_resnet", pretrained=False, num_classes=7)
+    with pytest.raises(ValueError, match="num_classes=7 does not match the data, whose labels have 10 classes"):
+        module.build(10, False, 0)
+
+
+def test_a_module_built_for_other_data_is_refused():
+    module = FederatedClassifier("test_resnet", pretrained=False)
+    module.build(10, False, 0)
+    module.build(10, False, 0)
+    with pytest.raises(ValueError, match=r"built for 10 classes, and the data has 3"):
+        module.build(3, False, 0)
+
+
+def test_slot_sorts_names():
+    model = timm.create_model("test_resnet", num_classes=3).requires_grad_(False)
+    model.bn1.requires_grad_(True)
+    model.fc.requires_grad_(True)
+    slot = make_slot(model, "fc")
+    norm = {f"bn1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+    assert set(slot.keys) == norm | {"fc.weight", "fc.bias"}
+    assert set(slot.parameters) == {"bn1.weight", "bn1.bias", "fc.weight", "fc.bias"}
+    assert slot.head == {"fc.weight", "fc.bias"}
+    assert slot.norms == norm
+
+
+@pytest.mark.parametrize("what", ["fit", "validate"])
+def test_without_the_loop_the_missing_callback_is_named(tiny, what):
+    module = FederatedClassifier(tiny.net(), "head")
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_epochs=1, num_sanity_val_steps=0, enable_model_summary=False, **options)
+    with pytest.raises(RuntimeError, match=r"add perada.lightning.FederatedLoop to the Trainer's callbacks"):
+        getattr(trainer, what)(module, datamodule=FederatedDataModule(tiny.data()))
+
+
+def multilabel(tiny):
+    data = tiny.data()
+    for part in (*data.train, *data.test):
+        x, y = part.tensors
+        part.tensors = (x, torch.stack([y == 0, y > 0, y == 2], 1).float())
+    return data
+
+
+@pytest.mark.parametrize(("metric", "several"), [("accuracy", False), ("auroc", False), ("auto", True)])
+def test_scores_are_those_of_every_model_alone(tiny, metric, several):
+    data = multilabel(tiny) if several else tiny.data()
+    loop = FederatedLoop(make_algorithm("ditto"), local_steps=3)
+    module = FederatedClassifier(tiny.net(), "full", lr_personal=0.3, metric=metric)
+    trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
+    trainer.fit(module, datamodule=FederatedDataModule(data, eval_batch_size=7))
+    run = outcome(module, loop)
+
+    def score(model, parts):
+        x, y = (torch.cat([part.tensors[i] for part in parts]) for i in (0, 1))
+        with torch.no_grad():
+            logits = model(x)
+        if metric == "accuracy":
+            return float((logits.argmax(1) == y).float().mean())
+        truth = y if several else nn.functional.one_hot(y, 3)
+        probabilities = logits.sigmoid() if several else logits.softmax(1)
+        return roc_auc_score(truth, probabilities, average="macro")
+
+    local = [score(run.personal(client), data.test[client : client + 1]) for client in range(5)]
+    everywhere = [score(run.personal(client), data.test) for client in range(5)]
+    assert run.metrics["clients"]["personal/local_test"] == pytest.approx(local)
+    assert run.metrics["clients"]["personal/global_test"] == pytest.approx(everywhere)
+    last = run.metrics["rounds"][-1]
+    assert last["personal/global_test"] == pytest.approx(sum(everywhere) / 5)
+    assert last["personal/global_test_std"] == pytest.approx(
+        torch.tensor(everywhere).std(correction=0).item(), abs=1e-6
+    )
+    assert last["global/global_test"] == pytest.approx(score(run.global_model(), data.test))
+
+
+def test_where_clients_share_the_global_model_each_has_its_scores(tiny):
+    run = finetune(tiny.net(), tiny.data(), **(tiny.options | {"algorithm": "fedavg", "rounds": 1, "logger": False}))
+    assert len(run.metrics["clients"]["personal/global_test"]) == 5
+    assert len(run.metrics["clients"]["personal/local_test"]) == 5
+    assert len(set(run.metrics["clients"]["personal/global_test"])) == 1

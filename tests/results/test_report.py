@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what a run measured."""
+
+import math
+
+import pytest
+import torch
+
+from perada.results.report import client_table, mode_line, percent, run_report, table
+
+
+def cells(text):
+    """The cells of a Markdown table, without its rule."""
+    lines = text.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert set(lines[1]) <= set("|-:")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
+
+
+def test_an_ensembles_models_have_a_line_and_columns(tmp_path):
+    scores = {"global/best_mode": 0.5, "global/worst_mode": 0.25, "global/entropy": 1.0}
+    assert mode_line(scores) == "global/best_mode 50.00, global/worst_mode 25.00, global/entropy 1.0000 nats"
+    assert mode_line({"global/global_test": 0.5}) == ""
+    header = ["epoch", "global/global_test", *scores]
+    (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,0.4,0.5,0.25,1.0\n")
+    cells = run_report(tmp_path).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in cells[2:-1]] == ["40.00", "50.00", "25.00", "1.0000 nats"]
+
+
+def test_table_is_markdown():
+    text = table(["name", "x"], [["a", "1.50"], ["longer", ""]])
+    assert cells(text) == [["name", "x"], ["a", "1.50"], ["longer", ""]]
+    assert text.splitlines()[1] == "|--------|-----:|"
+
+
+def test_percent():
+    assert [percent(value) for value in (0.0, 0.12345, 1.0, math.nan)] == ["0.00", "12.35", "100.00", "–"]
+
+
+def test_client_table_leaves_missing_scores_out_of_the_mean():
+    scores = {"personal/local_test": torch.tensor([0.5, math.nan, 1.0]), "other": torch.tensor([0.0, 0.25, 0.5])}
+    assert cells(client_table(scores, [7, 8, 9])) == [
+        ["client", "images", "personal/local_test", "other"],
+        ["0", "7", "50.00", "0.00"],
+        ["1", "8", "–", "25.00"],
+        ["2", "9", "100.00", "50.00"],
+        ["mean ± std", "", "75.00 ± 25.00", "25.00 ± 20.41"],
+    ]
+
+
+def test_of_many_clients_the_first_are_shown_and_the_spread_of_all():
+    scores = {"personal/local_test": torch.arange(101) / 100}
+    rows = cells(client_table(scores, range(1, 102)))
+    assert [row[0] for row in rows] == ["client", *map(str, range(20)), "… 81 more", "mean ± std"]
+    assert rows[20] == ["19", "20", "19.00"]
+    assert rows[-1][2] == "50.00 ± 29.15"  # √((101² − 1) / 12) / 100
+    assert len(cells(client_table({}, range(20)))) == 1 + 20 + 1
+
+
+def test_client_table_without_any_score():
+    (*_, last) = cells(client_table({"personal/local_test": torch.tensor([math.nan, math.nan])}, [1, 2]))
+    assert last == ["mean ± std", "", "– ± –"]
+
+
+def test_epsilon_is_a_number_and_no_share():
+    scores = {
+        "personal/local_test": torch.tensor([0.5, 1.0]),
+        "privacy/server_epsilon": torch.tensor([1.0, 2.5]),
+        "privacy/release_epsilon": torch.tensor([3.0, math.inf]),
+    }
+    assert cells(client_table(scores, [7, 8])) == [
+        ["client", "images", "personal/local_test", "ε server", "ε release"],
+        ["0", "7", "50.00", "1.00", "3.00"],
+        ["1", "8", "100.00", "2.50", "∞"],
+        ["mean ± std", "", "75.00 ± 25.00", "1.75 ± 0.75", "∞"],
+    ]
+
+
+def test_run_report_shows_epsilon(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,step,personal/local_test,privacy/server_epsilon_mean,privacy/release_epsilon_mean,"
+        "privacy/release_epsilon_max,privacy/client_epsilon_max,privacy/client_norm\n"
+        "0,2,0.5,,,,,\n"
+        "0,2,,1.234,2.0,2.5,0.5,1.0\n"
+        "1,5,0.75,2.345,inf,inf,0.625,1.0\n"
+    )
+    assert cells(run_report(tmp_path)) == [
+        ["round", "personal/local_test", "ε server", "ε release", "ε client (max)"],
+        ["0", "50.00", "1.23", "2.00", "0.50"],
+        ["1", "75.00", "2.35", "∞", "0.62"],
+    ]
+
+
+def test_run_report_joins_the_rows_of_a_round(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,step,train/local_loss,personal/local_test,personal/local_test_std,global/global_test\n"
+        "1,5,0.25,,,\n"
+        "0,2,,0.5,0.1,0.25\n"
+        "0,2,0.75,,,\n"
+        "1,5,,0.625,0.2,\n"
+        "1,5,,0.75,0.2,\n"
+    )
+    assert cells(run_report(tmp_path)) == [
+        ["round", "train/local_loss", "personal/local_test", "global/global_test"],
+        ["0", "0.7500", "50.00", "25.00"],
+        ["1", "0.2500", "75.00", ""],
+    ]
+
+
+def test_run_report_of_a_real_run(tiny, tmp_path):
+    import perada
+
+    run = perada.finetune(tiny.net(), tiny.data(), rounds=2, default_root_dir=str(tmp_path), **tiny.options)
+    header, *rounds = cells(run_report(tmp_path / "lightning_logs" / "version_0"))
+    assert header[0] == "round"
+    for record, row in zip(run.metrics["rounds"], rounds, strict=True):
+        assert row[0] == str(record["round"])
+        for name, cell in zip(header[1:], row[1:], strict=True):
+            shown = f"{record[name]:.4f}" if name.startswith("train/") else f"{100 * record[name]:.2f}"
+            assert float(cell) == pytest.approx(float(shown), abs=0.011)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, r"holds no metrics.csv; give a run folder"), ("", "no rounds"), ("name,x\na,1\n", "no rounds")],
+)
+def test_run_report_of_something_else_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        run_report(tmp_path)

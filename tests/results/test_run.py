@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes out of a run, saved and loaded: by ``Run.load`` and by plain PEFT."""
+
+import json
+import math
+import shutil
+from dataclasses import asdict
+
+import pytest
+import timm
+import torch
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.privacy import ClientPrivacy, Privacy
+from perada.results.privacy_card import privacy_card
+
+NAMES = [*(("test_resnet", method) for method in ("residual", "lora", "bias_norm", "full", "head")), ("net", "full")]
+NAMES += [*(("test_vit", method) for method in ("lora", "bottleneck", "ia3", "full", "head")), ("net", "head")]
+
+
+def images(tiny, backbone):
+    """Data of the size that the backbone takes."""
+    if backbone == "net":
+        return tiny.data()
+    data = tiny.data(sizes=(4, 3), public=False)
+    size = 32 if backbone == "test_resnet" else 160
+    for part in (*data.train, *data.test):
+        x = torch.nn.functional.interpolate(part.tensors[0], size=(size, size))
+        part.tensors = (x.expand(-1, 3, -1, -1), part.tensors[1])
+    return data
+
+
+def make_run(tiny, backbone="net", method="full", **options):
+    settings = tiny.options | {"adapter": method, "rounds": 1, "logger": False, "pretrained": False}
+    settings |= {"distill_steps": None, "local_steps": 2, "engine": "loop" if method == "ia3" else "auto"}
+    network = tiny.net() if backbone == "net" else backbone
+    return perada.finetune(network, images(tiny, backbone), **(settings | options))
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """A run of a network of the caller's own with a trained head, saved; tests copy what they break."""
+    folder = tmp_path_factory.mktemp("run")
+    make_run(tiny, method="head").save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("backbone", "method"), NAMES)
+def test_saved_models_predict_the_same_logits(tiny, tmp_path, backbone, method):
+    run = make_run(tiny, backbone, method)
+    run.save(tmp_path)
+    own = tiny.net() if backbone == "net" else None
+    loaded = perada.Run.load(tmp_path, backbone=own)
+    x = torch.cat([part.tensors[0] for part in images(tiny, backbone).test])[:8]
+    models = {"global": run.global_model(), **{f"client_{m}": run.personal(m) for m in range(run.num_clients)}}
+    again = {"global": loaded.global_model(), **{f"client_{m}": loaded.personal(m) for m in range(run.num_clients)}}
+    frozen = load_file(tmp_path / "backbone.safetensors")
+    outputs = []
+    for folder, model in models.items():
+        if own is None:
+            plain = timm.create_model(backbone, num_classes=3)
+        else:
+            plain = tiny.net(seed=1)
+        peft = PeftModel.from_pretrained(plain, str(tmp_path / folder)).eval()
+        state = peft.get_base_model().state_dict()
+        for name, value in frozen.items():
+            state[name].copy_(value)
+        with torch.no_grad():
+            expected = model(x)
+            assert torch.equal(again[folder](x), expected)
+            assert torch.equal(peft(x), expected)
+        outputs.append(expected)
+    assert not torch.equal(outputs[0], outputs[1])
+    assert loaded.num_clients == run.num_clients
+    assert loaded.metrics == run.metrics
+    assert loaded.info == run.info
+
+
+def test_states_are_named_as_in_the_models_they_make(tiny):
+    run = make_run(tiny, "test_resnet", "residual")
+    for role, model in (("global", run.global_model()), ("personal", run.personal(1))):
+        state, full = run.state(role, 1 if role == "personal" else None), model.state_dict()
+        assert all(torch.equal(full[name], value) for name, value in state.items())
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained == {name for name in state if name in dict(model.named_parameters())}
+        assert not model.training
+    assert any("running_mean" in name for name in state)
+
+
+def test_models_and_states_are_copies(tiny):
+    run = make_run(tiny)
+    before = run.state("personal", 0)
+    for model in (run.personal(0), run.personal(1), run.global_model()):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+    for value in run.state("personal", 0).values():
+        value.fill_(8)
+    run.state("global")["7.weight"].fill_(9)
+    assert all(torch.equal(before[key], value) for key, value in run.state("personal", 0).items())
+    assert all(torch.equal(before[key], run.personal(0).state_dict()[key]) for key in before)
+
+
+@pytest.mark.parametrize("client", [None, -1, 5])
+def test_unknown_clients_and_roles_are_refused(tiny, client):
+    run = make_run(tiny, rounds=0)
+    with pytest.raises(ValueError, match=r"client=.* does not exist; give a number from 0 to 4"):
+        run.state("personal", client)
+    with pytest.raises(ValueError, match="role='local' is not kept"):
+        run.state("local", 0)
+
+
+def test_a_client_without_test_images_is_null_in_the_file(tiny, tmp_path):
+    data = tiny.data()
+    data.test[2] = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
+    run = perada.finetune(tiny.net(), data, **(tiny.options | {"rounds": 1, "logger": False}))
+    assert math.isnan(run.metrics["clients"]["personal/local_test"][2])
+    run.save(tmp_path)
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    loaded = perada.Run.load(tmp_path, backbone=tiny.net()).metrics["clients"]["personal/local_test"]
+    assert math.isnan(loaded[2])
+    assert loaded[:2] == run.metrics["clients"]["personal/local_test"][:2]
+
+
+def private_record(clients=5):
+    """A record as a private run has it, of training with noise in all clients but the last."""
+    release = [2.0 + client for client in range(clients - 1)] + [math.inf]
+    return {
+        "sample": {
+            "options": asdict(Privacy(noise_multiplier=1.0)),
+            "noise_multipliers": [1.0] * (clients - 1) + [0.0],
+            "sample_rates": [0.25] * clients,
+            "server": [value / 2 for value in release],
+            "release": release,
+        },
+        "client": {"options": asdict(ClientPrivacy(2.0)), "noise_multiplier": 2.0, "epsilon": [0.5] * clients},
+    }
+
+
+def test_what_a_private_run_says_of_its_privacy_is_kept(tiny, tmp_path):
+    run = make_run(tiny, method="head")
+    run.info["privacy"] = private_record()
+    run.metrics["clients"]["privacy/release_epsilon"] = run.info["privacy"]["sample"]["release"]
+    run.metrics["rounds"][0]["privacy/release_epsilon_max"] = math.inf
+    run.metrics["rounds"][0]["train/local_loss"] = -math.inf
+    run.save(tmp_path)
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    loaded = perada.Run.load(tmp_path, backbone=tiny.net())
+    assert loaded.info == run.info
+    assert loaded.metrics == run.metrics
+    assert loaded.info["privacy"]["sample"]["options"]["max_epsilon"] is None
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again" / "run.json").read_text() == text
+    card = tmp_path / "client_1" / "README.md"
+    assert (tmp_path / "again" / "client_1" / "README.md").read_text() == card.read_text()
+
+
+def test_each_folder_of_a_private_run_has_its_own_section(tiny, tmp_path):
+    run = make_run(tiny, method="head")
+    run.save(tmp_path / "open")
+    plain = (tmp_path / "open" / "client_0" / "README.md").read_text()
+    assert "Privacy" not in plain
+    run.info["privacy"] = private_record()
+    run.save(tmp_path)
+    for folder, client in [("global", None), *((f"client_{client}", client) for client in range(5))]:
+        text = (tmp_path / folder / "README.md").read_text()
+        assert text.startswith(plain.rstrip())
+        assert text.count("## Privacy") == 1
+        assert privacy_card(run.info["privacy"], client) in text
+    run.save(tmp_path)  # in its own place
+    assert (tmp_path / "client_4" / "README.md").read_text() == text
+    assert ModelCard.load(tmp_path / "client_4" / "README.md").data["library_name"] == "peft"
+    own = tmp_path / "client_4" / "README.md"
+    own.write_text(own.read_text() + "\n## Privacy of my own\n")
+    run.save(tmp_path)
+    assert "## Privacy of my own" in own.read_text()
+    assert own.read_text().count("## Privacy\n") == 1
+    del run.info["privacy"]
+    run.save(tmp_path)
+    assert "## Privacy\n" not in own.read_text()
+    assert (tmp_path / "client_3" / "README.md").read_text() == plain
+
+
+def test_clients_without_adapters_of_their_own_have_the_global_ones_section(tiny, tmp_path):
+    run = make_run(tiny, method="head", algorithm="fedavg")
+    run.info["privacy"] = private_record()
+    run.save(tmp_path)
+    assert privacy_card(run.info["privacy"], None) in (tmp_path / "client_1" / "README.md").read_text()
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def truncate(name):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:200])
+
+
+def change_tensors(name, change):
+    def edit(folder):
+        tensors = load_file(folder / name)
+        save_file(change(tensors), folder / name)
+
+    return edit
+
+
+def without_first(tensors):
+    return dict(list(tensors.items())[1:])
+
+
+def with_extra(tensors):
+    return tensors | {"base_model.model.9.weight": torch.zeros(2)}
+
+
+def with_other_shapes(tensors):
+    return {key: torch.zeros(*value.shape, 2) for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove("run.json"), "holds no run: it has no run.json"),
+        (write("run.json", "{"), "run.json' is broken"),
+        (write("run.json", '{"num_clients": 5}'), "run.json' is broken"),
+        (write("run.json", '{"format": 99, "num_clients": 5, "info": {}, "metrics": {}}'), "format 99"),
+        (remove("client_2/adapter_model.safetensors"), "client_2' is no adapter folder: it has no adapter_model"),
+        (remove("global/adapter_config.json"), "global' is no adapter folder: it has no adapter_config"),
+        (truncate("client_1/adapter_model.safetensors"), "client_1' cannot be read"),
+        (write("client_1/adapter_model.safetensors", ""), "client_1' cannot be read"),
+        (write("global/adapter_config.json", "not json"), "configuration in .*global' cannot be read"),
+        (write("global/adapter_config.json", '{"peft_type": "NOSUCH"}'), "configuration in .*global' cannot be read"),
+        (write("client_0/adapter_config.json", '{"peft_type": "LORA"}'), "client_0'.*another"),
+        (change_tensors("client_0/adapter_model.safetensors", without_first), "client_0' belongs to another.* lacks"),
+        (change_tensors("client_0/adapter_model.safetensors", with_extra), "client_0' belongs to another.*has"),
+        (
+            change_tensors("client_0/adapter_model.safetensors", with_other_shapes),
+            "client_0' belongs to another.*has shape",
+        ),
+        (truncate("backbone.safetensors"), "backbone.safetensors'"),
+        (remove("backbone.safetensors"), "backbone.safetensors"),
+    ],
+)
+def test_broken_folders_are_named(saved, tiny, tmp_path, damage, message):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        perada.Run.load(folder, backbone=tiny.net())
+    assert "\n" not in str(error.value)
+
+
+def test_another_backbone_is_refused(saved, tiny):
+    with pytest.raises(ValueError, match="network of your own; pass one of the same class as backbone="):
+        perada.Run.load(saved)
+    with pytest.raises(ValueError, match="3"):
+        perada.Run.load(saved, backbone=tiny.net(classes=4))
+    other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    with pytest.raises(ValueError, match=r"another backbone|does not fit backbone"):
+        perada.Run.load(saved, backbone=other)
+
+
+def test_another_rank_is_refused(tiny, tmp_path):
+    narrow = make_run(tiny, "test_vit", "lora", adapter_options={"r": 2}, rounds=0)
+    wide = make_run(tiny, "test_vit", "lora", adapter_options={"r": 4}, rounds=0)
+    narrow.save(tmp_path / "narrow")
+    wide.save(tmp_path / "wide")
+    (tmp_path / "wide" / "client_1").rename(tmp_path / "aside")
+    (tmp_path / "narrow" / "client_1").rename(tmp_path / "wide" / "client_1")
+    with pytest.raises(ValueError, match=r"client_1'.*its r is 2, of the run it is 4") as error:
+        perada.Run.load(tmp_path / "wide")
+    assert "\n" not in str(error.value)
