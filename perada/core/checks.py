@@ -40,10 +40,9 @@ def check_number(
     Traceback (most recent call last):
     ValueError: lr=-1 cannot be used; give a finite number above 0
     """
-    fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if fits and isinstance(value, Real):
-        fits = (least is None or value >= least) and (above is None or value > above)
-        fits = fits and (most is None or value <= most) and (below is None or value < below)
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    fits = (least is None or number >= least) and (above is None or number > above)
+    fits = fits and (most is None or number <= most) and (below is None or number < below) and math.isfinite(number)
     if not fits and not (optional and value is None):
         _refuse(name, value, f"a finite number{_range(least, above, most, below)}", optional, hint)
 
@@ -77,8 +76,8 @@ def check_whole(
     Traceback (most recent call last):
     ValueError: batch_size=0 cannot be used; give a whole number of 1 or more, or 'full'
     """
-    fits = isinstance(value, Integral) and not isinstance(value, bool) and value >= least
-    fits = fits and (most is None or (isinstance(value, Integral) and value <= most))
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
+    fits = number >= least and (most is None or number <= most)
     if not fits and not (optional and value is None) and not (isinstance(value, str) and value in also):
         what = f"a whole number{_range(least, None, most, None)}" + "".join(f", or {word!r}" for word in also)
         _refuse(name, value, what, optional, hint)
