@@ -17,7 +17,8 @@ from benchmarks.workload import Workload
 from perada.core.rounds import batch_indices
 from perada.core.states import State, clone, expand, get_state, parameter_keys, unstack
 from perada.engine import Engine
-from perada.server import ensemble_logits
+from perada.server import Distiller
+from perada.server.aggregate import double
 
 KINDS = ("fp32", "bf16")
 
@@ -61,20 +62,25 @@ def _distil(
 ) -> None:
     """Distil as perada does, with the teachers' logits computed ``once``, in ``every step``, or given (``student``)."""
 
+    def ensemble_logits(part: Tensor) -> Tensor:
+        logits = engine.shared_logits(states, part)
+        return double(logits).mean(0).to(logits)
+
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         if teachers == "once":
-            logits = torch.cat([ensemble_logits(engine, states, part) for part in x.split(256)])
+            logits = torch.cat([ensemble_logits(part) for part in x.split(256)])
         for rows in indices:
             if teachers == "once":
                 yield x[rows], logits[rows]
             elif teachers == "every step":
-                yield x[rows], ensemble_logits(engine, states, x[rows])
+                yield x[rows], ensemble_logits(x[rows])
             else:
                 yield x[rows], torch.zeros(len(rows), work.classes, device=x.device)
 
     student = {key: value[0] for key, value in states.items()}
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-        work.distillation.run(engine, student, parameter_keys(engine.model), batches())
+        distiller = Distiller(engine, work.distillation, parameter_keys(engine.model), None)  # the images are given
+        distiller.train(student, batches())
 
 
 def evaluation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:

@@ -215,6 +215,44 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
     ]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """A round's clients and who trains them: divided once, and handed on.
+
+    Attributes:
+        plan: The whole round.
+        parts: The plan of each rank, as :func:`share_out` gives them.
+        rank: This process.
+    """
+
+    plan: RoundPlan
+    parts: tuple[RoundPlan, ...]
+    rank: int = 0
+
+    @classmethod
+    def of(cls, plan: RoundPlan, ranks: int = 1, rank: int = 0) -> "Shares":
+        """Divide a round among so many processes."""
+        return cls(plan, tuple(share_out(plan, ranks)), rank)
+
+    @property
+    def own(self) -> RoundPlan:
+        """This rank's clients; it may have none."""
+        return self.parts[self.rank]
+
+    @property
+    def trained(self) -> RoundPlan:
+        """This rank's clients, or the round's first as a stand-in that takes no step."""
+        plan = self.plan
+        stand_in = RoundPlan(plan.round, plan.clients[:1], tuple(phase[:1] for phase in plan.steps), plan.lengths)
+        return self.own if self.own.clients else stand_in
+
+    @property
+    def places(self) -> list[int]:
+        """Where this rank's clients stand in the round."""
+        own = set(self.own.clients)
+        return [place for place, client in enumerate(self.plan.clients) if client in own]
+
+
 def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
     """Cut a stream of permutations of ``range(size)`` into ``steps`` batches.
 

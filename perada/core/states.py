@@ -166,3 +166,8 @@ def numel(state: State) -> int:
 def megabytes(state: State) -> float:
     """Size of a state in megabytes (10**6 bytes) in its own number format."""
     return sum(value.numel() * value.element_size() for value in state.values()) / 1e6
+
+
+def is_finite(state: State) -> bool:
+    """Whether a state holds neither a NaN nor an infinity."""
+    return all(bool(value.isfinite().all()) for value in state.values())

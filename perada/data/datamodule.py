@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from perada.core.batches import EvalBatch
+from perada.core.batches import CohortBatch, EvalBatch
 from perada.core.images import ImageConfig
-from perada.core.rounds import Phase, PrivateSampling, RoundPlan, batch_indices, make_plan, share_out
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan
 from perada.core.states import send
 from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
@@ -116,6 +116,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._record: dict[str, Any] = {}
         self._preparation = Preparation(None, image_size, crop_padding, flip)
         self._schedule = Schedule()
+        self._shares: Shares | None = None
         self._features: FeatureCache | None = None
 
     def prepare_data(self) -> None:
@@ -186,12 +187,20 @@ class FederatedDataModule(pl.LightningDataModule):
         schedule.check_clients(self.num_clients)
         if image is not None:
             data.check_channels(image.input_size[0])
-        self._schedule = schedule
+        self._schedule, self._shares = schedule, None
         self._preparation = replace(self._preparation, image=image, seed=seed, secure=bool(private and private.secure))
 
     def plan(self, round: int) -> RoundPlan:
         """Draw a round's clients: a function of the run's seed, the round and who may take part (refused if none)."""
-        return self._schedule.plan(self._seed, round, self._ready.train.sizes, self.batch_size)
+        return self.shares(round).plan
+
+    def shares(self, round: int) -> Shares:
+        """A round's clients and who trains them: drawn and divided once, when the round is first asked for."""
+        if self._shares is None or self._shares.plan.round != round:
+            plan = self._schedule.plan(self._seed, round, self._ready.train.sizes, self.batch_size)
+            at = self.trainer
+            self._shares = Shares.of(plan) if at is None else Shares.of(plan, at.world_size, at.global_rank)
+        return self._shares
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients, in the given phases or those of every round."""
@@ -199,10 +208,12 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve this process's clients of the trainer's current round; ``len()`` is the round's number of steps."""
-        at = self.trainer
-        if at is None:
-            return self.cohort_loader(self.plan(0))
-        return self.cohort_loader(share_out(self.plan(at.current_epoch), at.world_size)[at.global_rank])
+        return self.cohort_loader(self.shares(self.trainer.current_epoch if self.trainer is not None else 0).own)
+
+    def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
+        """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
+        plan, store = self.plan_for(clients, 0), self._served(self._ready.train)
+        return self.prepare(RoundBatches(store, plan, self.batch_size, self._seed)[0])
 
     def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
         """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`.

@@ -8,6 +8,7 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,23 @@ from perada.engine.masked_optimizers import MaskedOptimizer
 from perada.federation.local_training import Chunk, LocalTraining
 from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound
+
+
+class Trained(NamedTuple):
+    """What came of a round's C clients, in the plan's order.
+
+    Attributes:
+        kept: What they keep, (C, ...).
+        sent: What they send, (C, ...).
+        finite: (C,) Whose training stayed finite.
+        counts: (C,) Whose update counts: the client stayed finite or, where training is private, the update did, for
+            the server may learn nothing of what is not sent.
+    """
+
+    kept: Stacks
+    sent: State
+    finite: Tensor
+    counts: Tensor
 
 
 class Cohort:
@@ -103,14 +121,8 @@ class Cohort:
                     chunk.narrow(active)
                 self.algorithm.client_step(_Step(self, chunk, batches))
 
-    def close(self) -> tuple[Stacks, State, Tensor, Tensor]:
-        """Finish the round.
-
-        Returns:
-            What the clients keep (C, ...), what they send (C, ...), which of them stayed finite (C,), and whose update
-            counts (C,), in the plan's order. An update counts if the client stayed finite; where training is private,
-            if the update did, for the server may learn nothing of what is not sent.
-        """
+    def close(self) -> Trained:
+        """Finish the round."""
         trained = {
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
             for role, state in self.chunks[0].full.items()
@@ -125,7 +137,7 @@ class Cohort:
             counts = torch.ones_like(finite)
             for value in update.values():
                 counts &= value.reshape(len(value), -1).isfinite().all(1)
-        return kept, update, finite, counts
+        return Trained(kept, update, finite, counts)
 
     def mean_losses(self) -> dict[str, Tensor]:
         """Mean training loss (C,) of each client over the steps it took on a role, for the roles that have a loss."""

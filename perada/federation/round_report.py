@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a round did, and what of it is measured."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,9 +9,9 @@ from torch import Tensor
 
 from perada.algorithms import Slot
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan
+from perada.core.rounds import RoundPlan, Shares
 from perada.core.states import State, expand, megabytes, numel
-from perada.federation.cohort import Cohort
+from perada.federation.cohort import Cohort, Trained
 from perada.federation.settings import Settings
 
 
@@ -53,19 +52,16 @@ class Outcomes(NamedTuple):
         return [client for client, fine in zip(plan.clients, self.finite.tolist(), strict=True) if not fine]
 
 
-def gather_outcomes(
-    cohort: Cohort, finite: Tensor, counts: Tensor, places: Sequence[int], clients: int, ranks: Ranks
-) -> Outcomes:
+def gather_outcomes(cohort: Cohort, trained: Trained, shares: Shares, ranks: Ranks) -> Outcomes:
     """Put together what the ranks know of their clients; one collective.
 
     Args:
         cohort: The clients of this rank, or a stand-in where it has none.
-        finite: Which of them stayed finite (c,).
-        counts: Whose update counts (c,).
-        places: Where they stand in the whole round.
-        clients: C.
+        trained: What came of them.
+        shares: The round's clients and who trained them.
         ranks: The processes.
     """
+    finite, counts, places, clients = trained.finite, trained.counts, shares.places, len(shares.plan.clients)
     roles, means = list(cohort.losses), cohort.mean_losses()
     known = [torch.full_like(finite, role in means) for role in roles]
     skipped = torch.zeros_like(finite) if cohort.scales is None else cohort.scales.skipped
@@ -84,7 +80,7 @@ def gather_outcomes(
 
 
 def round_metrics(
-    settings: Settings, slot: Slot, global_state: State, cohort: Cohort, updates: State, outcomes: Outcomes
+    settings: Settings, slot: Slot, global_state: State, cohort: Cohort, sent: State, outcomes: Outcomes
 ) -> dict[str, float]:
     """Training loss, and what one client trains and all of them send.
 
@@ -93,7 +89,7 @@ def round_metrics(
         slot: Names of the trained tensors.
         global_state: As it was sent.
         cohort: Clients of the round, at least one.
-        updates: What they sent, (c, ...).
+        sent: What they sent, (c, ...).
         outcomes: Of all clients.
     """
     algorithm, full, clients = settings.algorithm, cohort.chunks[0].full, len(outcomes.finite)
@@ -106,14 +102,14 @@ def round_metrics(
         for name in algorithm.trained(role, phase.name, slot)
         if name in state
     }
-    sent = {key: value[0] for key, value in updates.items()}
+    sent = {key: value[0] for key, value in sent.items()}
     metrics = {
         "params/trained": float(sum(full[role][name][0].numel() for role, name in names)),
         "params/sent": float(numel({key: value for key, value in sent.items() if key in slot.parameters})),
         "comm/up_mb": megabytes(expand(sent, clients)),
         "comm/down_mb": megabytes(expand(received, clients)) if algorithm.sends else 0.0,
     }
-    shown = {} if settings.protection.clients is not None else outcomes.losses  # no ledger counts them
+    shown = {} if settings.client_privacy is not None else outcomes.losses  # no ledger counts them
     if outcomes.skipped is not None:
         metrics["train/skipped_steps"] = float(outcomes.skipped.sum())
     return metrics | {f"train/{role}_loss": float(losses[outcomes.finite].mean()) for role, losses in shown.items()}

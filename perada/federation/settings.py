@@ -11,7 +11,7 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.engine.loss_scaling import LossScaling
 from perada.federation.local_training import LocalTraining
 from perada.federation.store import Storage
-from perada.privacy.protection import Protection
+from perada.privacy.options import ClientPrivacy, Privacy
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerData
@@ -37,9 +37,11 @@ class Settings:
         weighting: Aggregation weights.
         phases: The phases of local training.
         seed: The run's seed.
+        clients_per_round: Clients drawn in each round; ``None``: all.
         clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
         rule: How the server aggregates.
-        protection: What makes the run private.
+        privacy: Privacy of the clients' images that was asked for.
+        client_privacy: Privacy of whole clients that was asked for.
         storage: Where the clients' states are held.
         loss_scaling: How losses are scaled, in float16; ``None``: they are not.
     """
@@ -50,8 +52,10 @@ class Settings:
     weighting: Weighting
     phases: tuple[Phase, ...]
     seed: int
+    clients_per_round: int | None = None
     clients_per_chunk: int | None = None
     rule: ServerRule = field(default_factory=Mean)
-    protection: Protection = field(default_factory=Protection)
+    privacy: Privacy | None = None
+    client_privacy: ClientPrivacy | None = None
     storage: Storage = field(default_factory=Storage)
     loss_scaling: LossScaling | None = None

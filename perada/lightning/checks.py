@@ -9,7 +9,6 @@ from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import Tensor
 
 from perada.algorithms import Algorithm
-from perada.core.batches import one_of
 from perada.data import FederatedDataModule
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
@@ -73,14 +72,18 @@ def check_precision(precision: object) -> None:
         )
 
 
-def check_images(data: FederatedDataModule, module: FederatedClassifier) -> None:
+def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
     """Send one training image and one public image through the model.
+
+    Args:
+        x: The training image, (1, channels, height, width), prepared.
+        data: Whose public image it is, and how many classes there are.
+        module: The model.
 
     Raises:
         ValueError: If one does not pass, or what comes out are not the logits of the classes.
     """
-    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
-    _check_image("images", batch.x[0, :1], data, module)
+    _check_image("images", x, data, module)
     if data.public_size:
         _check_image("public images", data.public_images(torch.tensor([0])), data, module)
 
@@ -145,16 +148,21 @@ LEAST_SHARE = 0.1
 """Share of a forward pass that the frozen part must be, unless features are asked for."""
 
 
-def use_features(trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Serve features where that pays, or is asked for.
+def use_features(image: Tensor, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
+    """Serve features where that pays, or is asked for; return whether they are served.
+
+    Args:
+        image: A prepared image (channels, height, width).
+        trainer: Under whose precision features are computed.
+        data: Serves them.
+        module: Whose frozen part they are of.
 
     Raises:
         ValueError: If it is asked for and no frozen part comes before what is trained.
     """
     if module.cache_features is False:
-        return
-    batch = one_of(data.prepare(next(iter(data.cohort_loader(data.plan_for([0], 0))))))
-    image = batch.x[0, 0].to(next(module.model.parameters()).device)
+        return False
+    image = image.to(next(module.model.parameters()).device)
     prefix = module.engine.find_prefix(image, 0.0 if module.cache_features else LEAST_SHARE)
     if prefix is None:
         if module.cache_features:
@@ -162,10 +170,11 @@ def use_features(trainer: pl.Trainer, data: FederatedDataModule, module: Federat
                 "cache_features=True, and the model has no frozen part that everything trained comes after; leave "
                 "cache_features out, or choose an adapter that has (head, lora)"
             )
-        return
+        return False
 
     def encode(images: Tensor) -> Tensor:
         with trainer.precision_plugin.forward_context():
             return module.engine.features(data.prepare(images.to(module.device)))
 
     data.use_features(encode, prefix.size, tuple(prefix.image))
+    return True

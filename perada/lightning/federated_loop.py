@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
+from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
+from perada.lightning.after_rounds import personalize, save_again, score
 from perada.lightning.checkpoint import (
     RoundCheckpoint,
     belonging,
@@ -26,13 +26,12 @@ from perada.lightning.checkpoint import (
     go_on,
 )
 from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
-from perada.lightning.finetuning import finetune, is_scored, score
 from perada.lightning.journals import journal_rounds_to_come, journals_of, keep_journal
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.private_setup import check_network, check_private, configure_rounds, protect, warn_spent
+from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
 from perada.lightning.processes import check_alike, options_here, share_work
 from perada.lightning.run_folder import log_history, run_folder, storage
-from perada.lightning.steps import compared, federation_of, parts, progress, rounds_left, warn_broken
+from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -73,6 +72,7 @@ class FederatedLoop(pl.Callback):
     Attributes:
         history: What every round measured: its number ``round``, its last optimiser ``step``, and its metrics by name.
         num_clients: M, known after set-up.
+        settings: How the rounds go, known after set-up.
         arguments: Lines for the ``config.yaml`` in the run's folder, where no command line writes one.
 
     Raises:
@@ -94,6 +94,7 @@ class FederatedLoop(pl.Callback):
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
+        check_whole("clients_per_round", clients_per_round, optional=True)
         self.server_rule = server_rule or Mean()
         if weighting == "samples" and not self.server_rule.weighted:
             raise ValueError(
@@ -107,12 +108,13 @@ class FederatedLoop(pl.Callback):
         self.distillation = distillation or Distillation()
         self.privacy, self.client_privacy = privacy, client_privacy
         self.client_store = Storage(client_store)
-        self.protection: Protection | None = None
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
+        self.settings: Settings | None = None
+        self.protection: Protection | None = None
         self.arguments: list[str] = []
-        self._federation: Federation | None = None
+        self._module: FederatedClassifier | None = None
         self._data: FederatedDataModule | None = None
         self._began = False
         self._step = 0
@@ -136,31 +138,63 @@ class FederatedLoop(pl.Callback):
             share_work(trainer)
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
-        assert module.adapted is not None
-        fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
-        if fresh:
-            self.protection = None
-        configure_rounds(self, data, module)
+        self.settings = settings = self._settings(trainer, module)
         self.algorithm.check(module.slot, data.num_clients)
         self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
-        data.use_features(None)
-        check_images(data, module)
+        fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
         if fresh:
-            check_private(self, trainer, data, module)
+            check_private(settings, trainer, data, module)
+            rounds = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+            with trainer.precision_plugin.forward_context():
+                self.protection = protect(settings, rounds, data, module)
+        self._configure(data, module)
+        batch = data.trial_batch(trial_clients(settings, data.num_clients))
+        check_images(batch.x[0, :1], data, module)
         if stage == "fit":
             with trainer.precision_plugin.forward_context():
-                check_network(self, trainer, data, module)
-        use_features(trainer, data, module)
+                check_network(settings, trainer, module, batch)
+        features = use_features(batch.x[0, 0], trainer, data, module)
+        if fresh and self.privacy is not None and (features or stage != "fit"):  # images were tried above
+            with trainer.precision_plugin.forward_context():
+                try_gradients(self.privacy, module, batch, features)
         check_distillation(self.algorithm, self.distillation, data)
-        if stage == "fit" and not data.val_dataloader():
-            trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         check_batch_norm(data, module)
-        if fresh:
-            with trainer.precision_plugin.forward_context():
-                self.protection = protect(self, trainer, data, module)
-        configure_rounds(self, data, module)
         if stage == "fit":
+            if not data.val_dataloader():
+                trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
             trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
+
+    def _settings(self, trainer: pl.Trainer, module: FederatedClassifier) -> Settings:
+        """How the rounds go, made once for all that need to know."""
+        return Settings(
+            self.algorithm,
+            module.training_options,
+            self.distillation,
+            self.weighting,
+            self.phases,
+            self.seed,
+            self.clients_per_round,
+            module.clients_per_chunk,
+            self.server_rule,
+            self.privacy,
+            self.client_privacy,
+            storage(self.client_store, self.clients_per_round or self.num_clients, self.num_clients, trainer),
+            LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
+        )
+
+    def _configure(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
+        """Tell the data how rounds go: batches and clients are drawn otherwise where training is private."""
+        assert module.adapted is not None and self.protection is not None
+        images = self.protection.images
+        data.use_features(None)
+        data.configure_rounds(
+            seed=self.seed,
+            clients_per_round=self.clients_per_round,
+            phases=self.phases,
+            image=module.adapted.backbone.image,
+            private=None if images is None else images.sampling(),
+            eligible=self.protection.affordable if self.protection.limited else None,
+        )
 
     def _check_fresh(self, stage: str, data: FederatedDataModule, module: FederatedClassifier) -> None:
         """Refuse objects of another run, and a second fit."""
@@ -170,12 +204,12 @@ class FederatedLoop(pl.Callback):
                 "ledgers of a private run; make a new FederatedLoop and FederatedClassifier, and resume from a "
                 "checkpoint (ckpt_path)"
             )
-        if module.federation is not None and module.federation is not self._federation:
+        if module.federation is not None and module is not self._module:
             raise ValueError(
                 "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
             )
-        if self._federation is not None and (module.federation is None or data is not self._data):
-            other = "FederatedClassifier" if module.federation is None else "FederatedDataModule"
+        if self._module is not None and (module is not self._module or data is not self._data):
+            other = "FederatedDataModule" if module is self._module else "FederatedClassifier"
             raise ValueError(
                 f"this FederatedLoop belongs to another {other}, with which it was used before; make a new one"
             )
@@ -183,7 +217,8 @@ class FederatedLoop(pl.Callback):
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
         data, module = parts(trainer, pl_module)
-        if trainer.state.fn == "fit" and not self._began:
+        fits = trainer.state.fn == "fit" and not self._began
+        if fits:
             if module.federation is not None and module.federation.rounds_done and self._loaded is None:
                 raise ValueError(
                     f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
@@ -192,35 +227,29 @@ class FederatedLoop(pl.Callback):
                 )
             module.federation, self.history = None, []
         if module.federation is None:
+            assert self.settings is not None
             ranks = Distributed() if trainer.world_size > 1 else Ranks()
             done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-            check_alike(ranks, self._belonging(*parts(trainer, pl_module)))
-            check_alike(ranks, options_here(self, trainer, done))
-            settings = Settings(
-                self.algorithm,
-                module.training_options,
-                self.distillation,
-                self.weighting,
-                self.phases,
-                self.seed,
-                module.clients_per_chunk,
-                self.server_rule,
-                self.protection or Protection(),
-                storage(self, trainer),
-                LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
+            check_alike(ranks, self._belonging(data, module))
+            check_alike(ranks, options_here(self.settings, trainer, data, module, done))
+            module.federation = Federation(
+                module.engine,
+                module.slot,
+                module.initial_state,
+                self.settings,
+                self.num_clients,
+                ranks,
+                self.protection,
             )
-            module.federation = self._federation = Federation(
-                module.engine, module.slot, module.initial_state, settings, self.num_clients, ranks
-            )
-            self._data = data
+            self._module, self._data = module, data
         if self._loaded is not None:
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
             self._loaded = None
-        if trainer.state.fn == "fit" and not self._began:
+        if fits:
             self._began = True
-            keep_journal(trainer, federation_of(module), self._journals)
+            keep_journal(trainer, module.federation, self._journals)
 
     on_validation_start = _begin
     on_test_start = _begin
@@ -230,7 +259,7 @@ class FederatedLoop(pl.Callback):
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
         data, module = parts(trainer, pl_module)
-        if self._exhausted(trainer):
+        if exhausted(trainer, federation_of(module)):
             self._finish(trainer, module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
         folder = run_folder(trainer)
@@ -243,19 +272,6 @@ class FederatedLoop(pl.Callback):
             if self.arguments:
                 (folder / "config.yaml").write_text("\n".join(self.arguments) + "\n", encoding="utf-8")
 
-    def _exhausted(self, trainer: pl.Trainer) -> bool:
-        """Whether no client can afford another round; that is said where rounds are left."""
-        assert self._federation is not None and self.protection is not None
-        done = self._federation.rounds_done
-        if not self.protection.limited or self.protection.affordable(range(self.num_clients)):
-            return False
-        if rounds_left(trainer, done):
-            rank_zero_warn(
-                f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the "
-                "limit (max_epsilon or target_epsilon) to train on"
-            )
-        return True
-
     def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
         """End a resumed run that has nothing to train, as it would have ended."""
         trainer.limit_train_batches = 0
@@ -267,17 +283,18 @@ class FederatedLoop(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
         data, module = parts(trainer, pl_module)
-        plan, federation = data.plan(trainer.current_epoch), federation_of(module)
-        if plan.round != federation.rounds_done:
+        shares, federation = data.shares(trainer.current_epoch), federation_of(module)
+        round = shares.plan.round
+        if round != federation.rounds_done:
             raise ValueError(
-                f"round {plan.round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
+                f"round {round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
                 "epochs of something else; make a new Trainer"
             )
-        if federation.settings.protection.images is not None:
-            federation.settings.protection.images.account.check_data(data.train_sizes, data.batch_size)
-        factor = module.rate_factor(plan.round, trainer.max_epochs or 0)
+        if federation.protection.images is not None:
+            federation.protection.images.account.check_data(data.train_sizes, data.batch_size)
+        factor = module.rate_factor(round, trainer.max_epochs or 0)
         with trainer.precision_plugin.forward_context():
-            module.cohort = federation.open(plan, factor, partial(compared, trainer, data, module))
+            federation.open(shares, factor, partial(compared, trainer, data, module))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -286,34 +303,19 @@ class FederatedLoop(pl.Callback):
         if not trainer.is_last_batch:
             return
         data, module = parts(trainer, pl_module)
-        assert module.cohort is not None
-        cohort, module.cohort = module.cohort, None
-        round = cohort.plan.round
+        federation, plan = federation_of(module), data.plan(trainer.current_epoch)
         with trainer.precision_plugin.forward_context():
-            report = federation_of(module).close(
-                cohort, data, lambda steps: progress(trainer, steps, f"Distil {round}")
-            )
-        if report.broken:
-            warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
-        if report.diverged:
-            rank_zero_warn(
-                f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
-                "Lower its learning rate (lr_server)."
-            )
-        if report.broken_server:
-            rank_zero_warn(
-                f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
-                f"stays as it was. Check {self.server_rule.kind} and the options of {self.algorithm.kind}."
-            )
+            report = federation.close(data, lambda steps: progress(trainer, steps, f"Distil {plan.round}"))
+        warn_report(plan.round, report, self.server_rule, self.algorithm)
         shown = {name: value for name, value in report.metrics.items() if name in ON_THE_BAR}
         module.log_dict(shown, on_step=False, on_epoch=True, batch_size=1, prog_bar=True)
         rest = {name: value for name, value in report.metrics.items() if name not in shown}
         module.log_dict(rest, on_step=False, on_epoch=True, batch_size=1)
         self._step = trainer.global_step
-        self.history.append({"round": round, "step": self._step, **report.metrics})
-        trainer.should_stop |= not warn_spent(self, federation_of(module).plan.clients)
-        if round + 1 == trainer.max_epochs:
-            finetune(self, trainer, data, module)
+        self.history.append({"round": plan.round, "step": self._step, **report.metrics})
+        trainer.should_stop |= not anyone_left(federation, plan.clients)
+        if plan.round + 1 == trainer.max_epochs:
+            personalize(trainer, data, module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
@@ -324,15 +326,13 @@ class FederatedLoop(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
         data, module = parts(trainer, pl_module)
-        module.cohort = None  # of a round that was stopped in the middle, and counts as not begun
-        tuned = finetune(self, trainer, data, module)
-        scored = score(self, trainer, data, module) if tuned or not is_scored(self) else False
-        if tuned or scored:
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # as above
-                    newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
-                    if newest:
-                        trainer.save_checkpoint(newest, callback.save_weights_only)
+        federation_of(module).cohort = None  # of a round that was stopped in the middle, and counts as not begun
+        tuned = personalize(trainer, data, module)
+        scored = not self.history or any(name.startswith("personal/") for name in self.history[-1])
+        if tuned or not scored:
+            scored = score(trainer, data, module, self.history)
+            if tuned or scored:
+                save_again(trainer)
         federation_of(module).collect()
 
     def on_save_checkpoint(

@@ -49,7 +49,7 @@ def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[
         federation: Whose rounds they are.
         earlier: Journals of the runs that this one is resumed from.
     """
-    protection = federation.settings.protection
+    protection = federation.protection
     if protection.images is None and protection.clients is None:
         return
     begun = protection.count_begun(earlier, federation.ranks)
@@ -73,4 +73,4 @@ def journal_rounds_to_come(trainer: pl.Trainer, federation: Federation) -> None:
     """
     done = federation.rounds_done
     if trainer.training and rounds_left(trainer, done) and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-        federation.settings.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)
+        federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)

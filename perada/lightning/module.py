@@ -13,7 +13,6 @@ from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
-from perada.federation.cohort import Cohort
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
 from perada.federation.local_training import ClientOptimizer, LocalTraining
@@ -29,7 +28,8 @@ class FederatedClassifier(pl.LightningModule):
     """Fine-tunes an adapter on a frozen image classifier for every client of a federation.
 
     Its training step is one local step of every client of the round; :class:`perada.lightning.FederatedLoop` opens and
-    closes the rounds. It has no state of its own: adapters of clients and server are held by the loop.
+    closes the rounds. The adapters of clients and server are in :attr:`federation`, which the module owns from the
+    first round on; the loop makes it.
 
     Args:
         backbone: A timm model name, ``hf:`` and a transformers name or folder, or a module that maps images to logits.
@@ -134,7 +134,6 @@ class FederatedClassifier(pl.LightningModule):
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None
         self.multilabel, self.seed = False, 0
-        self.cohort: Cohort | None = None
         self.per_client: dict[str, Tensor] = {}
         self.scores: dict[str, float] = {}
         self.federation: Federation | None = None
@@ -212,9 +211,10 @@ class FederatedClassifier(pl.LightningModule):
 
     def training_step(self, batch: AnyBatch, batch_idx: int) -> None:
         """One local step of every client that still has one to take in this round."""
-        if self.cohort is None:
+        cohort = self._states().cohort
+        if cohort is None:
             raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
-        self.cohort.step(batch)
+        cohort.step(batch)
         steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress  # for loggers and checkpoints
         steps.increment_ready()
         steps.increment_completed()

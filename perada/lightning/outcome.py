@@ -12,7 +12,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
-    protection = federation.settings.protection
+    protection = federation.protection
     spent = protection.epsilons(clients)
     return Run(
         module.adapted,

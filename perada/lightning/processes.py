@@ -2,15 +2,14 @@
 """What changes in a trainer where several processes share the work."""
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 
 from perada.core.ranks import Ranks
-from perada.lightning.steps import parts
-
-if TYPE_CHECKING:
-    from perada.lightning.federated_loop import FederatedLoop
+from perada.data import FederatedDataModule
+from perada.federation.settings import Settings
+from perada.lightning.module import FederatedClassifier
 
 
 def share_work(trainer: pl.Trainer) -> None:
@@ -21,16 +20,18 @@ def share_work(trainer: pl.Trainer) -> None:
     warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed setting")
 
 
-def options_here(loop: "FederatedLoop", trainer: pl.Trainer, done: int) -> dict[str, Any]:
+def options_here(
+    settings: Settings, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, done: int
+) -> dict[str, Any]:
     """Options that change what a run computes or how often its processes meet, in plain types.
 
     Args:
-        loop: The federated loop.
-        trainer: Its trainer.
-        done: Rounds behind the checkpoint that the run goes on from.
+        settings: How the rounds go.
+        trainer: The trainer.
+        data: The clients' data.
+        module: The model.
+        done: Rounds behind the checkpoint that the run is resumed from.
     """
-    data, module = parts(trainer, trainer.lightning_module)
-    schedule = module.lr_schedule, module.lr_gamma, module.lr_every
     return {
         "number of rounds (max_epochs)": trainer.max_epochs,
         "number of rounds behind it": done,
@@ -39,21 +40,17 @@ def options_here(loop: "FederatedLoop", trainer: pl.Trainer, done: int) -> dict[
         "precision": trainer.precision,
         "batch_size": data.batch_size,
         "eval_batch_size": data.eval_batch_size,
-        "clients_per_round": loop.clients_per_round,
+        "clients_per_round": settings.clients_per_round,
         "global_test_clients": module.global_test_clients,
         "metric": module.metric,
-        "weighting": loop.weighting,
-        "length of local training": repr(loop.phases),
-        "local training": repr((module.training_options, schedule)),
-        "distillation": repr(loop.distillation),
-        "privacy": repr((loop.privacy, loop.client_privacy)),
-        "algorithm": _plain(loop.algorithm),
-        "server rule": _plain(loop.server_rule),
+        "weighting": settings.weighting,
+        "length of local training": repr(settings.phases),
+        "local training": repr((settings.training, module.lr_schedule, module.lr_gamma, module.lr_every)),
+        "distillation": repr(settings.distillation),
+        "privacy": repr((settings.privacy, settings.client_privacy)),
+        "algorithm": repr(settings.algorithm),
+        "server rule": repr(settings.rule),
     }
-
-
-def _plain(thing: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(thing).items() if isinstance(value, int | float | str | None)}
 
 
 def check_alike(ranks: Ranks, belongs: dict[str, Any]) -> None:

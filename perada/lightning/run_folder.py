@@ -3,16 +3,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.federation.store import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
-
-if TYPE_CHECKING:
-    from perada.lightning.federated_loop import FederatedLoop
 
 
 def run_folder(trainer: pl.Trainer) -> Path | None:
@@ -31,15 +27,15 @@ def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
                 logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
 
 
-def storage(loop: "FederatedLoop", trainer: pl.Trainer) -> Storage:
+def storage(wanted: Storage, clients_per_round: int, num_clients: int, trainer: pl.Trainer) -> Storage:
     """Where a run holds its clients' states: their files, if any, are in its folder.
 
     Files that only older checkpoints name are deleted where all that writes checkpoints replaces its own.
     """
-    limit, size, folder = trainer.max_epochs, loop.clients_per_round or loop.num_clients, run_folder(trainer)
+    limit, folder = trainer.max_epochs, run_folder(trainer)
     return replace(
-        loop.client_store,
+        wanted,
         folder=None if folder is None else folder / "clients",
         prune=all(isinstance(callback, RoundCheckpoint) for callback in trainer.checkpoint_callbacks),
-        clients=loop.num_clients if limit is None or limit < 0 else min(loop.num_clients, limit * size),
+        clients=num_clients if limit is None or limit < 0 else min(num_clients, limit * clients_per_round),
     )

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a run as the federated loop sees them."""
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
 
+from perada.algorithms import Algorithm
 from perada.core.batches import AnyBatch, one_of
 from perada.core.rounds import PrivateSampling
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation.federation import Federation
+from perada.federation.round_report import RoundReport
 from perada.lightning.module import FederatedClassifier
-
-if TYPE_CHECKING:
-    pass
+from perada.server import ServerRule
 
 T = TypeVar("T")
 
@@ -28,6 +28,50 @@ def warn_broken(when: str, clients: list[int], consequence: str) -> None:
         f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate "
         "(of the clients, or of the server's rule where all break) or check the images."
     )
+
+
+def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Algorithm) -> None:
+    """Say what went wrong in a round."""
+    if report.broken:
+        warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
+    if report.diverged:
+        rank_zero_warn(
+            f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
+            "Lower its learning rate (lr_server)."
+        )
+    if report.broken_server:
+        rank_zero_warn(
+            f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
+            f"stays as it was. Check {rule.kind} and the options of {algorithm.kind}."
+        )
+
+
+def exhausted(trainer: pl.Trainer, federation: Federation) -> bool:
+    """Whether no client can afford another round; that is said where rounds are left."""
+    done, protection = federation.rounds_done, federation.protection
+    if not protection.limited or protection.affordable(range(federation.num_clients)):
+        return False
+    if rounds_left(trainer, done):
+        rank_zero_warn(
+            f"privacy: after {done} rounds no client can afford another, and nothing more is trained; raise the limit "
+            "(max_epsilon or target_epsilon) to train on"
+        )
+    return True
+
+
+def anyone_left(federation: Federation, clients: Sequence[int]) -> bool:
+    """Name those of ``clients`` whose ``max_epsilon`` has no room for another round; return whether anyone is left."""
+    protection, options = federation.protection, federation.settings.privacy
+    if not protection.limited:
+        return True
+    able = set(protection.affordable(range(federation.num_clients)))
+    spent = [client for client in clients if client not in able]
+    if spent and options is not None and options.max_epsilon is not None:
+        rank_zero_warn(
+            f"privacy: client {', '.join(map(str, spent))} cannot take part any more: another round would pass "
+            f"max_epsilon={options.max_epsilon} of its {options.ledger} ledger"
+        )
+    return bool(able)
 
 
 def prepared(

@@ -2,7 +2,7 @@
 """What the server does with the clients' updates: averaging and ensemble distillation, as functions of tensors."""
 
 from perada.server.aggregate import Updates, client_weights, mean
-from perada.server.distill import Distillation, distillation_loss, ensemble_logits
+from perada.server.distill import Distillation, Distiller, distillation_loss
 from perada.server.rules import (
     SERVER_RULES,
     Aggregation,
@@ -22,6 +22,7 @@ __all__ = [
     "SERVER_RULES",
     "Aggregation",
     "Distillation",
+    "Distiller",
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",
@@ -34,7 +35,6 @@ __all__ = [
     "Updates",
     "client_weights",
     "distillation_loss",
-    "ensemble_logits",
     "make_rule",
     "mean",
 ]

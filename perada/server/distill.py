@@ -3,38 +3,24 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.ranks import Ranks
-from perada.core.states import State, expand, send
+from perada.core.states import State, expand, is_finite, send
 from perada.engine.engine import Engine
-from perada.engine.loss_scaling import LossScales
+from perada.engine.loss_scaling import KeptScales, LossScales
 from perada.engine.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
 
 ServerOptimizer = Literal["adam", "sgd"]
 ONLY = slice(0, 1)
 """The student among the states that are scaled."""
-
-
-def ensemble_logits(engine: Engine, teachers: State, x: Tensor) -> Tensor:
-    """Mean over C teachers of their logits on the same images, in evaluation mode.
-
-    Args:
-        engine: Runs the states.
-        teachers: Stack (C, ...).
-        x: Images (B, channels, height, width).
-
-    Returns:
-        Logits (B, K): the logits are averaged, not the probabilities, in double precision before they are rounded.
-    """
-    logits = engine.shared_logits(teachers, x)
-    return double(logits).mean(0).to(logits)
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
@@ -82,7 +68,7 @@ class Distillation:
             gradient is nearly zero; without it all devices take all steps alike.
     """
 
-    steps: int = 500
+    steps: int = 100
     batch_size: int | Literal["full"] = 128
     lr: float = 1e-3
     optimizer: ServerOptimizer = "adam"
@@ -94,18 +80,15 @@ class Distillation:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
-        for name, bad, remedy in (
-            ("steps", not _whole(self.steps, 0), "give 0 to switch distillation off, or a positive number"),
-            ("batch_size", not _whole(self.batch_size, 1) and self.batch_size != "full", "give 1 or more, or 'full'"),
-            ("lr", not _positive(self.lr), "give a positive learning rate"),
-            ("temperature", not _positive(self.temperature), "give a positive temperature"),
-            ("until_round", not _whole(self.until_round, 0) and self.until_round is not None, "give 0 or more"),
-            ("optimizer", self.optimizer not in ("adam", "sgd"), "choose 'adam' or 'sgd'"),
-            ("schedule", self.schedule not in ("cosine", "constant"), "choose 'cosine' or 'constant'"),
-            ("validate_every", not _whole(self.validate_every, 0), "give 0 for never, or a number of steps"),
-        ):
-            if bad:
-                raise ValueError(f"distillation: {name}={getattr(self, name)!r} cannot be used; {remedy}")
+        name = "distillation: {}".format
+        check_whole(name("steps"), self.steps, 0, hint="0 switches distillation off")
+        check_whole(name("batch_size"), self.batch_size, also=["full"])
+        check_number(name("lr"), self.lr, above=0)
+        check_choice(name("optimizer"), self.optimizer, ["adam", "sgd"])
+        check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
+        check_number(name("temperature"), self.temperature, above=0)
+        check_whole(name("until_round"), self.until_round, 0, optional=True)
+        check_whole(name("validate_every"), self.validate_every, 0, hint="0 for never")
 
     def active(self, round: int) -> bool:
         """Whether round ``round`` (from 0) is distilled."""
@@ -121,86 +104,12 @@ class Distillation:
             return self.lr
         return self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
 
-    def run(
-        self,
-        engine: Engine,
-        student: State,
-        parameters: tuple[str, ...],
-        batches: Iterator[tuple[Tensor, Tensor]],
-        *,
-        multilabel: bool = False,
-        validate: Callable[[State], float] | None = None,
-        average_from: float | None = None,
-        scales: LossScales | None = None,
-        shared: tuple[Ranks, int] | None = None,
-    ) -> State:
-        """Distil into ``student``.
-
-        The student runs in evaluation mode: public images do not move its running statistics, and nothing is dropped.
-
-        Args:
-            engine: Runs the student.
-            student: State to start from; it is not changed.
-            parameters: Names of the tensors to train.
-            batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
-            multilabel: See :func:`distillation_loss`.
-            validate: Score of a state, higher is better; used as :attr:`validate_every` says.
-            average_from: The result is the mean of the student's states after the steps whose index is at least this
-                share of :attr:`steps`, instead of the last state (stochastic weight averaging).
-            scales: The student's loss scale, in float16.
-            shared: The processes among which the images of a step are divided, and their number on all of them.
-
-        Returns:
-            The refined state.
-        """
-        state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
-        leaves = [state[key].requires_grad_() for key in parameters if key in state]
-        optimizer = self._make_optimizer(leaves, scales is not None)
-        best = (validate(student), student) if validate and self.validate_every else None
-        averages: State = {}
-        first = self.steps if average_from is None else math.ceil(round(average_from * self.steps, 9))
-        for step, (x, teacher) in enumerate(batches):
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate(step)
-            logits = engine.logits(state if scales is None else scales.enter(state, ONLY), x.unsqueeze(0))
-            logits = logits if scales is None else scales.leave(logits, ONLY)
-            loss = distillation_loss(logits[0], teacher, self.temperature, multilabel)
-            optimizer.zero_grad()
-            if shared is not None:
-                loss = loss * (len(x) / shared[1])
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
-            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-            if shared is not None:
-                shared[0].sum_(gradients)
-            if scales is not None and isinstance(optimizer, MaskedOptimizer):
-                optimizer.step_rows(scales.update(gradients, ONLY))
-            else:
-                optimizer.step()
-            if step >= first:
-                for key, value in _first({key: state[key] for key in parameters if key in state}).items():
-                    averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
-            if best and validate and ((step + 1) % self.validate_every == 0 or step + 1 == self.steps):
-                reached = _first(state) | averages
-                best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
-        return best[1] if best else _first(state) | averages
-
-    def _make_optimizer(self, leaves: list[Tensor], masked: bool) -> torch.optim.Optimizer:
+    def make_optimizer(self, leaves: list[Tensor], masked: bool) -> torch.optim.Optimizer:
+        """The student's optimiser; ``masked`` where steps may be skipped, in float16."""
         if masked:
             return MaskedAdam(leaves, self.lr) if self.optimizer == "adam" else MaskedSGD(leaves, self.lr)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD
         return kind(leaves, lr=self.lr, fused=True)
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and value >= least
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _first(stacked: State) -> State:
-    return {key: value.detach()[0].clone() for key, value in stacked.items()}
 
 
 class ServerData(Protocol):
@@ -216,89 +125,170 @@ class ServerData(Protocol):
         """Prepared images and labels of the server's validation set."""
 
 
-def refine(
-    engine: Engine,
-    options: Distillation,
-    data: ServerData,
-    round: int,
-    student: State,
-    teachers: Mapping[str, Tensor],
-    parameters: tuple[str, ...],
-    *,
-    multilabel: bool,
-    ranks: Ranks | None = None,
-    average_from: float | None = None,
-    progress: Callable[[Tensor], Iterable[Tensor]] = iter,
-    scales: LossScales | None = None,
-) -> State:
-    """Distil the ensemble of ``teachers`` into ``student``; each public image passes the teachers once.
+@dataclass
+class Distiller:
+    """Distils, in one round, the ensemble of teachers into a student: call it with both.
 
-    Every rank runs its part of the teachers; the sum of their logits is all that travels. The student's steps are taken
-    by all ranks alike.
+    Every rank runs its part of the teachers, and each public image passes them once: the sum of their logits is all
+    that travels. The student's steps are taken by all ranks alike. The student runs in evaluation mode: public images
+    do not move its running statistics, and nothing is dropped.
 
-    Args:
+    Attributes:
         engine: Runs the states.
-        options: How; rounds that are not to be distilled leave the student as it is.
+        options: How; in a round that is not to be distilled the student stays as it is.
+        parameters: Names of the tensors to train.
         data: Public images, and the server's validation set.
         round: Counted from 0.
-        student: State to start from; it is not changed.
-        teachers: Stack (C, ...), the same on all ranks, or what the clients of all ranks sent.
-        parameters: Names of the tensors to train.
         multilabel: Whether labels are 0/1 per class.
-        ranks: The processes; by default one alone.
-        average_from: See :meth:`perada.server.Distillation.run`.
-        progress: Wraps the steps in a progress bar.
+        ranks: The processes.
         scales: The student's loss scale, in float16.
+        progress: Wraps the steps in a progress bar.
+        diverged: Whether a result became NaN or infinite, and the student was returned instead.
+        metrics: What was measured.
     """
-    ranks = ranks or Ranks()
-    sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, ranks)
-    alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
-    if alone or not options.active(round):
-        return student  # its own only teacher: Adam would turn rounding errors into steps of full length
-    device = next(iter(student.values())).device
 
-    indices = data.public_indices(round, options.steps, options.batch_size)
-    divided = options.share_steps and 1 < ranks.size <= indices.shape[1]
+    engine: Engine
+    options: Distillation
+    parameters: tuple[str, ...]
+    data: ServerData
+    round: int = 0
+    multilabel: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+    scales: KeptScales = field(default_factory=lambda: KeptScales(None))
+    progress: Callable[[Tensor], Iterable[Tensor]] = iter
+    diverged: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
+        """Distil.
+
+        Args:
+            student: State to start from; it is not changed.
+            teachers: Stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
+            average_from: The result is the mean of the student's states after the steps whose index is at least this
+                share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
+
+        Returns:
+            The refined state.
+        """
+        device = next(iter(student.values())).device
+        scales = self.scales.open("student", 1, device)
+        refined = self._refined(student, teachers, average_from, device, scales)
+        if scales is not None:
+            self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
+            skipped = self.metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
+            self.metrics["server/skipped_steps"] = skipped
+        finite = is_finite(refined)
+        self.diverged |= not finite
+        return refined if finite else student
+
+    def _refined(
+        self,
+        student: State,
+        teachers: Mapping[str, Tensor],
+        average_from: float | None,
+        device: torch.device,
+        scales: LossScales | None,
+    ) -> State:
+        sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
+        alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
+        if alone or not self.options.active(self.round):
+            return student  # its own only teacher: Adam would turn rounding errors into steps of full length
+        indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
+        rows = indices.shape[1]
+        divided = self.options.share_steps and 1 < self.ranks.size <= rows
+        pairs = self._pairs(sent, student, indices, device, divided)
+        validate = self._accuracy if self.options.validate_every else None
+        with torch.enable_grad():
+            refined = self.train(student, pairs, average_from, validate, scales, rows if divided else None)
+        self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
+        return refined
+
+    def _pairs(
+        self, sent: Updates, student: State, indices: Tensor, device: torch.device, divided: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
         used, positions = torch.unique(indices, return_inverse=True)
-        parts = [_own_sum(engine, sent.own, student, data.public_images(part, device)) for part in used.split(256)]
+        parts = [self._own_sum(sent.own, student, self.data.public_images(part, device)) for part in used.split(256)]
         total = torch.cat([part for part, _ in parts])
-        ranks.sum_([total])
+        self.ranks.sum_([total])
         logits = (total / sent.clients).to(parts[0][1])
-        own = slice(ranks.rank, None, ranks.size) if divided else slice(None)
-        for step, rows in enumerate(progress(indices)):
-            yield data.public_images(rows[own], device), logits[send(positions[step, own], device)]
+        own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
+        for step, rows in enumerate(self.progress(indices)):
+            yield self.data.public_images(rows[own], device), logits[send(positions[step, own], device)]
 
-    def accuracy(state: State) -> float:
+    def _own_sum(self, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Sum (B, K) of the logits of this rank's teachers in double precision, and the dtype of the logits.
+
+        A rank may have no teacher: it then gives zeros, whose shape it takes from the student's logits.
+        """
+        some = len(next(iter(teachers.values()))) > 0
+        logits = self.engine.shared_logits(teachers if some else expand(student, 1), x)
+        return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype
+
+    def _accuracy(self, state: State) -> float:
+        """Share of the server's validation labels that a state gets right."""
         right = total = 0
-        for x, y in data.validation_batches(device):
-            logits = engine.shared_logits(expand(state, 1), x)[0]
+        for x, y in self.data.validation_batches(next(iter(state.values())).device):
+            logits = self.engine.shared_logits(expand(state, 1), x)[0]
             hits = (logits > 0) == y.bool() if y.dim() > 1 else logits.argmax(-1) == y
             right, total = right + int(hits.sum()), total + hits.numel()
         return right / total
 
-    with torch.enable_grad():
-        refined = options.run(
-            engine,
-            student,
-            parameters,
-            batches(),
-            multilabel=multilabel,
-            validate=accuracy if options.validate_every else None,
-            average_from=average_from,
-            scales=scales,
-            shared=(ranks, indices.shape[1]) if divided else None,
-        )
-    ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
-    return refined
+    def train(
+        self,
+        student: State,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        average_from: float | None = None,
+        validate: Callable[[State], float] | None = None,
+        scales: LossScales | None = None,
+        rows: int | None = None,
+    ) -> State:
+        """Take the student's steps.
+
+        Args:
+            student: State to start from; it is not changed.
+            batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
+            average_from: As of a call.
+            validate: Score of a state, higher is better; used as :attr:`Distillation.validate_every` says.
+            scales: The student's loss scale, in float16.
+            rows: Images of a step on all ranks together, where they are divided among them.
+
+        Returns:
+            The refined state.
+        """
+        options, engine = self.options, self.engine
+        state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
+        leaves = [state[key].requires_grad_() for key in self.parameters if key in state]
+        optimizer = options.make_optimizer(leaves, masked=scales is not None)
+        best = (validate(student), student) if validate and options.validate_every else None
+        averages: State = {}
+        first = options.steps if average_from is None else math.ceil(round(average_from * options.steps, 9))
+        for step, (x, teacher) in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate(step)
+            logits = engine.logits(state if scales is None else scales.enter(state, ONLY), x.unsqueeze(0))
+            logits = logits if scales is None else scales.leave(logits, ONLY)
+            loss = distillation_loss(logits[0], teacher, options.temperature, self.multilabel)
+            optimizer.zero_grad()
+            if rows is not None:
+                loss = loss * (len(x) / rows)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
+            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+            if rows is not None:
+                self.ranks.sum_(gradients)
+            if scales is not None and isinstance(optimizer, MaskedOptimizer):
+                optimizer.step_rows(scales.update(gradients, ONLY))
+            else:
+                optimizer.step()
+            if step >= first:
+                for key, value in _first({key: state[key] for key in self.parameters if key in state}).items():
+                    averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
+            if best and validate and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
+                reached = _first(state) | averages
+                best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
+        return best[1] if best else _first(state) | averages
 
 
-def _own_sum(engine: Engine, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Sum (B, K) of the logits of this rank's teachers in double precision, and the dtype of the logits.
-
-    A rank may have no teacher: it then gives zeros, whose shape it takes from the student's logits.
-    """
-    some = len(next(iter(teachers.values()))) > 0
-    logits = engine.shared_logits(teachers if some else expand(student, 1), x)
-    return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype
+def _first(stacked: State) -> State:
+    return {key: value.detach()[0].clone() for key, value in stacked.items()}

@@ -10,7 +10,7 @@ FedSim's adapters train 12.59 M, which counts norms and head twice (11.18 + 1.41
 import pytest
 
 from perada.algorithms import ALGORITHMS, make_algorithm
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
@@ -82,8 +82,8 @@ def test_parameters_trained_and_sent(name):
     )
     engine = Engine(adapted.model, "loop")
     federation = Federation(engine, slot, lambda index: get_state(adapted.model), settings, 5)
-    cohort = federation.open(RoundPlan(0, (0,), ((1,),) * len(phases)))
-    counted = federation.close(cohort, Sizes()).metrics
+    federation.open(Shares.of(RoundPlan(0, (0,), ((1,),) * len(phases))))
+    counted = federation.close(Sizes()).metrics
     trained, sent, *paper = TABLE[name]
     assert (counted["params/trained"], counted["params/sent"]) == (trained, sent)
     for count, printed in zip((trained, sent), paper, strict=True):

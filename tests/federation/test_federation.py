@@ -124,15 +124,15 @@ def federation(algorithm, data, **options):
 
 
 def run_round(federated, served, round):
-    cohort = federated.open(served.plan(round))
+    cohort = federated.open(served.shares(round))
     for batch in served.cohort_loader(cohort.plan):
         cohort.step(batch)
-    return federated.close(cohort, served)
+    return federated.close(served)
 
 
 def tune(federated, served, round):
     plan = served.plan_for(range(4), round, [federated.settings.algorithm.finetuning()[1]])
-    return federated.finetune([plan], served.cohort_loader)
+    return federated.personalize([plan], served.cohort_loader)
 
 
 def test_a_saved_federation_goes_on_where_it_was(tmp_path):
@@ -154,9 +154,9 @@ def test_a_saved_federation_remembers_who_fine_tuned_and_who_broke(tmp_path):
     assert tune(one, served, 1) == [1]
     torch.save(one.state_dict(), tmp_path / "federation.pt")
     other, _ = federation("fedavg_ft", task())
-    assert not other.finetuned
+    assert not (other.tuned is not None)
     other.load_state_dict(torch.load(tmp_path / "federation.pt", weights_only=True))
-    assert other.finetuned
+    assert other.tuned is not None
     assert equal(one.personal_states(range(4)), other.personal_states(range(4)))
     assert equal({k: v[1] for k, v in other.personal_states(range(4)).items()}, one.global_state)
 

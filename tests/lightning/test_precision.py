@@ -25,7 +25,7 @@ from perada.federation.cohort import Cohort
 from perada.federation.local_training import LocalTraining
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.models.slots import make_slot
-from perada.server import Distillation
+from perada.server import Distillation, Distiller
 
 STEPS, COUNTS, CLASSES = (12, 9, 9, 4), (6, 4, 6, 5), 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
@@ -196,7 +196,7 @@ def test_the_student_is_distilled_as_with_a_grad_scaler(kind):
     scales = LossScales(LossScaling(2.0**22, 2.0, 0.5, 2), 1, None, torch.device("cpu"))
     options = Distillation(8, lr=0.05, optimizer=kind, schedule="constant")
     with half():
-        refined = options.run(Engine(model, "loop"), state, keys, iter(pairs), scales=scales)
+        refined = Distiller(Engine(model, "loop"), options, keys, None).train(state, pairs, scales=scales)
     alone = copy.deepcopy(model).eval()
     optimizer = (torch.optim.Adam if kind == "adam" else torch.optim.SGD)(alone.parameters(), 0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
@@ -354,5 +354,5 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     pairs = [(torch.randn(4, 3, 16, 16), torch.randn(4, CLASSES)) for _ in range(3)]
     options = Distillation(3, lr=0.05, optimizer=kind)
     with torch.autocast("cpu", torch.float16, enabled=scaling is not None, cache_enabled=False), DeviceReads() as reads:
-        options.run(Engine(model, "folded"), state, keys, iter(pairs), scales=scales, average_from=0.5)
+        Distiller(Engine(model, "folded"), options, keys, None).train(state, pairs, 0.5, scales=scales)
     assert reads.found == []

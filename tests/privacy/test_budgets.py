@@ -81,7 +81,7 @@ class Cohorts(pl.Callback):
         self.cohorts, self.stop_after = [], stop_after
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.cohorts.append(set(pl_module.cohort.plan.clients))
+        self.cohorts.append(set(pl_module.federation.cohort.plan.clients))
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.current_epoch + 1 == self.stop_after:

@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
-from perada.server import Distillation, distillation_loss, ensemble_logits
+from perada.server import Distillation, Distiller, distillation_loss
 
 
 def logits(seed, rows=6, classes=4):
@@ -77,10 +77,22 @@ def models(count):
 def test_the_ensemble_is_the_mean_of_logits_in_evaluation_mode(kind):
     teachers = models(3)
     x = torch.randn(5, 1, 5, 5, dtype=torch.float64)
-    expected = sum(teacher.eval()(x) for teacher in teachers) / 3
-    engine = Engine(network(), kind)
-    stacked = stack([get_state(teacher) for teacher in teachers])
-    torch.testing.assert_close(ensemble_logits(engine, stacked, x), expected)
+    expected = sum(teacher.eval()(x) for teacher in teachers).detach() / 3
+
+    class Public:
+        def public_indices(self, round, steps, batch_size):
+            return torch.tensor([[0, 1, 4], [2, 3, 0]])
+
+        def public_images(self, indices, device):
+            return x[indices]
+
+    student, options = models(1)[0], Distillation(2, lr=0.1, optimizer="sgd")
+    distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), Public())
+    refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
+    pairs = [(x[rows], expected[rows]) for rows in Public().public_indices(0, 2, 3)]
+    for key, value in distiller.train(get_state(student), pairs).items():
+        torch.testing.assert_close(refined[key], value, rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(refined["5.weight"], get_state(student)["5.weight"])
 
 
 @pytest.mark.parametrize("kind", ["folded", "loop"])
@@ -93,9 +105,8 @@ def test_run_equals_a_plain_loop(kind, optimizer, schedule, multilabel, temperat
     student = models(1)[0]
     initial = get_state(student)
     batches = [(torch.randn(6, 1, 5, 5, dtype=torch.float64), logits(step, 6, 3)) for step in range(4)]
-    refined = options.run(
-        Engine(network(), kind), initial, parameter_keys(student), iter(batches), multilabel=multilabel
-    )
+    distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), None, multilabel=multilabel)
+    refined = distiller.train(initial, batches)
 
     plain = copy.deepcopy(student).eval()
     made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](plain.parameters(), lr=0.05)
@@ -128,8 +139,9 @@ def test_the_students_states_are_averaged_along_the_way(average_from, counted):
     student, batches = models(1)[0], [(torch.randn(6, 1, 5, 5).double(), logits(step, 6, 3)) for step in range(4)]
     initial, names, engine = get_state(student), parameter_keys(student), Engine(network(), "loop")
     options = Distillation(4, lr=0.05, schedule="constant")
-    out = options.run(engine, initial, names, iter(batches), average_from=average_from)
-    after = {steps: options.run(engine, initial, names, iter(batches[:steps])) for steps in counted or [4]}
+    distiller = Distiller(engine, options, names, None)
+    out = distiller.train(initial, batches, average_from)
+    after = {steps: distiller.train(initial, batches[:steps]) for steps in counted or [4]}
     for key in names:
         torch.testing.assert_close(out[key], sum(state[key] for state in after.values()) / len(after))
     assert torch.equal(out["1.running_var"], initial["1.running_var"])
@@ -145,9 +157,9 @@ def run_with_scores(scores, validate_every, steps=4):
         return scores[len(asked) - 1]
 
     batches = ((torch.randn(4, 2), torch.randn(4, 3)) for _ in range(steps))
-    out = Distillation(steps, lr=0.1, validate_every=validate_every).run(
-        Engine(nn.Linear(2, 3)), student, ("weight", "bias"), batches, validate=validate
-    )
+    options = Distillation(steps, lr=0.1, validate_every=validate_every)
+    distiller = Distiller(Engine(nn.Linear(2, 3)), options, ("weight", "bias"), None)
+    out = distiller.train(student, batches, validate=validate)
     same = [all(torch.equal(state[key], out[key]) for key in out) for state in asked]
     return same, torch.equal(asked[0]["weight"], student["weight"])
 

@@ -13,8 +13,7 @@ from perada.core.states import get_state
 from perada.engine import Engine
 from perada.engine.ensembles import ensemble
 from perada.federation.scores import predictive_entropy
-from perada.server import Distillation
-from perada.server.distill import refine
+from perada.server import Distillation, Distiller
 
 LOGITS = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -61,9 +60,7 @@ def test_a_model_is_not_distilled_into_itself():
     state = {"w": torch.ones(2)}
     same = {"w": state["w"].unsqueeze(0)}
     options = Distillation(steps=3)
-    assert (
-        refine(None, options, None, 0, state, same, ("w",), multilabel=False) is state
-    )  # neither is asked for anything
+    assert Distiller(None, options, ("w",), None)(state, same) is state  # neither is asked for anything
 
 
 class OfTwo(Ranks):
@@ -90,7 +87,7 @@ def test_each_process_takes_its_part_of_a_steps_images(share, rows):
     options = Distillation(steps=3, batch_size=5, share_steps=share)
     data = Public()
     data.asked.clear()
-    refine(Engine(net), options, data, 0, state, teachers, tuple(state), multilabel=False, ranks=OfTwo())
+    Distiller(Engine(net), options, tuple(state), data, ranks=OfTwo())(state, teachers)
     steps = data.public_indices(0, 3, 5).tolist()
     assert data.asked[1:] == ([row[1::2] for row in steps] if share else steps)
     assert len(data.asked[-1]) == rows
