@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python call: the same objects as a recipe's, built from arguments."""
 
-import json
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
+from perada.core.checks import check_whole
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine.engine import EngineName
 from perada.federation.local_training import ClientOptimizer
@@ -64,14 +67,15 @@ def finetune(
     prox_strength: float | None = None,
     weighting: Weighting = "uniform",
     server_rule: str | ServerRule = "mean",
+    distillation: Distillation | dict[str, Any] | None = None,
     distill_steps: int | None = None,
-    distill_batch_size: int | Literal["full"] = 128,
-    distill_temperature: float = 1.0,
+    distill_batch_size: int | Literal["full"] | None = None,
+    distill_temperature: float | None = None,
     distill_until_round: int | None = None,
-    distill_validate_every: int = 0,
-    distill_share_steps: bool = False,
-    lr_server: float = 1e-3,
-    server_optimizer: ServerOptimizer = "adam",
+    distill_validate_every: int | None = None,
+    distill_share_steps: bool | None = None,
+    lr_server: float | None = None,
+    server_optimizer: ServerOptimizer | None = None,
     engine: EngineName = "auto",
     privacy: Privacy | dict[str, Any] | None = None,
     client_privacy: ClientPrivacy | dict[str, Any] | None = None,
@@ -119,7 +123,9 @@ def finetune(
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``fedavgm``, ``fedadam``,
             ``fedyogi``, ``fedadagrad``, ``modified_local_gd``, or a rule.
-        distill_steps: Distillation steps R each round; by default 100 where there is a public set, else 0.
+        distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
+            there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.
+        distill_steps: Distillation steps R each round.
         distill_batch_size: Public images a step, or ``"full"``.
         distill_temperature: Temperature T.
         distill_until_round: Rounds from this one on are not distilled.
@@ -138,7 +144,7 @@ def finetune(
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
-        ckpt_path: A checkpoint to go on from, or ``"last"`` for the newest below ``lightning_logs``.
+        ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:
@@ -148,11 +154,8 @@ def finetune(
         ValueError: If an argument cannot be used, or they do not fit one another.
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
-    arguments = dict(locals())
-    if not isinstance(rounds, int) or rounds < 0:
-        raise ValueError(f"rounds={rounds} cannot be run; give 0 for the initial states, or a positive number")
-    if eval_every < 1:
-        raise ValueError(f"eval_every={eval_every} cannot be used; give 1 or more rounds, or test=[] for no evaluation")
+    check_whole("rounds", rounds, 0, hint="0 returns the initial states")
+    check_whole("eval_every", eval_every, hint="give test=[] in the data for no evaluation")
     options = (algorithm_options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
     if options and isinstance(algorithm, Algorithm):
         name = next(iter(options))
@@ -160,7 +163,7 @@ def finetune(
             f"{name}={options[name]!r} cannot be given beside an algorithm that is made already; give it to "
             f"{type(algorithm).__name__} itself"
         )
-    chosen = make_algorithm(algorithm, **options)
+    chosen, given = make_algorithm(algorithm, **options), data
     if isinstance(data, FederatedData):
         classes = num_classes or data.num_classes or (_outputs(backbone) if isinstance(backbone, nn.Module) else None)
         size = 64 if batch_size is None else batch_size
@@ -172,58 +175,61 @@ def finetune(
             f"batch_size={batch_size!r} cannot be given beside a datamodule, which has its own ({data.batch_size!r}); "
             "set it there"
         )
-    if distill_steps is None:
-        distill_steps = 100 if data.public_size else 0
-        if chosen.distills and not distill_steps:
-            rank_zero_info(f"{type(chosen).__name__} runs without distillation: the data has no public set")
-    loop = FederatedLoop(
-        chosen,
-        clients_per_round=clients_per_round,
-        local_epochs=local_epochs,
-        local_steps=local_steps,
-        weighting=weighting,
-        server_rule=make_rule(server_rule),
-        distillation=Distillation(
-            steps=distill_steps,
-            batch_size=distill_batch_size,
-            lr=lr_server,
-            optimizer=server_optimizer,
-            temperature=distill_temperature,
-            until_round=distill_until_round,
-            validate_every=distill_validate_every,
-            share_steps=distill_share_steps,
-        ),
-        privacy=options_of(Privacy, "privacy", privacy),
-        client_privacy=options_of(ClientPrivacy, "client_privacy", client_privacy),
-        client_store=client_store,
-        seed=seed,
-    )
-    module = FederatedClassifier(
-        backbone,
-        adapter,
-        adapter_options,
-        pretrained,
-        num_classes,
-        image_size,
-        train_backbone,
-        lr_personal=lr_personal,
-        lr_local=lr_local,
-        optimizer=optimizer,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        clip_norm=clip_norm,
-        lr_schedule=lr_schedule,
-        engine=engine,
-        clients_per_chunk=clients_per_chunk,
-        channels_last=channels_last,
-        cache_features=cache_features,
-        torch_compile=torch_compile,
-        metric=metric,
-        global_test_clients=global_test_clients,
-    )
-    if loop.test_mode:
-        del arguments["seed"]  # from which the noise would follow
-    loop.arguments = ["# perada.finetune(...)", *(f"{name}: {_yaml(value)}" for name, value in arguments.items())]
+    shorthands = {
+        "steps": distill_steps,
+        "batch_size": distill_batch_size,
+        "lr": lr_server,
+        "optimizer": server_optimizer,
+        "temperature": distill_temperature,
+        "until_round": distill_until_round,
+        "validate_every": distill_validate_every,
+        "share_steps": distill_share_steps,
+    }
+    server = {
+        "algorithm": chosen,
+        "clients_per_round": clients_per_round,
+        "local_epochs": local_epochs,
+        "local_steps": local_steps,
+        "weighting": weighting,
+        "server_rule": make_rule(server_rule),
+        "distillation": _distillation(distillation, shorthands, chosen, bool(data.public_size)),
+        "client_store": client_store,
+    }
+    model = {
+        "backbone": backbone,
+        "adapter": adapter,
+        "adapter_options": adapter_options,
+        "pretrained": pretrained,
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "train_backbone": train_backbone,
+        "lr_personal": lr_personal,
+        "lr_local": lr_local,
+        "optimizer": optimizer,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "clip_norm": clip_norm,
+        "lr_schedule": lr_schedule,
+        "engine": engine,
+        "clients_per_chunk": clients_per_chunk,
+        "channels_last": channels_last,
+        "cache_features": cache_features,
+        "torch_compile": torch_compile,
+        "metric": metric,
+        "global_test_clients": global_test_clients,
+    }
+    protected = {
+        "privacy": options_of(Privacy, "privacy", privacy),
+        "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
+    }
+    loop, module = FederatedLoop(**server, **protected, seed=seed), FederatedClassifier(**model)  # type: ignore[arg-type]  # as written above
+    seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
+    lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | trainer_kwargs
+    config = seeds | {"trainer": lightning, "model": model, "federated": server} | protected
+    loop.config = {name: as_plain(value) for name, value in config.items()} | {
+        "data": f"{type(given).__name__} of {data.num_clients} clients",
+        "ckpt_path": ckpt_path,
+    }
     if trainer is None:
         trainer = make_trainer(loop, rounds, eval_every, **trainer_kwargs)
     elif trainer_kwargs:
@@ -247,17 +253,43 @@ def _outputs(network: nn.Module) -> int | None:
     return linears[-1].out_features if linears else None
 
 
-def _yaml(value: object) -> str:
-    """A value as YAML on one line; what YAML cannot say as a string that shows what it is."""
-    if isinstance(value, FederatedData):
-        return json.dumps(f"FederatedData of {len(value.train)} clients")
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(key))}: {_yaml(item)}" for key, item in value.items()) + "}"
-    try:
-        return json.dumps(value)
-    except TypeError:
-        text = " ".join(repr(value).split())
-        return json.dumps(text if len(text) <= 500 else f"{text[:497]}...")
+def _distillation(
+    given: Distillation | dict[str, Any] | None, shorthands: dict[str, Any], algorithm: Algorithm, public: bool
+) -> Distillation:
+    """The options of distillation, from an object or its fields."""
+    fields = {name: value for name, value in shorthands.items() if value is not None}
+    if given is not None and fields:
+        name, value = next(iter(fields.items()))
+        raise ValueError(
+            f"distillation is given, and {name}={value!r} beside it under a name of its own: set it in distillation"
+        )
+    if given is None and "steps" not in fields and not public:
+        if algorithm.distills:
+            rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
+        fields["steps"] = 0
+    return options_of(Distillation, "distillation", given) or Distillation(**fields)
+
+
+def as_plain(value: Any) -> Any:  # noqa: ANN401  # whatever an option is
+    """An option as it stands in a recipe; what has no place in one as a string that shows what it is.
+
+    >>> as_plain(make_algorithm("ditto", prox_strength=0.5))
+    {'class_path': 'perada.algorithms.ditto.Ditto', 'init_args': {'prox_strength': 0.5}}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): as_plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(one) for one in value]
+    if isinstance(value, Distillation | Privacy | ClientPrivacy):
+        return asdict(value)
+    if isinstance(value, Algorithm | ServerRule):
+        names = [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
+        options = {name: as_plain(getattr(value, name)) for name in names}
+        return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": options}
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 500 else f"{text[:497]}..."
 
 
 def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:

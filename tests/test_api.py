@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``perada.finetune``: what it accepts, what it returns, what it writes, what it refuses."""
 
+import inspect
 import json
 
 import pytest
@@ -12,6 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.api import make_trainer
+from perada.cli.main import make_cli
+from perada.server import Distillation
 
 
 @pytest.fixture
@@ -64,20 +68,21 @@ def test_distillation_defaults_to_whether_there_is_a_public_set(call, tiny):
     assert not torch.equal(without.state("global")["7.weight"], on.state("global")["7.weight"])
 
 
-def test_run_folder(call, tmp_path):
+def test_run_folder(call, tmp_path, tiny):
     config = LoraConfig(r=2, target_modules=["5"], modules_to_save=["7"])
     run = call(rounds=1, adapter=config, algorithm=perada.make_algorithm("perada", prox_strength=0.5), max_time=None)
     folder = tmp_path / "lightning_logs" / "version_0"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert found == {"config.yaml", "metrics.csv", "partition.json", "checkpoints/last.ckpt"}
     written = yaml.safe_load((folder / "config.yaml").read_text())
-    assert written["rounds"] == 1
-    assert written["momentum"] == 0.9
+    assert written["trainer"]["max_epochs"] == 1
+    assert written["trainer"]["accelerator"] == "cpu"
+    assert written["model"]["momentum"] == 0.9
+    assert "LoraConfig" in written["model"]["adapter"]
+    assert "Conv2d" in written["model"]["backbone"]
+    assert written["federated"]["algorithm"]["init_args"] == {"prox_strength": 0.5, "distill": True}
+    assert written["seed_everything"] == 0
     assert written["ckpt_path"] is None
-    assert "LoraConfig" in written["adapter"]
-    assert written["algorithm"] == "PerAda(prox_strength=0.5, distill=True)"
-    assert written["trainer_kwargs"]["accelerator"] == "cpu"
-    assert "Conv2d" in written["backbone"]
     assert written["data"] == "FederatedData of 5 clients"
     partition = json.loads((folder / "partition.json").read_text())
     assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}
@@ -177,7 +182,7 @@ def emptied(tiny):
         ({"prox_strength": -1.0}, "prox_strength=-1.0 is not a strength"),
         ({"algorithm": perada.make_algorithm("ditto"), "prox_strength": 2.0}, "prox_strength=2.0.*beside an algorithm"),
         ({"clients_per_round": 6}, "clients_per_round is 6 and there are 5 clients: give 1 to 5"),
-        ({"clients_per_round": 0}, "clients_per_round is 0"),
+        ({"clients_per_round": 0}, "clients_per_round=0 cannot be used; give a whole number of 1 or more"),
         ({"data": emptied}, "client 3 has no training samples"),
         ({"num_classes": 4}, "num_classes"),
         ({"num_classes": 2}, "label"),
@@ -186,15 +191,15 @@ def emptied(tiny):
         ({"data": lambda tiny: shaped(tiny, 1, 9, 8)}, "client 2"),
         ({"data": lambda tiny: shaped(tiny, 2, 8, 8)}, "client 2"),
         ({"data": lambda tiny: tiny.data(public=False)}, "no public set"),
-        ({"rounds": -1}, "rounds=-1 cannot be run; give 0"),
-        ({"rounds": 1.5}, "rounds=1.5 cannot be run"),
+        ({"rounds": -1}, "rounds=-1 cannot be used; give a whole number of 0 or more"),
+        ({"rounds": 1.5}, "rounds=1.5 cannot be used"),
         ({"eval_every": 0}, "eval_every=0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"local_epochs": 0}, "length 0"),
         ({"local_steps": 0}, "length 0"),
         ({"lr_personal": -0.1}, "lr_personal=-0.1"),
         ({"lr_local": -0.1}, "lr_local=-0.1"),
-        ({"lr_server": -0.1}, "lr=-0.1 cannot be used; give a positive"),
+        ({"lr_server": -0.1}, "lr=-0.1 cannot be used; give a finite number above 0"),
         ({"distill_steps": -1}, "steps=-1"),
         ({"distill_temperature": 0.0}, "temperature=0.0"),
         ({"server_optimizer": "adagrad"}, "optimizer='adagrad'"),
@@ -238,3 +243,52 @@ def test_a_network_without_linear_head_is_refused(call):
         call(backbone=nn.Flatten(), rounds=1, logger=False)
     with pytest.raises(TypeError, match="backbone is a int"):
         call(backbone=3, rounds=1, logger=False)
+
+
+def test_the_options_that_were_given_in_python_are_a_configuration_for_the_program(call, tmp_path):
+    """All of it but the data and what is an object in Python: the program's parser reads it back to the same values."""
+    call(rounds=2, lr_local=0.2, privacy={"noise_multiplier": 1.5}, weight_decay=0.25, algorithm="ditto")
+    written = yaml.safe_load((tmp_path / "lightning_logs" / "version_0" / "config.yaml").read_text())
+    written["data"] = {"dataset": "Digits", "partition": "IID"}
+    written["model"]["backbone"] = "test_resnet"
+    written["trainer"].pop("default_root_dir")
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(written))
+    cli = make_cli(["--config", str(tmp_path / "mine.yaml")], run=False)
+    assert type(cli.loop.algorithm).__name__ == "Ditto"
+    assert (cli.trainer.max_epochs, cli.model.lr["local"], cli.model.weight_decay) == (2, 0.2, 0.25)
+    assert cli.loop.privacy == perada.Privacy(noise_multiplier=1.5)
+
+
+def test_distillation_is_given_as_an_object_as_fields_or_by_shorthands(call, tiny):
+    options = {"steps": 3, "batch_size": 4, "lr": 0.01, "temperature": 2.0}
+    short = {"distill_steps": 3, "distill_batch_size": 4, "lr_server": 0.01, "distill_temperature": 2.0}
+    none = {"distill_steps": None, "distill_batch_size": None, "lr_server": None}
+    runs = [
+        call(rounds=1, logger=False, **(none | {"distillation": given})) for given in (options, Distillation(**options))
+    ]
+    runs.append(call(rounds=1, logger=False, **short))
+    for run in runs[1:]:
+        assert all(torch.equal(value, runs[0].state("global")[key]) for key, value in run.state("global").items())
+    with pytest.raises(ValueError, match="distillation is given, and steps=3 beside it"):
+        call(distillation=options, **(none | {"distill_steps": 3}))
+    with pytest.raises(ValueError, match="distillation has no option 'step'"):
+        call(**(none | {"distillation": {"step": 3}}))
+
+
+def test_every_default_is_that_of_the_class_that_is_built():
+    own = {"batch_size", "num_classes", "algorithm", "server_rule"}  # None or a name stands for the class's default
+    given = {name: one.default for name, one in inspect.signature(perada.finetune).parameters.items()}
+    built = (perada.FederatedLoop, perada.FederatedClassifier, perada.FederatedDataModule)
+    compared = [
+        (name, one.default, given[name])
+        for kind in built
+        for name, one in inspect.signature(kind).parameters.items()
+        if name in given and name not in own | {"data", "backbone"}
+    ]
+    assert len(compared) >= 25
+    assert [row for row in compared if row[1] != row[2]] == []
+    assert perada.FederatedLoop().distillation == Distillation()
+    assert isinstance(perada.FederatedLoop().algorithm, type(perada.make_algorithm(given["algorithm"])))
+    assert type(perada.FederatedLoop().server_rule).__name__.lower() == given["server_rule"]
+    assert inspect.signature(make_trainer).parameters["eval_every"].default == given["eval_every"]
+    assert inspect.signature(perada.FederatedDataModule).parameters["batch_size"].default == 64

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
+import yaml
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_whole
@@ -73,7 +74,7 @@ class FederatedLoop(pl.Callback):
         history: What every round measured: its number ``round``, its last optimiser ``step``, and its metrics by name.
         num_clients: M, known after set-up.
         settings: How the rounds go, known after set-up.
-        arguments: Lines for the ``config.yaml`` in the run's folder, where no command line writes one.
+        config: What the ``config.yaml`` in the run's folder is to hold, where no command line writes one.
 
     Raises:
         ValueError: If an option cannot be used, or, at set-up, if model, data and algorithm do not fit one another.
@@ -113,7 +114,7 @@ class FederatedLoop(pl.Callback):
         self.num_clients = 0
         self.settings: Settings | None = None
         self.protection: Protection | None = None
-        self.arguments: list[str] = []
+        self.config: dict[str, Any] = {}
         self._module: FederatedClassifier | None = None
         self._data: FederatedDataModule | None = None
         self._began = False
@@ -269,8 +270,9 @@ class FederatedLoop(pl.Callback):
                 return
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "partition.json").write_text(json.dumps(data.partition_dict()))
-            if self.arguments:
-                (folder / "config.yaml").write_text("\n".join(self.arguments) + "\n", encoding="utf-8")
+            if self.config:
+                text = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
+                (folder / "config.yaml").write_text(text, encoding="utf-8")
 
     def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
         """End a resumed run that has nothing to train, as it would have ended."""

@@ -4,9 +4,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from perada.privacy.accounting import check_accountant, check_delta
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Accountant = Literal["rdp", "prv", "gdp"]
 LedgerName = Literal["release", "server"]
@@ -119,7 +122,7 @@ def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
     return any(given is not None and not given.secure_rng for given in options)
 
 
-T = TypeVar("T", Privacy, ClientPrivacy)
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None) -> T | None:
@@ -132,10 +135,7 @@ def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None)
     if given is None or isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{section} is a {type(given).__name__}; give perada.{kind.__name__}(noise_multiplier=...) or a dictionary "
-            "of its fields"
-        )
+        raise TypeError(f"{section} is a {type(given).__name__}; give a {kind.__name__} or a dictionary of its fields")
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
