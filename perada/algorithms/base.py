@@ -259,36 +259,3 @@ class Algorithm:
     def finetuning(self) -> "tuple[Algorithm, Phase] | None":
         """An algorithm every client runs alone from the final global state after the last round, and for how long."""
         return None
-
-
-def check_strength(name: str, value: float) -> float:
-    """Return the strength of a quadratic term.
-
-    Raises:
-        ValueError: If it is negative, infinite or NaN.
-    """
-    if not (isinstance(value, int | float) and 0 <= value < float("inf")):
-        raise ValueError(f"{name}={value!r} is not a strength; give 0 (no pull) or a positive number")
-    return value
-
-
-def check_share(name: str, value: float, meaning: str) -> float:
-    """Return a number from 0 to 1.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if not (isinstance(value, int | float) and 0 <= value <= 1):
-        raise ValueError(f"{name}={value!r} is no share; give 0 to 1: {meaning}")
-    return value
-
-
-def check_count(name: str, value: int, least: int) -> int:
-    """Return a whole number.
-
-    Raises:
-        ValueError: If it is none, or below ``least``.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} cannot be used; give a whole number of {least} or more")
-    return value

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_count
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.fedavg import FedAvg
+from perada.core.checks import check_choice, check_whole
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand, gather, stack, unstack
@@ -54,15 +55,11 @@ class FedEnsemble(Algorithm):
         self.base = base or FedAvg()
         if not isinstance(self.base, Algorithm):
             raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
-        for name, value, allowed in (
-            ("assignment", assignment, ("permutation", "loss")),
-            ("average", average, ("logits", "probabilities")),
-            ("keeps", keeps, ("ensemble", "best")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; choose {allowed[0]!r} or {allowed[1]!r}")
-        for name, number in (("modes", modes), ("strata", 1 if strata is None else strata)):
-            check_count(name, number, 1)
+        check_whole("modes", modes)
+        check_whole("strata", strata, optional=True)
+        check_choice("assignment", assignment, ("permutation", "loss"))
+        check_choice("average", average, ("logits", "probabilities"))
+        check_choice("keeps", keeps, ("ensemble", "best"))
         kind = type(self.base).__name__
         one_model = self.base.sends and self.base.global_model and type(self.base).members is Algorithm.members
         if not one_model or not self.base.repeatable or self.base.finetuning():

@@ -3,16 +3,8 @@
 
 from typing import Literal
 
-from perada.algorithms.base import (
-    Algorithm,
-    ClientStep,
-    ServerStep,
-    Slot,
-    Stacks,
-    check_count,
-    check_share,
-    check_strength,
-)
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.core.checks import check_number, check_whole
 from perada.core.states import State
 
 
@@ -37,11 +29,10 @@ class PFedMe(Algorithm):
     inference: Literal["personal", "global"] = "personal"
 
     def __init__(self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0) -> None:
-        if beta == 0:
-            raise ValueError(f"beta={beta!r} would never move the global model; give a number above 0 up to 1")
-        self.beta = check_share("beta", beta, "the share of the clients' mean")
-        self.prox_strength = check_strength("prox_strength", prox_strength)
-        self.inner_steps = check_count("inner_steps", inner_steps, 1)
+        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        check_whole("inner_steps", inner_steps)
+        check_number("beta", beta, above=0, most=1, hint="the share of the clients' mean")
+        self.prox_strength, self.inner_steps, self.beta = prox_strength, inner_steps, beta
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """θ, to predict with."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every server rule builds on: what it is given, its interface, the mean, and rules on the result of others."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -113,15 +112,3 @@ class ComposedRule(ServerRule):
         result = self.aggregate(replace(given, state=inner))
         given.state.update({_INNER + key: state for key, state in inner.items()})
         return result
-
-
-def require_positive(name: str, value: float) -> None:
-    """Refuse an option that must be positive and finite, with a ValueError."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} cannot be used; give a positive number")
-
-
-def require_decay(name: str, value: float) -> None:
-    """Refuse a decay that is not in [0, 1), with a ValueError."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} would not decay; give a number of at least 0 and below 1")
