@@ -256,6 +256,6 @@ class Algorithm:
         options = ", ".join(f"{name}={option!r}" for name, option in vars(self).items() if name in given)
         return f"{type(self).__name__}({options})"
 
-    def finetuning(self) -> "tuple[Algorithm, Phase] | None":
+    def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """An algorithm every client runs alone from the final global state after the last round, and for how long."""
         return None

@@ -62,7 +62,7 @@ class FedEnsemble(Algorithm):
         check_choice("keeps", keeps, ("ensemble", "best"))
         kind = type(self.base).__name__
         one_model = self.base.sends and self.base.global_model and type(self.base).members is Algorithm.members
-        if not one_model or not self.base.repeatable or self.base.finetuning():
+        if not one_model or not self.base.repeatable or self.base.personalization():
             raise ValueError(
                 f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or its "
                 "clients keep what belongs to one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"

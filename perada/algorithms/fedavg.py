@@ -25,6 +25,6 @@ class FedAvgFT(Algorithm):
         check_number("finetune_epochs", finetune_epochs, above=0, hint="FedAvg does without")
         self.finetune_epochs = finetune_epochs
 
-    def finetuning(self) -> tuple[Algorithm, Phase]:
+    def personalization(self) -> tuple[Algorithm, Phase]:
         """Standalone training from the global state."""
-        return Standalone(), Phase("finetune", self.finetune_epochs)
+        return Standalone(), Phase("personalize", self.finetune_epochs)

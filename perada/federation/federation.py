@@ -189,7 +189,7 @@ class Federation:
         Returns:
             The clients whose training became NaN or infinite; they keep the global state.
         """
-        tuning = self.settings.algorithm.finetuning()
+        tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         algorithm, phase = tuning
         self.tuned = self._tuned_store(algorithm)
@@ -212,7 +212,7 @@ class Federation:
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
-        tuning = self.settings.algorithm.finetuning()
+        tuning = self.settings.algorithm.personalization()
         if tuning and self.tuned is not None:
             return tuning[0].personal(self.tuned.gather(clients), self.global_state)
         if self.settings.algorithm.inference == "global":
@@ -265,7 +265,7 @@ class Federation:
         self.store.load_state_dict(saved["clients"])
         self.tuned = None
         if saved["tuned"] is not None:
-            tuning = self.settings.algorithm.finetuning()
+            tuning = self.settings.algorithm.personalization()
             assert tuning is not None
             self.tuned = self._tuned_store(tuning[0])
             self.tuned.load_state_dict(saved["tuned"])

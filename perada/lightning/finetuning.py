@@ -20,7 +20,7 @@ def finetune(
     loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
 ) -> bool:
     """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
-    federation, tuning = federation_of(module), loop.algorithm.finetuning()
+    federation, tuning = federation_of(module), loop.algorithm.personalization()
     if tuning is None or federation.finetuned or not federation.rounds_done:
         return False
     size = loop.clients_per_round or data.num_clients

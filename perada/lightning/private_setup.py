@@ -191,7 +191,7 @@ def protect(
             check_unsent(algorithm, module.slot, initial, phases, queries, clients, rounds)
             return Training(phases, queries, algorithm.unsent)
 
-        tuning = loop.algorithm.finetuning()
+        tuning = loop.algorithm.personalization()
         account = Account(
             loop.privacy,
             data.train_sizes,

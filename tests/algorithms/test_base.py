@@ -167,5 +167,5 @@ def test_only_personalised_algorithms_keep_states():
 def test_who_distils_and_who_sends():
     assert {name for name in ALGORITHMS if make_algorithm(name).distills} == {"perada", "feddf", "fedbe"}
     assert [name for name in ALGORITHMS if not make_algorithm(name).sends] == ["standalone"]
-    assert PerAda().finetuning() is None
-    assert FedAvgFT(3).finetuning()[1].epochs == 3
+    assert PerAda().personalization() is None
+    assert FedAvgFT(3).personalization()[1].epochs == 3
