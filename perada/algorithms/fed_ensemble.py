@@ -8,8 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from perada.algorithms.apfl import APFL
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.ensemble import EnsembleAlgorithm
 from perada.algorithms.fedavg import FedAvg
+from perada.algorithms.feddyn import FedDyn
+from perada.algorithms.mtl import MTL
 from perada.core.checks import check_choice, check_whole
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
@@ -17,9 +21,11 @@ from perada.core.states import State, clone, expand, gather, stack, unstack
 
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
+UNREPEATABLE = (APFL, FedDyn, MTL, EnsembleAlgorithm)
+"""Algorithms that have several global models, or whose clients keep what belongs to the only one."""
 
 
-class FedEnsemble(Algorithm):
+class FedEnsemble(EnsembleAlgorithm):
     """K global models (modes) under one federation; a layer over another algorithm's local updates and server step.
 
     Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age, which is K
@@ -61,8 +67,8 @@ class FedEnsemble(Algorithm):
         check_choice("average", average, ("logits", "probabilities"))
         check_choice("keeps", keeps, ("ensemble", "best"))
         kind = type(self.base).__name__
-        one_model = self.base.sends and self.base.global_model and type(self.base).members is Algorithm.members
-        if not one_model or not self.base.repeatable or self.base.personalization():
+        one_model = self.base.sends and self.base.global_model and not isinstance(self.base, UNREPEATABLE)
+        if not one_model or self.base.personalization():
             raise ValueError(
                 f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or its "
                 "clients keep what belongs to one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
@@ -105,10 +111,10 @@ class FedEnsemble(Algorithm):
         best = {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}} if self.keeps == "best" else {}
         return self.base.kept(first, slot) | best
 
-    def broadcast(self, sending: Broadcast) -> State:
+    def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
         """To each client its mode."""
         device = next(iter(sending.global_state.values())).device
-        losses = sending.losses
+        losses = sending.losses if losses is None else losses
         best = torch.zeros(len(sending.clients), dtype=torch.long) if losses is None else losses.argmin(1)
         if self.assignment == "loss":
             modes = best

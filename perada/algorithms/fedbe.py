@@ -7,7 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ServerStep
+from perada.algorithms.base import ServerStep
+from perada.algorithms.ensemble import EnsembleAlgorithm
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import generator
 from perada.core.states import State, expand
@@ -16,7 +17,7 @@ from perada.server import mean
 Sampler = Literal["gaussian", "dirichlet"]
 
 
-class FedBE(Algorithm):
+class FedBE(EnsembleAlgorithm):
     """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
 
     The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images
