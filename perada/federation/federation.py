@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_of
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan, share_out
@@ -50,7 +50,7 @@ class Federation:
     ) -> None:
         self.ranks = ranks or Ranks()
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
-        self.global_state = settings.algorithm.initial(initial)
+        self.global_state = ensemble_of(settings.algorithm).initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
         self.store = self._store(settings.algorithm, settings.storage)
@@ -87,7 +87,7 @@ class Federation:
         self.plan, self.tuned = plan, None  # what was fine-tuned from an earlier global state is outdated
         self.store.bring(share_out(plan, self.ranks.size))
         settings, own, losses = self.settings, self._share(plan), None
-        if loader and settings.algorithm.compares:
+        if loader and ensemble_of(settings.algorithm).compares:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         settings.protection.spend(plan, self.ranks)
@@ -109,7 +109,8 @@ class Federation:
         losses: Tensor | None = None,
     ) -> Cohort:
         seed = self.settings.seed
-        sending = Broadcast(self.global_state, self.slot, plan.round, plan.clients, self.num_clients, seed, losses)
+        sending = Broadcast(self.global_state, self.slot, plan.round, plan.clients, self.num_clients, seed)
+        received = algorithm.broadcast(sending) if losses is None else ensemble_of(algorithm).broadcast(sending, losses)
         return Cohort(
             self.engine,
             algorithm,
@@ -117,7 +118,7 @@ class Federation:
             plan,
             phases,
             store.local.gather(plan.clients),
-            algorithm.broadcast(sending),
+            received,
             self.settings.training,
             factor=factor,
             seed=seed,
@@ -128,7 +129,7 @@ class Federation:
 
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
-        return self.settings.algorithm.members(self.global_state, self.server_state)
+        return ensemble_of(self.settings.algorithm).members(self.global_state, self.server_state)
 
     def close(
         self, cohort: Cohort, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.algorithms import Algorithm, PerAda
+from perada.algorithms import Algorithm, PerAda, ensemble_of
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
@@ -142,7 +142,8 @@ class FederatedLoop(pl.Callback):
             self.protection = None
         configure_rounds(self, data, module)
         self.algorithm.check(module.slot, data.num_clients)
-        self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
+        clients = self.clients_per_round or data.num_clients
+        self.server_rule.check(max(1, clients // ensemble_of(self.algorithm).modes))
         data.use_features(None)
         check_images(data, module)
         if fresh:

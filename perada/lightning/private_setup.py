@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from perada.algorithms import Algorithm
+from perada.algorithms import Algorithm, ensemble_of
 from perada.core.batches import one_of
 from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
@@ -88,7 +88,7 @@ def check_private(
 def _check_selection(loop: "FederatedLoop", trainer: pl.Trainer, data: FederatedDataModule) -> None:
     """Refuse to choose by clients' images, which no ledger counts."""
     name = type(loop.algorithm).__name__
-    if loop.algorithm.compares:
+    if ensemble_of(loop.algorithm).compares:
         raise ValueError(
             f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
             "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
@@ -184,7 +184,7 @@ def protect(
 
     images = None
     if loop.privacy is not None:
-        initial = loop.algorithm.initial(module.initial_state)
+        initial = ensemble_of(loop.algorithm).initial(module.initial_state)
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
             queries = rehearse(algorithm, module.slot, initial, phases, clients)
