@@ -29,7 +29,6 @@ class APFL(Algorithm):
 
     inference: Literal["personal", "global"] = "personal"
     unsent = frozenset({"personal"})
-    repeatable = False
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
         check_number("alpha", alpha, least=0, most=1, hint="0 is the global model, 1 the client's own")

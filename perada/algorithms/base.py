@@ -9,7 +9,7 @@ alike and apart.
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -102,8 +102,6 @@ class Broadcast:
         clients: To whom, C ids.
         num_clients: Clients M of the federation.
         seed: The run's seed.
-        losses: (C, K) mean loss of each of K global models on each client's training images, where the algorithm
-            :attr:`~Algorithm.compares`.
     """
 
     global_state: State
@@ -112,7 +110,6 @@ class Broadcast:
     clients: tuple[int, ...]
     num_clients: int
     seed: int
-    losses: Tensor | None = None
 
 
 class Distil(Protocol):
@@ -175,24 +172,15 @@ class Algorithm:
         sends: Whether clients send anything.
         global_model: Whether what the server holds is a whole model, which can be evaluated.
         distills: Whether the server distils, so that a public set is needed when there are distillation steps.
-        compares: Whether clients compare the global models on their own images before each round.
-        average: What is averaged where there is more than one global model: ``logits`` or ``probabilities``.
-        modes: Global models that a round's clients are divided among.
         unsent: Streams of batches on which nothing depends that a client ever sends, in this round or a later one; by
             default none, so that all of a client's training counts as sent.
-        repeatable: Whether it can train one of several global models in each round, as Fed-ensemble does; not where
-            clients keep what belongs to one of them.
     """
 
     inference: Literal["personal", "global"] = "global"
     sends: bool = True
     global_model: bool = True
     distills: bool = False
-    compares: bool = False
-    average: Literal["logits", "probabilities"] = "logits"
-    modes: int = 1
     unsent: frozenset[str] = frozenset()
-    repeatable: bool = True
 
     @property
     def kind(self) -> str:
@@ -205,10 +193,6 @@ class Algorithm:
         Raises:
             ValueError: If so.
         """
-
-    def initial(self, make: Callable[[int], State]) -> State:
-        """The first global state; ``make(k)`` gives the k-th random initialisation, ``make(0)`` the model's own."""
-        return make(0)
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """Split a round of local training in phases; every client finishes one before any starts the next."""
@@ -241,10 +225,6 @@ class Algorithm:
     def server_step(self, server: ServerStep) -> State:
         """The new global state; what it leaves out stays as it was."""
         return server.mean(server.updates, server.weights)
-
-    def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """The global models (K, ...) whose outputs are averaged to predict; usually one."""
-        return expand(global_state, 1)
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The state (C, ...) each client predicts with, where ``inference`` is ``"personal"``."""

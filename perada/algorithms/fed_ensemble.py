@@ -114,7 +114,6 @@ class FedEnsemble(EnsembleAlgorithm):
     def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
         """To each client its mode."""
         device = next(iter(sending.global_state.values())).device
-        losses = sending.losses if losses is None else losses
         best = torch.zeros(len(sending.clients), dtype=torch.long) if losses is None else losses.argmin(1)
         if self.assignment == "loss":
             modes = best

@@ -22,8 +22,6 @@ class FedDyn(Algorithm):
         ValueError: If ``alpha`` is not positive.
     """
 
-    repeatable = False
-
     def __init__(self, alpha: float = 0.1) -> None:
         check_number("alpha", alpha, above=0, hint="the server divides by it")
         self.alpha = alpha

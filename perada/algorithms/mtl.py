@@ -25,7 +25,6 @@ class MTL(Algorithm):
     """
 
     inference: Literal["personal", "global"] = "personal"
-    repeatable = False
 
     def __init__(self, prox_strength: float = 1.0) -> None:
         check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
