@@ -7,7 +7,6 @@ method sees the states of all clients at hand as one stack with a leading client
 alike and apart.
 """
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from perada.core.options import Options
 from perada.core.rounds import Phase
 from perada.core.states import State, expand
 from perada.server.aggregate import Updates
@@ -164,7 +164,7 @@ class ServerStep:
         return result
 
 
-class Algorithm:
+class Algorithm(Options):
     """A federated algorithm. Subclasses are final, and override only what differs from FedAvg.
 
     Attributes:
@@ -229,12 +229,6 @@ class Algorithm:
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The state (C, ...) each client predicts with, where ``inference`` is ``"personal"``."""
         return kept["personal"]
-
-    def __repr__(self) -> str:
-        """The class and its options."""
-        given = inspect.signature(type(self)).parameters
-        options = ", ".join(f"{name}={option!r}" for name, option in vars(self).items() if name in given)
-        return f"{type(self).__name__}({options})"
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """An algorithm every client runs alone from the final global state after the last round, and for how long."""

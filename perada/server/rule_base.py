@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from perada.core.options import Options
 from perada.core.states import State
 from perada.server.aggregate import mean
 
@@ -37,7 +38,7 @@ class Aggregation:
     state: dict[str, State] = field(default_factory=dict)
 
 
-class ServerRule(ABC):
+class ServerRule(Options, ABC):
     """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
 
     A rule object holds options only. What it remembers goes to :attr:`Aggregation.state`.
@@ -57,7 +58,7 @@ class ServerRule(ABC):
         """What the rule's tensors belong to: those of another kind of rule cannot be gone on with."""
         return type(self).__name__
 
-    def check(self, clients: int) -> None:  # noqa: B027  # most rules can work with any number
+    def check(self, clients: int) -> None:  # most rules can work with any number
         """Refuse what cannot work.
 
         Args:
