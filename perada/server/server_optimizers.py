@@ -105,7 +105,7 @@ class FedAdagrad(_Adaptive):
 
     Args:
         lr: Server learning rate η.
-        beta1: Decay of the momentum m; 0 is Adagrad as it was first published.
+        beta1: Decay of the momentum m; 0 by default, with which the paper's experiments ran, since Adagrad has none.
         tau: Degree of adaptivity τ: the smaller, the more alike are the steps of all coordinates.
         aggregate: Where Δ comes from; the mean unless given.
 
@@ -114,7 +114,7 @@ class FedAdagrad(_Adaptive):
     """
 
     def __init__(
-        self, lr: float = 0.1, beta1: float = 0.9, tau: float = 1e-3, aggregate: ServerRule | None = None
+        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
     ) -> None:
         super().__init__(lr, beta1, tau, aggregate)
 
