@@ -91,10 +91,7 @@ def test_wrong_values_are_named(kind, option, values):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "base",
-    [Standalone(), FedAvgFT(), FedRep(), FedDyn(), MTL(), APFL(), FedBE(), FedEnsemble(modes=2, keeps="best")],
-)
+@pytest.mark.parametrize("base", [Standalone(), FedAvgFT(), FedRep(), FedEnsemble(modes=2, keeps="best")])
 def test_modes_of_what_has_no_global_model_are_refused(base):
     with pytest.raises(ValueError, match=f"base={type(base).__name__} cannot be repeated in modes"):
         FedEnsemble(base=base)
