@@ -179,7 +179,7 @@ def emptied(tiny):
         ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
         ({"algorithm": "fedavg", "prox_strength": 1.0}, "algorithm='fedavg' cannot be made with.*prox_strength"),
-        ({"prox_strength": -1.0}, "prox_strength=-1.0 is not a strength"),
+        ({"prox_strength": -1.0}, "prox_strength=-1.0 cannot be used; give a finite number of 0 or more"),
         ({"algorithm": perada.make_algorithm("ditto"), "prox_strength": 2.0}, "prox_strength=2.0.*beside an algorithm"),
         ({"clients_per_round": 6}, "clients_per_round is 6 and there are 5 clients: give 1 to 5"),
         ({"clients_per_round": 0}, "clients_per_round=0 cannot be used; give a whole number of 1 or more"),

@@ -9,6 +9,7 @@ from typing import Any
 from perada.algorithms.apfl import APFL
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.ditto import Ditto
+from perada.algorithms.ensemble import EnsembleAlgorithm, ensemble_of
 from perada.algorithms.fed_ensemble import FedEnsemble
 from perada.algorithms.fedalt import FedAlt
 from perada.algorithms.fedavg import FedAvg, FedAvgFT
@@ -33,6 +34,7 @@ __all__ = [
     "Broadcast",
     "ClientStep",
     "Ditto",
+    "EnsembleAlgorithm",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
@@ -52,6 +54,7 @@ __all__ = [
     "Slot",
     "Stacks",
     "Standalone",
+    "ensemble_of",
     "make_algorithm",
 ]
 

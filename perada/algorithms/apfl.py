@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks, check_share
+from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.core.checks import check_number
 from perada.core.states import State
 
 
@@ -28,13 +29,11 @@ class APFL(Algorithm):
 
     inference: Literal["personal", "global"] = "personal"
     unsent = frozenset({"personal"})
-    repeatable = False
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
-        self.alpha = check_share("alpha", alpha, "0 is the global model, 1 the client's own")
-        if not (isinstance(lr_alpha, int | float) and 0 <= lr_alpha < float("inf")):
-            raise ValueError(f"lr_alpha={lr_alpha!r} is not a learning rate; give 0 for a fixed alpha, or more")
-        self.lr_alpha = lr_alpha
+        check_number("alpha", alpha, least=0, most=1, hint="0 is the global model, 1 the client's own")
+        check_number("lr_alpha", lr_alpha, least=0, hint="0 keeps alpha fixed")
+        self.alpha, self.lr_alpha = alpha, lr_alpha
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """v_m, the mixture, and α."""

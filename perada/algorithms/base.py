@@ -7,14 +7,14 @@ method sees the states of all clients at hand as one stack with a leading client
 alike and apart.
 """
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from perada.core.options import Options
 from perada.core.rounds import Phase
 from perada.core.states import State, expand
 from perada.server.aggregate import Updates
@@ -102,8 +102,6 @@ class Broadcast:
         clients: To whom, C ids.
         num_clients: Clients M of the federation.
         seed: The run's seed.
-        losses: (C, K) mean loss of each of K global models on each client's training images, where the algorithm
-            :attr:`~Algorithm.compares`.
     """
 
     global_state: State
@@ -112,14 +110,6 @@ class Broadcast:
     clients: tuple[int, ...]
     num_clients: int
     seed: int
-    losses: Tensor | None = None
-
-
-class Distil(Protocol):
-    """Refines a state by distilling the ensemble of a stack of teachers into it."""
-
-    def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
-        """Return the refined state; see :meth:`perada.server.Distillation.run` for ``average_from``."""
 
 
 @dataclass
@@ -139,7 +129,8 @@ class ServerStep:
         weights: Aggregation weights (C,), summing to one.
         state: The server's own tensors, kept between rounds and in checkpoints; may be changed.
         rule: The aggregation rule, which :meth:`mean` applies.
-        distill: Refines a state by distilling the ensemble of a stack of teachers into it.
+        distill: Refines a state by distilling the ensemble of a stack of teachers into it: a call of
+            :class:`perada.server.Distiller`.
     """
 
     round: int
@@ -152,7 +143,7 @@ class ServerStep:
     weights: Tensor
     state: dict[str, State]
     rule: ServerRule
-    distill: Distil
+    distill: Callable[..., State]
 
     def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
         """Aggregate by the server rule, which is the weighted mean unless another was asked for."""
@@ -167,7 +158,7 @@ class ServerStep:
         return result
 
 
-class Algorithm:
+class Algorithm(Options):
     """A federated algorithm. Subclasses are final, and override only what differs from FedAvg.
 
     Attributes:
@@ -175,24 +166,15 @@ class Algorithm:
         sends: Whether clients send anything.
         global_model: Whether what the server holds is a whole model, which can be evaluated.
         distills: Whether the server distils, so that a public set is needed when there are distillation steps.
-        compares: Whether clients compare the global models on their own images before each round.
-        average: What is averaged where there is more than one global model: ``logits`` or ``probabilities``.
-        modes: Global models that a round's clients are divided among.
         unsent: Streams of batches on which nothing depends that a client ever sends, in this round or a later one; by
             default none, so that all of a client's training counts as sent.
-        repeatable: Whether it can train one of several global models in each round, as Fed-ensemble does; not where
-            clients keep what belongs to one of them.
     """
 
     inference: Literal["personal", "global"] = "global"
     sends: bool = True
     global_model: bool = True
     distills: bool = False
-    compares: bool = False
-    average: Literal["logits", "probabilities"] = "logits"
-    modes: int = 1
     unsent: frozenset[str] = frozenset()
-    repeatable: bool = True
 
     @property
     def kind(self) -> str:
@@ -205,10 +187,6 @@ class Algorithm:
         Raises:
             ValueError: If so.
         """
-
-    def initial(self, make: Callable[[int], State]) -> State:
-        """The first global state; ``make(k)`` gives the k-th random initialisation, ``make(0)`` the model's own."""
-        return make(0)
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """Split a round of local training in phases; every client finishes one before any starts the next."""
@@ -242,53 +220,10 @@ class Algorithm:
         """The new global state; what it leaves out stays as it was."""
         return server.mean(server.updates, server.weights)
 
-    def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """The global models (K, ...) whose outputs are averaged to predict; usually one."""
-        return expand(global_state, 1)
-
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The state (C, ...) each client predicts with, where ``inference`` is ``"personal"``."""
         return kept["personal"]
 
-    def __repr__(self) -> str:
-        """The class and its options."""
-        given = inspect.signature(type(self)).parameters
-        options = ", ".join(f"{name}={option!r}" for name, option in vars(self).items() if name in given)
-        return f"{type(self).__name__}({options})"
-
-    def finetuning(self) -> "tuple[Algorithm, Phase] | None":
+    def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """An algorithm every client runs alone from the final global state after the last round, and for how long."""
         return None
-
-
-def check_strength(name: str, value: float) -> float:
-    """Return the strength of a quadratic term.
-
-    Raises:
-        ValueError: If it is negative, infinite or NaN.
-    """
-    if not (isinstance(value, int | float) and 0 <= value < float("inf")):
-        raise ValueError(f"{name}={value!r} is not a strength; give 0 (no pull) or a positive number")
-    return value
-
-
-def check_share(name: str, value: float, meaning: str) -> float:
-    """Return a number from 0 to 1.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if not (isinstance(value, int | float) and 0 <= value <= 1):
-        raise ValueError(f"{name}={value!r} is no share; give 0 to 1: {meaning}")
-    return value
-
-
-def check_count(name: str, value: int, least: int) -> int:
-    """Return a whole number.
-
-    Raises:
-        ValueError: If it is none, or below ``least``.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} cannot be used; give a whole number of {least} or more")
-    return value

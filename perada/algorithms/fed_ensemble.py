@@ -8,17 +8,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_count
+from perada.algorithms.apfl import APFL
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.ensemble import EnsembleAlgorithm
 from perada.algorithms.fedavg import FedAvg
+from perada.algorithms.feddyn import FedDyn
+from perada.algorithms.mtl import MTL
+from perada.core.checks import check_choice, check_whole
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand, gather, stack, unstack
 
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
+UNREPEATABLE = (APFL, FedDyn, MTL, EnsembleAlgorithm)
+"""Algorithms that have several global models, or whose clients keep what belongs to the only one."""
 
 
-class FedEnsemble(Algorithm):
+class FedEnsemble(EnsembleAlgorithm):
     """K global models (modes) under one federation; a layer over another algorithm's local updates and server step.
 
     Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age, which is K
@@ -54,18 +61,14 @@ class FedEnsemble(Algorithm):
         self.base = base or FedAvg()
         if not isinstance(self.base, Algorithm):
             raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
-        for name, value, allowed in (
-            ("assignment", assignment, ("permutation", "loss")),
-            ("average", average, ("logits", "probabilities")),
-            ("keeps", keeps, ("ensemble", "best")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; choose {allowed[0]!r} or {allowed[1]!r}")
-        for name, number in (("modes", modes), ("strata", 1 if strata is None else strata)):
-            check_count(name, number, 1)
+        check_whole("modes", modes)
+        check_whole("strata", strata, optional=True)
+        check_choice("assignment", assignment, ("permutation", "loss"))
+        check_choice("average", average, ("logits", "probabilities"))
+        check_choice("keeps", keeps, ("ensemble", "best"))
         kind = type(self.base).__name__
-        one_model = self.base.sends and self.base.global_model and type(self.base).members is Algorithm.members
-        if not one_model or not self.base.repeatable or self.base.finetuning():
+        one_model = self.base.sends and self.base.global_model and not isinstance(self.base, UNREPEATABLE)
+        if not one_model or self.base.personalization():
             raise ValueError(
                 f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or its "
                 "clients keep what belongs to one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
@@ -108,10 +111,9 @@ class FedEnsemble(Algorithm):
         best = {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}} if self.keeps == "best" else {}
         return self.base.kept(first, slot) | best
 
-    def broadcast(self, sending: Broadcast) -> State:
+    def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
         """To each client its mode."""
         device = next(iter(sending.global_state.values())).device
-        losses = sending.losses
         best = torch.zeros(len(sending.clients), dtype=torch.long) if losses is None else losses.argmin(1)
         if self.assignment == "loss":
             modes = best

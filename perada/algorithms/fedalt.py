@@ -3,6 +3,7 @@
 
 from perada.algorithms.base import ClientStep, Slot
 from perada.algorithms.fedsim import FedSim, Split, whole_loss
+from perada.core.checks import check_number
 from perada.core.rounds import Phase
 
 
@@ -22,7 +23,8 @@ class FedAlt(FedSim):
 
     def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:
         super().__init__(split)
-        self.personal_epochs = check_epochs("personal_epochs", personal_epochs)
+        check_number("personal_epochs", personal_epochs, least=0, optional=True)
+        self.personal_epochs = personal_epochs
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """First v, then u."""
@@ -39,14 +41,3 @@ class FedAlt(FedSim):
     def client_step(self, step: ClientStep) -> None:
         """A step on the part whose turn it is."""
         step.descend(step.phase, whole_loss(step))
-
-
-def check_epochs(name: str, epochs: float | None) -> float | None:
-    """Return the epochs on the private part.
-
-    Raises:
-        ValueError: If they are negative, infinite or NaN.
-    """
-    if epochs is not None and not 0 <= epochs < float("inf"):
-        raise ValueError(f"{name}={epochs!r} cannot be used; give 0 or more, or leave it out")
-    return epochs

@@ -3,6 +3,7 @@
 
 from perada.algorithms.base import Algorithm
 from perada.algorithms.standalone import Standalone
+from perada.core.checks import check_number
 from perada.core.rounds import Phase
 
 
@@ -21,10 +22,9 @@ class FedAvgFT(Algorithm):
     """
 
     def __init__(self, finetune_epochs: float = 1) -> None:
-        if not finetune_epochs > 0:
-            raise ValueError(f"finetune_epochs={finetune_epochs!r} is not positive; use FedAvg for no fine-tuning")
+        check_number("finetune_epochs", finetune_epochs, above=0, hint="FedAvg does without")
         self.finetune_epochs = finetune_epochs
 
-    def finetuning(self) -> tuple[Algorithm, Phase]:
+    def personalization(self) -> tuple[Algorithm, Phase]:
         """Standalone training from the global state."""
-        return Standalone(), Phase("finetune", self.finetune_epochs)
+        return Standalone(), Phase("personalize", self.finetune_epochs)

@@ -2,12 +2,14 @@
 """FedBE (Chen and Chao, ICLR 2021)."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ServerStep, check_count, check_share
+from perada.algorithms.base import ServerStep
+from perada.algorithms.ensemble import EnsembleAlgorithm
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import generator
 from perada.core.states import State, expand
 from perada.server import mean
@@ -15,7 +17,7 @@ from perada.server import mean
 Sampler = Literal["gaussian", "dirichlet"]
 
 
-class FedBE(Algorithm):
+class FedBE(EnsembleAlgorithm):
     """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
 
     The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images
@@ -38,13 +40,12 @@ class FedBE(Algorithm):
     def __init__(
         self, sampler: Sampler = "gaussian", samples: int = 10, distill: bool = True, average_from: float = 0.5
     ) -> None:
-        if sampler not in ("gaussian", "dirichlet"):
-            raise ValueError(f"sampler={sampler!r} is unknown; choose 'gaussian' or 'dirichlet'")
-        if not isinstance(distill, bool):
-            raise ValueError(f"distill={distill!r} is neither true nor false")
-        self.sampler: Sampler = sampler
-        self.samples, self.distills, self.distill = check_count("samples", samples, 0), distill, distill
-        self.average_from = check_share("average_from", average_from, "the share of the steps that are left out")
+        check_choice("sampler", sampler, get_args(Sampler))
+        check_whole("samples", samples, 0)
+        check_choice("distill", distill, (True, False))
+        check_number("average_from", average_from, least=0, most=1, hint="the share of the steps that are left out")
+        self.sampler, self.samples, self.distill, self.average_from = sampler, samples, distill, average_from
+        self.distills = distill
         self.average: Literal["logits", "probabilities"] = "logits" if distill else "probabilities"
 
     def server_step(self, server: ServerStep) -> State:

@@ -4,6 +4,7 @@
 import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.core.checks import check_number
 from perada.core.states import State
 
 
@@ -21,11 +22,8 @@ class FedDyn(Algorithm):
         ValueError: If ``alpha`` is not positive.
     """
 
-    repeatable = False
-
     def __init__(self, alpha: float = 0.1) -> None:
-        if not (isinstance(alpha, int | float) and 0 < alpha < float("inf")):
-            raise ValueError(f"alpha={alpha!r} cannot be used: h is divided by it; give a positive number")
+        check_number("alpha", alpha, above=0, hint="the server divides by it")
         self.alpha = alpha
 
     def kept(self, initial: State, slot: Slot) -> Stacks:

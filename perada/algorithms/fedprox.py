@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedProx (Li et al., MLSys 2020)."""
 
-from perada.algorithms.base import Algorithm, ClientStep, check_strength
+from perada.algorithms.base import Algorithm, ClientStep
+from perada.core.checks import check_number
 
 
 class FedProx(Algorithm):
@@ -15,7 +16,8 @@ class FedProx(Algorithm):
     """
 
     def __init__(self, prox_strength: float = 0.1) -> None:
-        self.prox_strength = check_strength("prox_strength", prox_strength)
+        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        self.prox_strength = prox_strength
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the loss and the pull towards the received state."""

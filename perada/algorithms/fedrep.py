@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedRep (Collins et al., ICML 2021)."""
 
-from perada.algorithms.fedalt import FedAlt, check_epochs
+from perada.algorithms.fedalt import FedAlt
+from perada.core.checks import check_number
 
 
 class FedRep(FedAlt):
@@ -19,5 +20,6 @@ class FedRep(FedAlt):
     """
 
     def __init__(self, head_epochs: float | None = None) -> None:
-        super().__init__("output", check_epochs("head_epochs", head_epochs))
+        check_number("head_epochs", head_epochs, least=0, optional=True)
+        super().__init__("output", head_epochs)
         self.head_epochs = head_epochs

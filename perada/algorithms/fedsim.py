@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedSim (Pillutla et al., ICML 2022)."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from perada.algorithms.base import ClientStep, Slot, Stacks
 from perada.algorithms.sharing import PartialSharing
+from perada.core.checks import check_choice
 from perada.core.states import State
 
 Split = Literal["input", "output", "adapter"]
@@ -27,8 +28,7 @@ class FedSim(PartialSharing):
     """
 
     def __init__(self, split: Split = "output") -> None:
-        if split not in ("input", "output", "adapter"):
-            raise ValueError(f"split={split!r} is unknown; choose 'input', 'output' or 'adapter'")
+        check_choice("split", split, get_args(Split))
         self.split = split
         if split == "adapter":
             self.remedy = "choose an adapter that adds layers (residual, bottleneck, lora) and train_backbone=True"

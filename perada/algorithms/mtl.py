@@ -5,7 +5,8 @@ from typing import Literal
 
 import torch
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.core.checks import check_number
 from perada.core.states import State
 
 
@@ -24,10 +25,10 @@ class MTL(Algorithm):
     """
 
     inference: Literal["personal", "global"] = "personal"
-    repeatable = False
 
     def __init__(self, prox_strength: float = 1.0) -> None:
-        self.prox_strength = check_strength("prox_strength", prox_strength)
+        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        self.prox_strength = prox_strength
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The personal state starts as the initial one."""

@@ -3,7 +3,8 @@
 
 from typing import Literal
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks, check_strength
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.core.checks import check_choice, check_number
 from perada.core.states import State
 
 
@@ -30,9 +31,9 @@ class PerAda(Algorithm):
     unsent = frozenset({"personal"})
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
-        self.prox_strength = check_strength("prox_strength", prox_strength)
-        if not isinstance(distill, bool):
-            raise ValueError(f"distill={distill!r} is neither true nor false")
+        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        self.prox_strength = prox_strength
+        check_choice("distill", distill, (True, False))
         self.distill = self.distills = distill
 
     def kept(self, initial: State, slot: Slot) -> Stacks:

@@ -3,16 +3,8 @@
 
 from typing import Literal
 
-from perada.algorithms.base import (
-    Algorithm,
-    ClientStep,
-    ServerStep,
-    Slot,
-    Stacks,
-    check_count,
-    check_share,
-    check_strength,
-)
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.states import State
 
 
@@ -20,15 +12,19 @@ class PFedMe(Algorithm):
     """Federated learning of Moreau envelopes (their Algorithm 1).
 
     For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate of
-    the personal role that start from w_m; then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. The server
-    takes w ← (1 − β) w + β mean(w_m). The last θ is the personal model. There is one copy of the running statistics of
-    norms: those of the passes of θ, which also travel with w_m. The clients' optimiser takes both kinds of steps; that
-    of the inner problem starts afresh on each minibatch. Steps with η λ of 2 or more overshoot.
+    the personal role; then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. The server takes
+    w ← (1 − β) w + β mean(w_m). The last θ is the personal model. There is one copy of the running statistics of norms:
+    those of the passes of θ, which also travel with w_m. Steps with η λ of 2 or more overshoot.
+
+    Algorithm 1 does not say where θ starts on a minibatch. Here, as in the authors' code, it stays where the last
+    minibatch left it. Restarted from w_m, K steps at rate η_p leave (1 − η_p λ)^K of the inner problem's gradient: 61 %
+    with η_p = 0.01, λ = 15 and K = 3. Kept, 11 % of a constant gradient is left after a few minibatches (η = 0.005).
 
     Args:
         prox_strength: λ.
         inner_steps: Steps K of the inner problem on each minibatch.
         beta: β; 1 takes the mean.
+        restart: Whether θ, and the optimiser of the inner problem, start afresh from w_m on each minibatch.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -36,12 +32,14 @@ class PFedMe(Algorithm):
 
     inference: Literal["personal", "global"] = "personal"
 
-    def __init__(self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0) -> None:
-        if beta == 0:
-            raise ValueError(f"beta={beta!r} would never move the global model; give a number above 0 up to 1")
-        self.beta = check_share("beta", beta, "the share of the clients' mean")
-        self.prox_strength = check_strength("prox_strength", prox_strength)
-        self.inner_steps = check_count("inner_steps", inner_steps, 1)
+    def __init__(
+        self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0, restart: bool = False
+    ) -> None:
+        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        check_whole("inner_steps", inner_steps)
+        check_number("beta", beta, above=0, most=1, hint="the share of the clients' mean")
+        check_choice("restart", restart, (True, False))
+        self.prox_strength, self.inner_steps, self.beta, self.restart = prox_strength, inner_steps, beta, restart
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """θ, to predict with."""
@@ -54,7 +52,8 @@ class PFedMe(Algorithm):
     def client_step(self, step: ClientStep) -> None:
         """Solve the inner problem, then move towards its solution."""
         theta, local = step.states["personal"], step.states["local"]
-        step.restart("personal", local)
+        if self.restart:
+            step.restart("personal", local)
         for _ in range(self.inner_steps):
             step.descend("personal", step.loss("personal"), pull=(self.prox_strength, local))
         step.descend("local", pull=(self.prox_strength, theta))

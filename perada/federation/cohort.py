@@ -164,6 +164,7 @@ class _Step:
         self.states = chunk.states
         self.received = prefix(chunk.received, chunk.active)
         self.kept = {role: prefix(state, chunk.active) for role, state in chunk.kept.items()}
+        self._finite = torch.ones_like(cohort.broken[rows])
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         cohort = self._cohort
@@ -237,12 +238,12 @@ class _Step:
                 optimizer.step()
 
     def _stepping(self, trained: list[State], scaled: bool) -> Tensor:
-        """Which clients take the step (C,), after a backward pass that was ``scaled``: all, but in float16."""
+        """Which clients take the step (C,): all or, in float16, whose last gradient of a loss was finite."""
         scales = self._cohort.scales
-        if scales is None or not scaled:
-            return torch.ones_like(self._cohort.broken[self._rows])
-        leaves = [leaf for state in trained for leaf in state.values()]
-        return scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
+        if scales is not None and scaled:
+            leaves = [leaf for state in trained for leaf in state.values()]
+            self._finite = scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
+        return self._finite
 
     def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
         """Note the losses of the step for the round's report."""

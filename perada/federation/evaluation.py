@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from perada.algorithms import ensemble_of
 from perada.core.batches import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import send
@@ -54,7 +55,7 @@ class Evaluation:
         federation, owner = self.federation, send(batch.owner, batch.x.device)
         if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
             members = federation.engine.shared_logits(self._states, batch.x)
-            shared = ensemble(members, federation.settings.algorithm.average, self.multilabel)
+            shared = ensemble(members, ensemble_of(federation.settings.algorithm).average, self.multilabel)
             self._global.update(shared.unsqueeze(0), batch.y)
             if len(members) > 1:
                 self._members.update(members, batch.y)
@@ -125,8 +126,8 @@ def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
     """Logits (B, K) of the global model."""
-    algorithm, multilabel = federation.settings.algorithm, federation.settings.training.multilabel
-    return ensemble(federation.engine.shared_logits(federation.members(), x), algorithm.average, multilabel)
+    average, multilabel = ensemble_of(federation.settings.algorithm).average, federation.settings.training.multilabel
+    return ensemble(federation.engine.shared_logits(federation.members(), x), average, multilabel)
 
 
 def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:

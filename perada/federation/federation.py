@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_of
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan, Shares
@@ -56,7 +56,7 @@ class Federation:
     ) -> None:
         self.ranks, self.protection = ranks or Ranks(), protection or Protection()
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
-        self.global_state = settings.algorithm.initial(initial)
+        self.global_state = ensemble_of(settings.algorithm).initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
         self.store = self._store(settings.algorithm, settings.storage)
@@ -84,7 +84,7 @@ class Federation:
         self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
         settings, own, losses = self.settings, shares.trained, None
-        if loader and settings.algorithm.compares:
+        if loader and ensemble_of(settings.algorithm).compares:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)
@@ -107,7 +107,8 @@ class Federation:
         losses: Tensor | None = None,
     ) -> Cohort:
         seed = self.settings.seed
-        sending = Broadcast(self.global_state, self.slot, plan.round, plan.clients, self.num_clients, seed, losses)
+        sending = Broadcast(self.global_state, self.slot, plan.round, plan.clients, self.num_clients, seed)
+        received = algorithm.broadcast(sending) if losses is None else ensemble_of(algorithm).broadcast(sending, losses)
         return Cohort(
             self.engine,
             algorithm,
@@ -115,7 +116,7 @@ class Federation:
             plan,
             phases,
             store.local.gather(plan.clients),
-            algorithm.broadcast(sending),
+            received,
             self.settings.training,
             factor=factor,
             seed=seed,
@@ -126,7 +127,7 @@ class Federation:
 
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
-        return self.settings.algorithm.members(self.global_state, self.server_state)
+        return ensemble_of(self.settings.algorithm).members(self.global_state, self.server_state)
 
     def close(self, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
@@ -219,7 +220,7 @@ class Federation:
         Returns:
             The clients whose training became NaN or infinite; they keep the global state.
         """
-        tuning = self.settings.algorithm.finetuning()
+        tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         algorithm, phase = tuning
         self.tuned = self._tuned_store(algorithm)
@@ -242,7 +243,7 @@ class Federation:
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
-        tuning = self.settings.algorithm.finetuning()
+        tuning = self.settings.algorithm.personalization()
         if tuning and self.tuned is not None:
             return tuning[0].personal(self.tuned.gather(clients), self.global_state)
         if self.settings.algorithm.inference == "global":
@@ -290,7 +291,7 @@ class Federation:
         self.store.load_state_dict(saved["clients"])
         self.tuned = None
         if saved["tuned"] is not None:
-            tuning = self.settings.algorithm.finetuning()
+            tuning = self.settings.algorithm.personalization()
             assert tuning is not None
             self.tuned = self._tuned_store(tuning[0])
             self.tuned.load_state_dict(saved["tuned"])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perada.algorithms import Slot
+from perada.algorithms import Slot, ensemble_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
 from perada.core.states import State, expand, megabytes, numel
@@ -94,7 +94,9 @@ def round_metrics(
     """
     algorithm, full, clients = settings.algorithm, cohort.chunks[0].full, len(outcomes.finite)
     # Every client is sent all models where it compares them, and takes one.
-    received = global_state if algorithm.compares else {key: value[0] for key, value in cohort.received.items()}
+    received = (
+        global_state if ensemble_of(algorithm).compares else {k: value[0] for k, value in cohort.received.items()}
+    )
     names = {
         (role, name)
         for role, state in full.items()

@@ -17,7 +17,7 @@ def personalize(trainer: pl.Trainer, data: FederatedDataModule, module: Federate
     """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
     federation = federation_of(module)
     settings, protection = federation.settings, federation.protection
-    tuning = settings.algorithm.finetuning()
+    tuning = settings.algorithm.personalization()
     if tuning is None or federation.tuned is not None or not federation.rounds_done:
         return False
     size = settings.clients_per_round or data.num_clients

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 import yaml
 
-from perada.algorithms import Algorithm, PerAda
+from perada.algorithms import Algorithm, PerAda, ensemble_of
 from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
@@ -141,7 +141,9 @@ class FederatedLoop(pl.Callback):
         module.build(data.num_classes, data.multilabel, self.seed)
         self.settings = settings = self._settings(trainer, module)
         self.algorithm.check(module.slot, data.num_clients)
-        self.server_rule.check(max(1, (self.clients_per_round or data.num_clients) // self.algorithm.modes))
+        self.server_rule.check(
+            max(1, (self.clients_per_round or data.num_clients) // ensemble_of(self.algorithm).modes)
+        )
         fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
         if fresh:
             check_private(settings, trainer, data, module)

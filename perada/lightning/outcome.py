@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what was fitted to a :class:`~perada.results.run.Run`."""
 
+from perada.algorithms import ensemble_of
 from perada.core.states import unstack
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
@@ -30,7 +31,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "image_size": module.image_size,
             "train_backbone": module.train_backbone,
             "algorithm": loop.algorithm.kind,
-            "average": loop.algorithm.average,
+            "average": ensemble_of(loop.algorithm).average,
             "global_model": loop.algorithm.global_model,
             "multilabel": module.multilabel,
             "seed": None if protection.test_mode else loop.seed,  # from which the noise would follow

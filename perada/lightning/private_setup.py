@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.algorithms import Algorithm
+from perada.algorithms import Algorithm, ensemble_of
 from perada.core.batches import CohortBatch
 from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
@@ -84,7 +84,7 @@ def check_private(
 def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDataModule) -> None:
     """Refuse to choose by clients' images, which no ledger counts."""
     name = type(settings.algorithm).__name__
-    if settings.algorithm.compares:
+    if ensemble_of(settings.algorithm).compares:
         raise ValueError(
             f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
             "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
@@ -193,14 +193,14 @@ def protect(
 
     images = None
     if settings.privacy is not None:
-        initial = algorithm.initial(module.initial_state)
+        initial = ensemble_of(algorithm).initial(module.initial_state)
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
             queries = rehearse(algorithm, module.slot, initial, phases, clients)
             check_unsent(algorithm, module.slot, initial, phases, queries, clients, rounds)
             return Training(phases, queries, algorithm.unsent)
 
-        tuning = algorithm.finetuning()
+        tuning = algorithm.personalization()
         account = Account(
             settings.privacy,
             data.train_sizes,

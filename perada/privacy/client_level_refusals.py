@@ -5,7 +5,7 @@ import copy
 
 import torch
 
-from perada.algorithms import Algorithm, FedBE, FedEnsemble
+from perada.algorithms import Algorithm, FedBE, FedEnsemble, ensemble_of
 from perada.core.states import State, clone
 from perada.server import Aggregation, ServerRule, client_weights
 
@@ -55,9 +55,9 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
             "which have only a share of the noise; choose PerAda(distill=False), or set distillation.steps=0, "
             f"{sample_level}"
         )
-    if algorithm.modes > 1:
+    if (modes := ensemble_of(algorithm).modes) > 1:
         raise ValueError(
-            f"client_privacy cannot be used with {name}(modes={algorithm.modes}): a mode's mean is over a part of the "
+            f"client_privacy cannot be used with {name}(modes={modes}): a mode's mean is over a part of the "
             f"clients, with a part of the noise; set modes=1, {sample_level}"
         )
 

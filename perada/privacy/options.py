@@ -4,12 +4,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from perada.privacy.accounting import check_accountant, check_delta
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Accountant = Literal["rdp", "prv", "gdp"]
 LedgerName = Literal["release", "server"]
@@ -122,7 +119,7 @@ def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
     return any(given is not None and not given.secure_rng for given in options)
 
 
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None) -> T | None:
@@ -136,7 +133,7 @@ def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None)
         return given
     if not isinstance(given, Mapping):
         raise TypeError(f"{section} is a {type(given).__name__}; give a {kind.__name__} or a dictionary of its fields")
-    known = [field.name for field in fields(kind)]
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     for name in given:
         if name not in known:
             raise ValueError(f"{section} has no option {name!r}; its options are {', '.join(known)}")

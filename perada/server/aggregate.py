@@ -2,11 +2,12 @@
 """What the clients of a round sent, wherever it is, and means over the client axis."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_choice
 from perada.core.ranks import Ranks
 from perada.core.states import State
 
@@ -30,12 +31,11 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
     >>> client_weights("samples", [1, 3]).tolist()
     [0.25, 0.75]
     """
+    check_choice("weighting", weighting, get_args(Weighting))
     if weighting == "uniform":
         return torch.full((len(samples),), 1 / len(samples), dtype=torch.float64)
-    if weighting == "samples":
-        counts = torch.tensor(samples, dtype=torch.float64)
-        return counts / counts.sum()
-    raise ValueError(f"weighting={weighting!r} is unknown; choose 'uniform' or 'samples'")
+    counts = torch.tensor(samples, dtype=torch.float64)
+    return counts / counts.sum()
 
 
 class Updates(Mapping[str, Tensor]):

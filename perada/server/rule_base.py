@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every server rule builds on: what it is given, its interface, the mean, and rules on the result of others."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from perada.core.options import Options
 from perada.core.states import State
 from perada.server.aggregate import mean
 
@@ -38,7 +38,7 @@ class Aggregation:
     state: dict[str, State] = field(default_factory=dict)
 
 
-class ServerRule(ABC):
+class ServerRule(Options, ABC):
     """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
 
     A rule object holds options only. What it remembers goes to :attr:`Aggregation.state`.
@@ -58,7 +58,7 @@ class ServerRule(ABC):
         """What the rule's tensors belong to: those of another kind of rule cannot be gone on with."""
         return type(self).__name__
 
-    def check(self, clients: int) -> None:  # noqa: B027  # most rules can work with any number
+    def check(self, clients: int) -> None:  # most rules can work with any number
         """Refuse what cannot work.
 
         Args:
@@ -113,15 +113,3 @@ class ComposedRule(ServerRule):
         result = self.aggregate(replace(given, state=inner))
         given.state.update({_INNER + key: state for key, state in inner.items()})
         return result
-
-
-def require_positive(name: str, value: float) -> None:
-    """Refuse an option that must be positive and finite, with a ValueError."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} cannot be used; give a positive number")
-
-
-def require_decay(name: str, value: float) -> None:
-    """Refuse a decay that is not in [0, 1), with a ValueError."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} would not decay; give a number of at least 0 and below 1")

@@ -8,9 +8,10 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_number
 from perada.core.states import State
 from perada.server.aggregate import client_weights, mean
-from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule, require_positive
+from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule
 from perada.server.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 __all__ = [
@@ -70,8 +71,7 @@ class TrimmedMean(_Coordinatewise):
     """
 
     def __init__(self, trim: float = 0.1) -> None:
-        if not 0 < trim < 0.5:
-            raise ValueError(f"trim={trim!r} is not between 0 and 0.5; give the share of clients to drop at each end")
+        check_number("trim", trim, above=0, below=0.5, hint="the share of the clients to drop at each end")
         self.trim = trim
 
     def check(self, clients: int) -> None:
@@ -112,9 +112,8 @@ class ModifiedLocalGD(ComposedRule):
 
     def __init__(self, alpha: float | None = None, power: float = 1.0, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
-        if alpha is not None and not 0 < alpha <= 1:
-            raise ValueError(f"alpha={alpha!r} is not above 0 and at most 1; give such a share, or None for a schedule")
-        require_positive("power", power)
+        check_number("alpha", alpha, above=0, most=1, optional=True)
+        check_number("power", power, above=0)
         self.alpha, self.power = alpha, power
 
     def share(self, round: int) -> float:

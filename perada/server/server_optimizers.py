@@ -4,8 +4,9 @@
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_number
 from perada.core.states import State
-from perada.server.rule_base import Aggregation, ComposedRule, ServerRule, require_decay, require_positive
+from perada.server.rule_base import Aggregation, ComposedRule, ServerRule
 
 
 class _Optimizer(ComposedRule):
@@ -19,7 +20,7 @@ class _Optimizer(ComposedRule):
 
     def __init__(self, lr: float, aggregate: ServerRule | None) -> None:
         super().__init__(aggregate)
-        require_positive("lr", lr)
+        check_number("lr", lr, above=0)
         self.lr = lr
 
     def __call__(self, given: Aggregation) -> State:
@@ -68,7 +69,7 @@ class FedAvgM(_Optimizer):
 
     def __init__(self, lr: float = 1.0, momentum: float = 0.9, aggregate: ServerRule | None = None) -> None:
         super().__init__(lr, aggregate)
-        require_decay("momentum", momentum)
+        check_number("momentum", momentum, least=0, below=1)
         self.momentum = momentum
 
     def __call__(self, given: Aggregation) -> State:
@@ -84,8 +85,8 @@ class _Adaptive(_Optimizer):
 
     def __init__(self, lr: float, beta1: float, tau: float, aggregate: ServerRule | None) -> None:
         super().__init__(lr, aggregate)
-        require_decay("beta1", beta1)
-        require_positive("tau", tau)
+        check_number("beta1", beta1, least=0, below=1)
+        check_number("tau", tau, above=0)
         self.beta1, self.tau = beta1, tau
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class FedAdagrad(_Adaptive):
 
     Args:
         lr: Server learning rate η.
-        beta1: Decay of the momentum m; 0 is Adagrad as it was first published.
+        beta1: Decay of the momentum m; 0 by default, with which the paper's experiments ran, since Adagrad has none.
         tau: Degree of adaptivity τ: the smaller, the more alike are the steps of all coordinates.
         aggregate: Where Δ comes from; the mean unless given.
 
@@ -113,7 +114,7 @@ class FedAdagrad(_Adaptive):
     """
 
     def __init__(
-        self, lr: float = 0.1, beta1: float = 0.9, tau: float = 1e-3, aggregate: ServerRule | None = None
+        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
     ) -> None:
         super().__init__(lr, beta1, tau, aggregate)
 
@@ -144,7 +145,7 @@ class _Decayed(_Adaptive):
         aggregate: ServerRule | None = None,
     ) -> None:
         super().__init__(lr, beta1, tau, aggregate)
-        require_decay("beta2", beta2)
+        check_number("beta2", beta2, least=0, below=1)
         self.beta2 = beta2
 
 

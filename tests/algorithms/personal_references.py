@@ -65,14 +65,14 @@ def mtl(ref):
     return centre, personal
 
 
-def pfedme(ref, strength=2.0, inner_steps=3, beta=1.0):
+def pfedme(ref, strength=2.0, inner_steps=3, beta=1.0, restart=False):
     w, personal = ref.initial, ref.copies()
     for batches in ref.rounds:
         updates = []
         for m, own in batches.items():
-            outer = w
+            outer = theta = w
             for x, y in own:
-                theta = outer
+                theta = outer if restart else theta
                 for _ in range(inner_steps):
                     theta = ref.train(theta, [(x, y)], LR_PERSONAL, strength, anchor=outer)
                 statistics = {key: value for key, value in theta.items() if key not in ref.trained}
@@ -86,6 +86,10 @@ def pfedme(ref, strength=2.0, inner_steps=3, beta=1.0):
 
 def pfedme_half_way(ref):
     return pfedme(ref, inner_steps=1, beta=0.5)
+
+
+def pfedme_restarted(ref):
+    return pfedme(ref, restart=True)
 
 
 def apfl(ref, alpha=0.3, lr_alpha=0.0):

@@ -74,6 +74,7 @@ ALGORITHMS = [
     ("mtl", {"prox_strength": PROX}, personal_references.mtl, ALL),
     (PFedMe(prox_strength=2.0), {}, personal_references.pfedme, ALL),
     (PFedMe(prox_strength=2.0, inner_steps=1, beta=0.5), {}, personal_references.pfedme_half_way, ALL),
+    (PFedMe(prox_strength=2.0, restart=True), {}, personal_references.pfedme_restarted, ALL),
     (APFL(alpha=0.3), {}, personal_references.apfl, ALL),
     (APFL(alpha=0.3, lr_alpha=0.5), {}, personal_references.apfl_adapted, ALL),
     ("fedbn", {}, personal_references.fedbn, NET),

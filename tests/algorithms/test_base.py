@@ -47,9 +47,9 @@ def test_an_algorithm_is_returned_as_it_is():
         ("peradda", {}, "algorithm='peradda' is unknown; did you mean 'perada'"),
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
         ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' cannot be made with .*prox_strength"),
-        ("ditto", {"prox_strength": -1.0}, "prox_strength=-1.0 is not a strength"),
-        ("ditto", {"prox_strength": NAN}, "prox_strength=nan is not a strength"),
-        ("fedavg_ft", {"finetune_epochs": 0}, "finetune_epochs=0 is not positive"),
+        ("ditto", {"prox_strength": -1.0}, "prox_strength=-1.0 cannot be used; give a finite number of 0 or more"),
+        ("ditto", {"prox_strength": NAN}, "prox_strength=nan cannot be used"),
+        ("fedavg_ft", {"finetune_epochs": 0}, "finetune_epochs=0 cannot be used; give a finite number above 0"),
     ],
 )
 def test_wrong_names_and_options_are_refused(name, options, message):
@@ -60,10 +60,12 @@ def test_wrong_names_and_options_are_refused(name, options, message):
 @pytest.mark.parametrize(
     ("kind", "option", "values"),
     [
-        (FedProx, "prox_strength", (-0.1, NAN, float("inf"))),
+        (FedProx, "prox_strength", (-0.1, NAN, float("inf"), True, "1")),
         (FedDyn, "alpha", (-0.1, 0.0, NAN, float("inf"))),  # the server divides by it
         (FedBE, "sampler", ("gauss",)),
-        (FedBE, "samples", (-1,)),
+        (FedBE, "samples", (-1, 2.0)),
+        (FedBE, "distill", (1, None)),
+        (PerAda, "distill", (1, "no")),
         (FedBE, "average_from", (-0.1, 1.1, NAN)),
         (MTL, "prox_strength", (-0.1, NAN)),
         (PFedMe, "prox_strength", (-0.1, NAN)),
@@ -165,5 +167,5 @@ def test_only_personalised_algorithms_keep_states():
 def test_who_distils_and_who_sends():
     assert {name for name in ALGORITHMS if make_algorithm(name).distills} == {"perada", "feddf", "fedbe"}
     assert [name for name in ALGORITHMS if not make_algorithm(name).sends] == ["standalone"]
-    assert PerAda().finetuning() is None
-    assert FedAvgFT(3).finetuning()[1].epochs == 3
+    assert PerAda().personalization() is None
+    assert FedAvgFT(3).personalization()[1].epochs == 3

@@ -131,7 +131,7 @@ def run_round(federated, served, round):
 
 
 def tune(federated, served, round):
-    plan = served.plan_for(range(4), round, [federated.settings.algorithm.finetuning()[1]])
+    plan = served.plan_for(range(4), round, [federated.settings.algorithm.personalization()[1]])
     return federated.personalize([plan], served.cohort_loader)
 
 

@@ -243,10 +243,10 @@ def pfedme(loop, strength=2.0, inner_steps=3):
     for round in range(ROUNDS):
         updates = []
         for m in loop.cohort(round):
-            outer, n = w, steps_of(m)
+            outer, theta, n = w, w, steps_of(m)
             stream = loop.stream("personal", round, m, n)
             for _ in range(n):
-                theta, batch = outer, stream.next()
+                batch = stream.next()
                 for _ in range(inner_steps):
                     theta = moved(theta, pulled(batch.gradient(theta), theta, outer, strength), LR_PERSONAL)
                 outer = moved(outer, loop.difference(outer, theta), LR_LOCAL * strength)

@@ -14,7 +14,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import ALGORITHMS, FedAvg, FedBE, FedEnsemble, PerAda, ServerStep, Slot, make_algorithm
+from perada.algorithms import (
+    ALGORITHMS,
+    FedAvg,
+    FedBE,
+    FedEnsemble,
+    PerAda,
+    ServerStep,
+    Slot,
+    ensemble_of,
+    make_algorithm,
+)
 from perada.core.states import expand
 from perada.privacy import ClientPrivacy, clipping
 from perada.privacy.client_level import (
@@ -376,7 +386,7 @@ def server_step(algorithm, rule, updates, distils):
     weights = client_weights("uniform", [1] * 6)
     step = ServerStep(0, tuple(range(6)), 9, SLOT, 0, previous, Updates(updates), weights, {}, rule, distill)
     state = algorithm.server_step(step)
-    members = algorithm.members(previous | state, step.state)
+    members = ensemble_of(algorithm).members(previous | state, step.state)
     tensors = [state, *(step.state[name] for name in sorted(step.state)), members]
     return [tensor for part in tensors for _, tensor in sorted(part.items())]
 

@@ -14,7 +14,7 @@ def test_weights_are_equal_or_shares_of_the_samples():
 
 
 def test_unknown_weighting_is_refused():
-    with pytest.raises(ValueError, match="weighting='size' is unknown; choose 'uniform' or 'samples'"):
+    with pytest.raises(ValueError, match="weighting='size' is unknown; choose one of 'uniform', 'samples'"):
         client_weights("size", [1])
 
 

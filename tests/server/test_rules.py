@@ -127,6 +127,17 @@ def test_momentum_is_torchs_sgd_on_the_difference(lr, momentum):
             torch.testing.assert_close(state[key], leaf.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_adagrad_is_torchs_on_the_difference():
+    """By default: torch's has no momentum."""
+    states, _ = run(FedAdagrad(0.3, tau=1e-2))
+    leaf = torch.nn.Parameter(start()["w"].clone())
+    optimizer = torch.optim.Adagrad([leaf], lr=0.3, initial_accumulator_value=1e-4, eps=1e-2)
+    for round, state in enumerate(states):
+        leaf.grad = leaf.detach() - torch.as_tensor(numpy_mean(uploads(round))["w"])
+        optimizer.step()
+        torch.testing.assert_close(state["w"], leaf.detach(), rtol=1e-12, atol=1e-12)
+
+
 def sign(x):
     return (x > 0) - (x < 0)
 
