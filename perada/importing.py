@@ -7,6 +7,7 @@ registered with it, without PEFT being imported before it is needed.
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -14,65 +15,34 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+_HOMES = {
+    "perada": "callbacks:lightning",
+    "perada.cli": "cli_classes:classes cli_messages:messages cli_words:words",
+    "perada.core": "ranks rounds seeding states",
+    "perada.data": "data.server_images:datamodule",
+    "perada.data.batches": (
+        "data.features:feature_cache data.loaders data.preparation data.private_batches:private "
+        "data.schedule data.store:samples data.transforms"
+    ),
+    "perada.data.partitions": "data.apportion data.division data.holdout data.label_partitions:by_label",
+    "perada.data.sets": "data.datasets:images data.folders data.readers data.shapes",
+    "perada.engine": "fold frozen_layers loss_scaling losses masked_optimizers prefix prefix_search stacked_layers",
+    "perada.experiments": "compare pretrain studies",
+    "perada.federation": (
+        "cohort evaluation:scores local_training round_report scoring:evaluation server_turn:federation settings store"
+    ),
+    "perada.lightning": (
+        "callbacks.features:checks callbacks.finetuning:after_rounds callbacks.parts:steps callbacks.protect:private_setup "
+        "module outcome strategies"
+    ),
+    "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
+    "perada.results": "export privacy_card report run",
+    "perada.server": "refinement:distill",
+}
 MOVED = {
-    "perada.backbone_weights": "perada.models.weight_files",
-    "perada.backbones": "perada.models.backbones",
-    "perada.callbacks": "perada.lightning",
-    "perada.callbacks.features": "perada.lightning.checks",
-    "perada.callbacks.parts": "perada.lightning.steps",
-    "perada.callbacks.protect": "perada.lightning.private_setup",
-    "perada.cli_classes": "perada.cli.classes",
-    "perada.cli_messages": "perada.cli.messages",
-    "perada.cli_words": "perada.cli.words",
-    "perada.cohort": "perada.federation.cohort",
-    "perada.compare": "perada.experiments.compare",
-    "perada.data.apportion": "perada.data.partitions.apportion",
-    "perada.data.datasets": "perada.data.sets.images",
-    "perada.data.division": "perada.data.partitions.division",
-    "perada.data.features": "perada.data.batches.feature_cache",
-    "perada.data.folders": "perada.data.sets.folders",
-    "perada.data.holdout": "perada.data.partitions.holdout",
-    "perada.data.label_partitions": "perada.data.partitions.by_label",
-    "perada.data.loaders": "perada.data.batches.loaders",
-    "perada.data.preparation": "perada.data.batches.preparation",
-    "perada.data.private_batches": "perada.data.batches.private",
-    "perada.data.readers": "perada.data.sets.readers",
-    "perada.data.schedule": "perada.data.batches.schedule",
-    "perada.data.server_images": "perada.data.datamodule",
-    "perada.data.shapes": "perada.data.sets.shapes",
-    "perada.data.store": "perada.data.batches.samples",
-    "perada.data.transforms": "perada.data.batches.transforms",
-    "perada.evaluation": "perada.federation.scores",
-    "perada.export": "perada.results.export",
-    "perada.fold": "perada.engine.fold",
-    "perada.frozen_layers": "perada.engine.frozen_layers",
-    "perada.local_training": "perada.federation.local_training",
-    "perada.loss_scaling": "perada.engine.loss_scaling",
-    "perada.losses": "perada.engine.losses",
-    "perada.masked_optimizers": "perada.engine.masked_optimizers",
-    "perada.module": "perada.lightning.module",
-    "perada.outcome": "perada.lightning.outcome",
-    "perada.prefix": "perada.engine.prefix",
-    "perada.prefix_search": "perada.engine.prefix_search",
-    "perada.pretrain": "perada.experiments.pretrain",
-    "perada.privacy_card": "perada.results.privacy_card",
-    "perada.ranks": "perada.core.ranks",
-    "perada.refinement": "perada.server.distill",
-    "perada.report": "perada.results.report",
-    "perada.round_report": "perada.federation.round_report",
-    "perada.rounds": "perada.core.rounds",
-    "perada.run": "perada.results.run",
-    "perada.scoring": "perada.federation.evaluation",
-    "perada.seeding": "perada.core.seeding",
-    "perada.server_turn": "perada.federation.federation",
-    "perada.settings": "perada.federation.settings",
-    "perada.slot": "perada.models.adapted",
-    "perada.stacked_layers": "perada.engine.stacked_layers",
-    "perada.states": "perada.core.states",
-    "perada.store": "perada.federation.store",
-    "perada.strategies": "perada.lightning.strategies",
-    "perada.studies": "perada.experiments.studies",
-    "perada.twins": "perada.models.twins",
+    f"perada.{former.split(':')[0]}": f"{home}.{re.split('[.:]', former)[-1]}"
+    for home, names in _HOMES.items()
+    for former in names.split()
 }
 """Former name of each module or package, and where it is now; what is in a package moved with it."""
 
