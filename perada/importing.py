@@ -32,8 +32,8 @@ _HOMES = {
         "cohort evaluation:scores local_training round_report scoring:evaluation server_turn:federation settings store"
     ),
     "perada.lightning": (
-        "callbacks.features:checks callbacks.finetuning:after_rounds callbacks.parts:steps callbacks.protect:private_setup "
-        "module outcome strategies"
+        "callbacks.features:checks callbacks.finetuning:after_rounds callbacks.parts:steps "
+        "callbacks.protect:private_setup module outcome strategies"
     ),
     "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
     "perada.results": "export privacy_card report run",
