@@ -199,13 +199,16 @@ def test_from_file(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: IID(0), "num_clients is 0: give at least 1"),
-        (lambda: Dirichlet(5, 0), "alpha is 0: give more than 0"),
-        (lambda: Dirichlet(5, -1.0), r"alpha is -1\.0"),
-        (lambda: Dirichlet(5, float("nan")), "alpha is nan"),
-        (lambda: Dirichlet(5, 1, min_per_client=0), "min_per_client is 0"),
-        (lambda: DominantClass(5, 1.5), r"fraction is 1\.5"),
-        (lambda: Shards(5, 0), "classes_per_client is 0"),
+        (lambda: IID(0), "num_clients=0 cannot be used; give a whole number of 1 or more"),
+        (
+            lambda: Dirichlet(5, 0),
+            "alpha=0 cannot be used; give a finite number above 0 .0.1 is very unequal, 100 even",
+        ),
+        (lambda: Dirichlet(5, -1.0), r"alpha=-1\.0 cannot be used"),
+        (lambda: Dirichlet(5, float("nan")), "alpha=nan cannot be used"),
+        (lambda: Dirichlet(5, 1, min_per_client=0), "min_per_client=0 cannot be used"),
+        (lambda: DominantClass(5, 1.5), r"fraction=1\.5 cannot be used; give a finite number above 0 and up to 1"),
+        (lambda: Shards(5, 0), "classes_per_client=0 cannot be used"),
         (lambda: split(IID(1001)), "1001 clients .* there are 1000: lower num_clients"),
         (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
         (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
 from perada.data.partitions.apportion import check_enough
 
@@ -69,7 +70,8 @@ class IID(Partition):
     """
 
     def __init__(self, num_clients: int = 20) -> None:
-        self.num_clients = at_least("num_clients", num_clients)
+        check_whole("num_clients", num_clients)
+        self.num_clients = num_clients
 
     def split(self, train: Samples, test: Samples, seed: int) -> Division:
         """Cut a permutation into M parts whose sizes differ by at most one."""
@@ -88,8 +90,8 @@ class ByDomain(Partition):
     """
 
     def __init__(self, column: str = "domain", clients_per_domain: int = 1) -> None:
-        self.column = column
-        self.clients_per_domain = at_least("clients_per_domain", clients_per_domain)
+        check_whole("clients_per_domain", clients_per_domain)
+        self.column, self.clients_per_domain = column, clients_per_domain
 
     def split(self, train: Samples, test: Samples, seed: int) -> Division:
         """Sort the domains by name, and cut each domain's samples into equal shares."""
@@ -161,13 +163,6 @@ def _find(recorded: list[Array], samples: Samples, path: Path) -> list[Array]:
             )
         division.append(rows)
     return division
-
-
-def at_least(name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` if it is at least ``least``."""
-    if value < least:
-        raise ValueError(f"{name} is {value}: give at least {least}")
-    return value
 
 
 def partition_rng(seed: int) -> np.random.Generator:

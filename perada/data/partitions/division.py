@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.data.federated import FederatedData
 from perada.data.partitions.base import Partition, Samples
@@ -43,10 +44,7 @@ class Division:
 
     def __post_init__(self) -> None:
         for name in ("public_fraction", "validation_fraction"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}: it is a share of the training data, give 0 to below 1"
-                )
+            check_number(name, getattr(self, name), least=0, below=1, hint="a share of the training images")
         if self.public_fraction + self.validation_fraction >= 1:
             raise ValueError(
                 f"public_fraction={self.public_fraction} and validation_fraction={self.validation_fraction} leave "
@@ -55,9 +53,7 @@ class Division:
         if self.public is not None and self.public_fraction:
             raise ValueError(f"public and public_fraction={self.public_fraction} are both given: leave one out")
         for name in ("train_limit", "test_limit", "public_limit"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} is {limit}: give at least 1, or null for all images")
+            check_whole(name, getattr(self, name), optional=True, hint="by default all images are used")
 
     def download(self) -> None:
         """Fetch what is to be downloaded."""
