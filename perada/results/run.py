@@ -27,7 +27,8 @@ from perada.results.export import (
     save_backbone,
     write_json,
 )
-from perada.results.privacy_card import TEST_MODE, check_record, is_test_mode, privacy_card
+from perada.results.privacy_card import check_record, is_test_mode, privacy_card
+from perada.results.report import TEST_MODE
 
 RUN_FILE = "run.json"
 FORMAT = 1

@@ -9,20 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
-from perada.data.partitions.apportion import check_enough
+from perada.data.partitions.apportion import Array, check_enough
 
-Array = np.ndarray[Any, Any]
-Division = tuple[list[Array], list[Array]]
+Shares = tuple[list[Array], list[Array]]
 
 
 @dataclass(frozen=True)
-class Samples:
+class Split:
     """What a partition sees of one split.
 
     Args:
@@ -43,7 +41,7 @@ class Partition(ABC):
     """Divides a training set and a test set among clients."""
 
     @abstractmethod
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Choose each client's samples.
 
         Args:
@@ -73,7 +71,7 @@ class IID(Partition):
         check_whole("num_clients", num_clients)
         self.num_clients = num_clients
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Cut a permutation into M parts whose sizes differ by at most one."""
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
@@ -93,7 +91,7 @@ class ByDomain(Partition):
         check_whole("clients_per_domain", clients_per_domain)
         self.column, self.clients_per_domain = column, clients_per_domain
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Sort the domains by name, and cut each domain's samples into equal shares."""
         if self.column not in train.columns:
             raise ValueError(
@@ -101,7 +99,7 @@ class ByDomain(Partition):
                 "an ImageFolder with domains: true has 'domain'"
             )
         rng = partition_rng(seed)
-        division: Division = ([], [])
+        division: Shares = ([], [])
         for domain in np.unique(train.columns[self.column]):
             rows = np.flatnonzero(train.columns[self.column] == domain)
             if len(rows) < self.clients_per_domain:
@@ -125,7 +123,7 @@ class FromFile(Partition):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Look up the rows of the recorded positions; the seed is not used."""
         path = Path(self.path)
         if not path.is_file():
@@ -147,7 +145,7 @@ class FromFile(Partition):
         return division[0], division[1]
 
 
-def _find(recorded: list[Array], samples: Samples, path: Path) -> list[Array]:
+def _find(recorded: list[Array], samples: Split, path: Path) -> list[Array]:
     """Rows of ``samples`` at the recorded positions of the dataset."""
     row_of = np.full(int(samples.index.max(initial=-1)) + 1, -1)
     row_of[samples.index] = np.arange(len(samples))

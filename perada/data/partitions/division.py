@@ -10,10 +10,9 @@ from torch.utils.data import Dataset, Subset
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.data.federated import FederatedData
-from perada.data.partitions.base import Partition, Samples
+from perada.data.partitions.apportion import Array
+from perada.data.partitions.base import Partition, Split
 from perada.data.sets.images import ImageSet
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Division:
             self._sample("test", len(parts[1]), self.test_limit),
         ]
         public, validation, used[0] = self._hold_out(used[0])
-        samples = [_samples(part, index) for part, index in zip(parts, used, strict=True)]
+        samples = [_split(part, index) for part, index in zip(parts, used, strict=True)]
         division = self.partition.split(samples[0], samples[1], self.seed)
         positions = [[np.sort(index[rows]) for rows in clients] for index, clients in zip(used, division, strict=True)]
         clients = [
@@ -124,8 +123,8 @@ class Division:
         return self.public if len(chosen) == len(self.public) else Subset(self.public, chosen.tolist())
 
 
-def _samples(images: ImageSet, index: Array) -> Samples:
+def _split(images: ImageSet, index: Array) -> Split:
     """What the partition sees of the images at ``index``."""
     assert images.labels is not None
     columns = {name: np.asarray(column)[index] for name, column in images.columns.items()}
-    return Samples(images.labels.numpy()[index], index, columns)
+    return Split(images.labels.numpy()[index], index, columns)

@@ -12,8 +12,8 @@ from perada.core.checks import check_choice, check_number
 from perada.core.seeding import derive_seed
 from perada.data.batches.samples import length
 from perada.data.federated import FederatedData
+from perada.data.partitions.apportion import Array
 
-Array = np.ndarray[Any, Any]
 EvaluateOn = Literal["test", "validation"]
 
 
