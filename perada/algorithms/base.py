@@ -17,7 +17,7 @@ from perada.core.options import Options
 from perada.core.rounds import Phase
 from perada.core.states import State, expand
 from perada.server.aggregate import Updates
-from perada.server.rules import Aggregation, ServerRule
+from perada.server.rule_base import Aggregation, ServerRule
 
 Inference = Literal["personal", "global"]
 Stacks = dict[str, State]
