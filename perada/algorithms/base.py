@@ -35,8 +35,8 @@ class Slot:
         parameters: The trained parameters.
         head: Parameters of the classification head.
         norms: Parameters and running statistics of normalisation layers.
-        input: Parameters of the first layer that images pass.
-        adapter: Parameters that the adapter adds to the backbone.
+        input: All names in the first layer that images pass.
+        adapter: All names that the adapter adds to the backbone.
     """
 
     keys: tuple[str, ...]
