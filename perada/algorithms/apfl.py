@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """APFL (Deng et al., 2020)."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -14,20 +12,20 @@ from perada.core.states import State
 class APFL(Algorithm):
     """Adaptive personalised federated learning: a client mixes a model of its own with the global one.
 
-    w_m is trained by FedAvg. The client's own v_m is trained on the loss of the mixture α v_m + (1 − α) w_m, both of
-    before the step (their Algorithm 1); the mixture with the client's last w_m is its personal model. Running
-    statistics are not mixed: those of the mixture's passes stay with v_m.
+    w_m is trained by FedAvg. The client's own v_m is trained on the loss of the mixture α v_m + (1 − α) w_m, with both
+    as they were before the step (their Algorithm 1). The personal model is the mixture with the client's last w_m.
+    Running statistics are not mixed: those of the mixture's passes stay with v_m.
 
     Args:
-        alpha: α, of every client at first. With 1 the personal models are Standalone's.
-        lr_alpha: Learning rate of α, which each client then adapts after every minibatch by its own gradient, within 0
-            and 1 (the paper's adaptive variant); 0 keeps it fixed.
+        alpha: α of every client at first. With 1 the personal models are Standalone's.
+        lr_alpha: Learning rate of α, which each client adapts by its own gradient after every minibatch, between 0 and
+            1 (the paper's adaptive variant). 0 keeps it fixed.
 
     Raises:
         ValueError: If an option cannot be used.
     """
 
-    inference: Literal["personal", "global"] = "personal"
+    inference = "personal"
     unsent = frozenset({"personal"})
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
@@ -42,7 +40,7 @@ class APFL(Algorithm):
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """Train v_m and w_m; α goes with them."""
+        """Train v_m and w_m. α goes with them."""
         return {"personal": kept["personal"], "local": received, "share": kept["share"]}
 
     def client_step(self, step: ClientStep) -> None:
@@ -52,7 +50,7 @@ class APFL(Algorithm):
         trained = tuple(key for key, value in own.items() if value.requires_grad)
         step.descend("personal", step.loss(_mixture(own, local, leaf, trained), stream="personal"))
         if leaf.grad is not None:
-            gradient = leaf.grad.nan_to_num(0, 0, 0)  # not finite in a step that is skipped for overflow
+            gradient = leaf.grad.nan_to_num(0, 0, 0)  # not finite where the step is skipped for overflow
             alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
         step.descend("local", step.loss("local"))
 
@@ -67,7 +65,7 @@ class APFL(Algorithm):
 
 
 def _mixture(own: State, local: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
-    """α own + (1 − α) local for ``parameters``, by client (alpha is (C,)); all else is the client's own."""
+    """α own + (1 − α) local for ``parameters``, with α (C,) of each client. The other tensors are the client's own."""
     mixed = dict(own)
     for key in parameters:
         share = alpha.to(own[key]).view(-1, *[1] * (own[key].dim() - 1))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm is: what clients keep and send, one client's step, and the server's rule.
+"""What an algorithm is: what clients keep and send, one client's step, and the server's step.
 
-The names of the roles follow PerAda: ``personal`` is what a client keeps and predicts with, ``local`` what it trains
-from the received global state and sends back. Everything a client holds is a :data:`~perada.core.states.State`. Every
-method sees the states of all clients at hand as one stack with a leading client axis C, and must treat the clients
-alike and apart.
+Roles are named as in PerAda: ``personal`` is what a client keeps and predicts with, ``local`` is what it trains from
+the received global state and sends back. Every method sees the states of C clients as one stack with a leading client
+axis, and must treat each client as if it were alone.
 """
 
 import warnings
@@ -18,8 +17,9 @@ from perada.core.options import Options
 from perada.core.rounds import Phase
 from perada.core.states import State, expand
 from perada.server.aggregate import Updates
-from perada.server.rules import Aggregation, ServerRule
+from perada.server.rule_base import Aggregation, ServerRule
 
+Inference = Literal["personal", "global"]
 Stacks = dict[str, State]
 """Stacked states by role."""
 RULE = "rule/"
@@ -28,15 +28,15 @@ RULE = "rule/"
 
 @dataclass(frozen=True)
 class Slot:
-    """The names of the single model's trained tensors, by what they are.
+    """The names of a state's tensors, by what they are.
 
     Attributes:
-        keys: All names of a state: trained parameters and the running statistics of trained norms.
+        keys: All names: trained parameters and the running statistics of trained norms.
         parameters: The trained parameters.
-        head: Names (of parameters) of the classification head.
-        norms: Names (of parameters and running statistics) of normalisation layers.
-        input: Names of the first layer that images pass.
-        adapter: Names of what the adapter adds to the backbone.
+        head: Parameters of the classification head.
+        norms: Parameters and running statistics of normalisation layers.
+        input: All names in the first layer that images pass.
+        adapter: All names that the adapter adds to the backbone.
     """
 
     keys: tuple[str, ...]
@@ -48,30 +48,30 @@ class Slot:
 
 
 class ClientStep(Protocol):
-    """One local step of C clients, as an algorithm sees it (built by :class:`perada.federation.cohort.Cohort`)."""
+    """One local step of C clients, as an algorithm sees it; :class:`perada.federation.cohort.Cohort` makes it."""
 
     round: int
     phase: str
     states: Stacks
-    """What is being trained, by role; trained parameters are leaves that require gradients."""
+    """What is being trained, by role. Trained parameters are leaves that require gradients."""
     received: State
     """What the server sent, (C, ...)."""
     kept: Stacks
-    """What the clients kept before the round, (C, ...); read only."""
+    """What the clients kept before the round, (C, ...). Read only."""
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
 
         Args:
             states: A role, or a stack.
-            stream: The role whose random stream dropout draws from; by default the role, or the first for a stack.
+            stream: The role whose random stream dropout draws from. Default: the role itself, or the first for a stack.
         """
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        """Each client's task loss (C,): the mean over its images. Arguments as of :meth:`logits`."""
+        """Each client's task loss (C,), the mean over its images. Takes the arguments of :meth:`logits`."""
 
     def restart(self, role: str, start: State) -> None:
-        """Set a role's trained parameters to those of ``start`` (C, ...), and its optimiser to its beginning."""
+        """Set a role's trained parameters to those of ``start`` (C, ...), and clear the state of its optimiser."""
 
     def descend(
         self,
@@ -85,9 +85,9 @@ class ClientStep(Protocol):
 
         Args:
             role: Whose parameters to move.
-            loss: (C,); each client's gradient is that of its own entry. ``None``: no loss but the terms below.
+            loss: (C,), differentiated for each client alone. ``None``: only the terms below.
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
-            slope: Adds this gradient, that of <slope, parameters>.
+            slope: Adds this gradient, which is that of <slope, parameters>.
         """
 
 
@@ -146,7 +146,7 @@ class ServerStep:
     distill: Callable[..., State]
 
     def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
-        """Aggregate by the server rule, which is the weighted mean unless another was asked for."""
+        """Aggregate by the server rule, by default the weighted mean."""
         try:
             self.rule.check(len(self.clients))
         except ValueError as error:  # fewer than planned, since some broke or were given other models
@@ -159,18 +159,18 @@ class ServerStep:
 
 
 class Algorithm(Options):
-    """A federated algorithm. Subclasses are final, and override only what differs from FedAvg.
+    """A federated algorithm. A subclass overrides only what differs from FedAvg.
 
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
         sends: Whether clients send anything.
-        global_model: Whether what the server holds is a whole model, which can be evaluated.
-        distills: Whether the server distils, so that a public set is needed when there are distillation steps.
-        unsent: Streams of batches on which nothing depends that a client ever sends, in this round or a later one; by
-            default none, so that all of a client's training counts as sent.
+        global_model: Whether the server holds a whole model, which can be evaluated.
+        distills: Whether the server distils, which takes a public set.
+        unsent: Streams of batches that nothing a client sends depends on, in this round or later. Default: none, so
+            all of a client's training counts as sent.
     """
 
-    inference: Literal["personal", "global"] = "global"
+    inference: Inference = "global"
     sends: bool = True
     global_model: bool = True
     distills: bool = False
@@ -178,34 +178,34 @@ class Algorithm(Options):
 
     @property
     def kind(self) -> str:
-        """What states of clients and server belong to: those of another kind of algorithm cannot be gone on with."""
+        """What saved states belong to: training resumes only with an algorithm of the same kind."""
         return type(self).__name__
 
     def check(self, slot: Slot, num_clients: int) -> None:
-        """Refuse, at set-up, trained tensors or numbers of clients that the algorithm cannot work with.
+        """Refuse, at set-up, trained tensors or a number of clients that the algorithm cannot work with.
 
         Raises:
-            ValueError: If so.
+            ValueError: If it cannot.
         """
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """Split a round of local training in phases; every client finishes one before any starts the next."""
+        """The phases of a round of local training. Every client finishes one before any starts the next."""
         return (Phase("train", epochs, steps),)
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
-        """What a client stores between rounds, before the first one (states of one client, no client axis)."""
-        return {}
+        """What one client stores before the first round, without a client axis."""
+        return {"personal": initial} if self.inference == "personal" else {}
 
     def broadcast(self, sending: Broadcast) -> State:
         """What the server sends to each of C clients, (C, ...)."""
         return expand(sending.global_state, len(sending.clients))
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """Stacks to train in this round, made from what the clients kept and what they received."""
+        """The stacks to train in this round, made from what the clients kept and received."""
         return {"local": received}
 
     def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
-        """Names of the parameters that ``phase`` trains in ``role``, as far as the role's states hold them."""
+        """Names of the parameters that ``phase`` trains in ``role``. Those that the role lacks are ignored."""
         return slot.parameters
 
     def client_step(self, step: ClientStep) -> None:
@@ -217,13 +217,13 @@ class Algorithm(Options):
         return {}, trained["local"]
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state; what it leaves out stays as it was."""
+        """The new global state. What it leaves out stays as it was."""
         return server.mean(server.updates, server.weights)
 
     def personal(self, kept: Stacks, global_state: State) -> State:
-        """The state (C, ...) each client predicts with, where ``inference`` is ``"personal"``."""
+        """The states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""
         return kept["personal"]
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
-        """An algorithm every client runs alone from the final global state after the last round, and for how long."""
+        """What every client trains alone from the final global state after the last round, and for how long."""
         return None

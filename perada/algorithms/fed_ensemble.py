@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fed-ensemble (Shi et al., 2021): K global models, each trained by a part of the clients in each round."""
+"""Fed-ensemble (Shi et al., 2021): K global models, each trained by some of the clients in each round."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,28 +22,28 @@ from perada.core.states import State, clone, expand, gather, stack, unstack
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
 UNREPEATABLE = (APFL, FedDyn, MTL, EnsembleAlgorithm)
-"""Algorithms that have several global models, or whose clients keep what belongs to the only one."""
+"""Algorithms with several global models, or whose clients keep what belongs to the only one."""
 
 
 class FedEnsemble(EnsembleAlgorithm):
-    """K global models (modes) under one federation; a layer over another algorithm's local updates and server step.
+    """K global models (modes) in one federation: a layer over another algorithm's local updates and server step.
 
-    Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age, which is K
-    rounds, every stratum trains each mode once, in an order drawn anew for each stratum and age; the server aggregates
-    each mode from the clients that had it (their Algorithm 1). So a client holds one mode in a round, as in FedAvg, and
-    the mean of the modes' outputs predicts. Models that clients keep (Ditto, PerAda) are pulled towards the mode of the
-    round. With one mode this is the base algorithm.
+    Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age of K rounds,
+    every stratum trains each mode once, in an order drawn anew for each stratum and age, and the server aggregates each
+    mode from the clients that had it (their Algorithm 1). So a client holds one mode in a round, as in FedAvg. The mean
+    of the modes' outputs predicts. Models that clients keep (Ditto, PerAda) are pulled towards the mode of the round.
+    With one mode this is the base algorithm.
 
     Args:
-        base: What clients do with the mode they receive, and how the server refines it; FedAvg by default.
+        base: What clients do with the mode they receive, and what the server does with what they send. Default: FedAvg.
         modes: K.
-        strata: Q; by default as many as modes, or as clients where there are fewer.
+        strata: Q. Default: as many as modes, or as clients where there are fewer.
         assignment: ``permutation`` as above, or ``loss``: a client takes the mode with the least loss on its own
-            training images. For that all modes are sent to it.
+            training images, for which it is sent all modes.
         average: What is averaged to predict: ``logits`` or ``probabilities``.
         keeps: What a client of a base without personal models predicts with: the ``ensemble``, or the ``best`` mode,
-            which had the least loss on its training images when it last took part (mode 0 before). For that all modes
-            are sent to it.
+            which had the least loss on its training images when it last took part (mode 0 before). For ``best`` it is
+            sent all modes.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -70,14 +70,17 @@ class FedEnsemble(EnsembleAlgorithm):
         one_model = self.base.sends and self.base.global_model and not isinstance(self.base, UNREPEATABLE)
         if not one_model or self.base.personalization():
             raise ValueError(
-                f"base={kind} cannot be repeated in modes: its server does not hold just one whole model, or its "
-                "clients keep what belongs to one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
+                f"base={kind} cannot be repeated in modes: its server does not hold exactly one whole model, or its "
+                "clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
             )
         if keeps == "best" and self.base.inference == "personal":
-            raise ValueError(f"keeps='best' cannot be used with base={kind}, whose clients have models of their own")
-        self.modes, self.strata, self.assignment, self.keeps = modes, strata, assignment, keeps
-        self.average: Literal["logits", "probabilities"] = average
-        self.inference: Literal["personal", "global"] = "personal" if keeps == "best" else self.base.inference
+            raise ValueError(
+                f"keeps='best' cannot be used with base={kind}, whose clients predict with models of their own; "
+                "choose keeps='ensemble'"
+            )
+        self.modes, self.strata, self.assignment = modes, strata, assignment
+        self.average, self.keeps = average, keeps
+        self.inference = "personal" if keeps == "best" else self.base.inference
         self.distills, self.unsent = self.base.distills, self.base.unsent
         self.compares = modes > 1 and (assignment == "loss" or keeps == "best")
 
@@ -93,7 +96,7 @@ class FedEnsemble(EnsembleAlgorithm):
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse more strata than clients, and what the base cannot work with."""
         if (self.strata or 0) > num_clients:
-            raise ValueError(f"strata={self.strata} cannot be filled by {num_clients} clients; give at most that many")
+            raise ValueError(f"strata={self.strata} cannot be filled by {num_clients} clients; give at most as many")
         self.base.check(slot, num_clients)
 
     def initial(self, make: Callable[[int], State]) -> State:
@@ -105,11 +108,12 @@ class FedEnsemble(EnsembleAlgorithm):
         return self.base.phases(epochs, steps)
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
-        """What the base keeps, from the first mode, and the best mode where it is asked for."""
+        """What the base keeps of the first mode, and the number of the best mode where clients predict with it."""
         first = unstack(initial)[0]
+        if self.keeps == "ensemble":
+            return self.base.kept(first, slot)
         device = next(iter(first.values())).device
-        best = {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}} if self.keeps == "best" else {}
-        return self.base.kept(first, slot) | best
+        return self.base.kept(first, slot) | {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}}
 
     def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
         """To each client its mode."""
@@ -142,13 +146,13 @@ class FedEnsemble(EnsembleAlgorithm):
         self.base.client_step(step)
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
-        """As the base; the number of the mode goes back with it."""
+        """As the base. The number of the mode goes back too."""
         keeps, update = self.base.close(trained, kept, received, slot)
         best = {BEST: {BEST: received[BEST]}} if self.keeps == "best" else {}
         return keeps | best, update | {MODE: received[MODE]}
 
     def server_step(self, server: ServerStep) -> State:
-        """The base's server step for each mode that some client had; the others stay as they are."""
+        """The base's server step for each mode that some client had. The others stay as they are."""
         had = server.updates[MODE]
         modes = unstack(clone(server.previous))
         for mode in sorted(set(had.tolist())):
@@ -183,22 +187,19 @@ class FedEnsemble(EnsembleAlgorithm):
 
 
 def _stacked(states: list[State]) -> State:
-    """A stack; of one state in the memory layout that it has, on which the last bits of a convolution depend."""
+    """A stack. A single state keeps its memory layout, on which the last bits of a convolution depend."""
     return expand(states[0], 1) if len(states) == 1 else stack(states)
 
 
 def mode_schedule(seed: int, round: int, num_clients: int, modes: int, strata: int) -> Tensor:
-    """The mode that each client would train in a round.
+    """The mode (M,) that each client would train in a round.
 
     Args:
         seed: The run's seed.
-        round: Counted from 0; an age is ``modes`` rounds.
+        round: Counted from 0. An age is ``modes`` rounds.
         num_clients: M.
         modes: K.
-        strata: Q; the clients are split at random into that many sets, whose sizes differ by at most one.
-
-    Returns:
-        Modes (M,).
+        strata: Q random sets of clients, whose sizes differ by at most one.
 
     >>> torch.stack([mode_schedule(0, round, 4, 3, 2) for round in range(3)]).sort(0).values.tolist()
     [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]]

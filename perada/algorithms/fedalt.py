@@ -8,14 +8,14 @@ from perada.core.rounds import Phase
 
 
 class FedAlt(FedSim):
-    """FedAlt (Pillutla et al., ICML 2022, Algorithm 2): v is trained with u frozen, then u with v frozen.
+    """The private part v is trained with the shared part u frozen, then u with v frozen (their Algorithm 2).
 
     v is trained at the rate of the personal role, u at that of the local role. Running statistics of norms follow every
     training pass.
 
     Args:
-        split: What is private; see :class:`FedSim`.
-        personal_epochs: Epochs on v in each round; by default as long as on u, 0 leaves v as it is.
+        split: What is private, as in :class:`FedSim`.
+        personal_epochs: Epochs on v in each round. Default: as long as on u; 0 leaves v as it is.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -28,14 +28,13 @@ class FedAlt(FedSim):
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """First v, then u."""
-        second = Phase("local", epochs, steps)
-        if self.personal_epochs == 0:
+        own, second = self.personal_epochs, Phase("local", epochs, steps)
+        if own == 0:
             return (second,)
-        own = self.personal_epochs
         return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)
 
     def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
-        """Each phase trains the role that it is named after."""
+        """Each phase trains the role it is named after."""
         return slot.parameters if role == phase else ()
 
     def client_step(self, step: ClientStep) -> None:

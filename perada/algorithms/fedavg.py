@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg (McMahan et al., AISTATS 2017), and FedAvg with final fine-tuning on every client."""
+"""FedAvg (McMahan et al., AISTATS 2017), and FedAvg with fine-tuning on every client at the end."""
 
 from perada.algorithms.base import Algorithm
 from perada.algorithms.standalone import Standalone
@@ -12,7 +12,7 @@ class FedAvg(Algorithm):
 
 
 class FedAvgFT(Algorithm):
-    """FedAvg; after the last round every client fine-tunes the global state on its own data and keeps the result.
+    """FedAvg+FT: after the last round of FedAvg, every client fine-tunes the global state and keeps the result.
 
     Args:
         finetune_epochs: Epochs of that fine-tuning.
@@ -26,5 +26,5 @@ class FedAvgFT(Algorithm):
         self.finetune_epochs = finetune_epochs
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Standalone training from the global state."""
+        """Standalone training that starts from the global state."""
         return Standalone(), Phase("personalize", self.finetune_epochs)

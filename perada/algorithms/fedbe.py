@@ -21,17 +21,16 @@ class FedBE(EnsembleAlgorithm):
     """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
 
     The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images
-    (their Algorithm 1; as everywhere in perada, the teachers' logits are averaged). The student that comes out is the
-    average of its own states along the way (stochastic weight averaging). The drawn models are in memory at once, and
-    without distillation the whole ensemble is in every checkpoint.
+    (their Algorithm 1; as everywhere in perada, the teachers' logits are averaged). The result is the average of the
+    student's states along the way (stochastic weight averaging). All drawn models are in memory at once. Without
+    distillation, every checkpoint holds the whole ensemble.
 
     Args:
         sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
             convex combinations of them (both in their Section 3).
         samples: Number of models drawn each round.
-        distill: Without it nothing is distilled, and the ensemble itself predicts, by the mean of its probabilities.
-        average_from: The student's states after this share of the distillation steps are averaged; 1 takes the last
-            one.
+        distill: ``False`` lets the ensemble itself predict, by the mean of its probabilities.
+        average_from: Share of the distillation steps after which the student's states are averaged. 1 takes the last.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -46,7 +45,7 @@ class FedBE(EnsembleAlgorithm):
         check_number("average_from", average_from, least=0, most=1, hint="the share of the steps that are left out")
         self.sampler, self.samples, self.distill, self.average_from = sampler, samples, distill, average_from
         self.distills = distill
-        self.average: Literal["logits", "probabilities"] = "logits" if distill else "probabilities"
+        self.average = "logits" if distill else "probabilities"
 
     def server_step(self, server: ServerStep) -> State:
         """Average, draw, and distil or remember the ensemble."""
@@ -61,9 +60,8 @@ class FedBE(EnsembleAlgorithm):
         return average
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """The ensemble of the last round, where it was not distilled."""
-        alone = super().members(global_state, server_state)
-        return alone if self.distill else server_state.get("members", alone)
+        """The ensemble of the last round where it is not distilled, else the global model."""
+        return server_state.get("members", super().members(global_state, server_state))
 
     @property
     def kind(self) -> str:
@@ -78,14 +76,14 @@ def sample_models(
 
     Args:
         updates: Stack (C, ...).
-        weights: Weights (C,) of the Gaussian's mean and variances; the Dirichlet distribution is Dir(1, ..., 1).
+        weights: Weights (C,) of the Gaussian's mean and variances. The Dirichlet distribution is Dir(1, ..., 1).
         sampler: ``gaussian`` or ``dirichlet``.
         samples: Number S of models.
         random: Source of the draws.
 
     Returns:
-        Stack (S, ...). Running variances, which cannot be negative, and counters are the clients' mean and maximum
-        where they are not convex combinations.
+        Stack (S, ...). Counters are the clients' maximum. The Gaussian's running variances, which must not be negative,
+        are the clients' mean.
     """
     center = mean(updates, weights)
     # Normalised exponential variables are distributed as Dir(1, ..., 1).

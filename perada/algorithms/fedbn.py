@@ -8,11 +8,9 @@ from perada.algorithms.sharing import PartialSharing
 class FedBN(PartialSharing):
     """FedAvg except for normalisation layers, whose weights and statistics stay on the client (their Algorithm 1)."""
 
+    what = "normalisation layers"
     remedy = "train layers with normalisation (adapter='full' or 'bias_norm', on a backbone that has any)"
 
     def private(self, slot: Slot) -> frozenset[str]:
         """The norms."""
         return slot.norms
-
-    def _what(self) -> str:
-        return "normalisation layers"

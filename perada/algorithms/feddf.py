@@ -6,10 +6,10 @@ from perada.core.states import State
 
 
 class FedDF(Algorithm):
-    """FedAvg whose average is refined by distilling the ensemble of the clients' models on public images.
+    """FedAvg, then the ensemble of the clients' models is distilled into the average on public images.
 
-    Their Algorithm 1, with the average as the student's start and the mean of the clients' logits as its teacher.
-    Without distillation steps this is FedAvg.
+    Their Algorithm 1: the student starts as the average, and its teacher is the mean of the clients' logits. Without
+    distillation steps this is FedAvg.
     """
 
     distills = True

@@ -9,11 +9,11 @@ from perada.core.states import State
 
 
 class FedDyn(Algorithm):
-    """FedAvg with a dynamic regulariser that lets the clients' optima agree with the server's (their Algorithm 1).
+    """FedAvg with a dynamic regulariser that makes the clients' optima agree with the server's (their Algorithm 1).
 
-    A client minimises loss − <h_m, w_m> + α/2 ||w_m − w||², then h_m ← h_m − α (w_m − w). The server keeps
-    h ← h − α/M Σ (w_m − w) over the clients of the round, and w ← mean(w_m) − h/α. Running statistics of norms have no
-    part in h: they are averaged.
+    A client minimises loss − <h_m, w_m> + α/2 ||w_m − w||², then takes h_m ← h_m − α (w_m − w). The server takes
+    h ← h − α/M Σ (w_m − w) over the round's clients, then w ← mean(w_m) − h/α. Running statistics of norms are
+    averaged.
 
     Args:
         alpha: α.

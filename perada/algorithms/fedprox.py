@@ -6,7 +6,7 @@ from perada.core.checks import check_number
 
 
 class FedProx(Algorithm):
-    """FedAvg whose clients minimise loss + μ/2 ||w_m − w||², with w what they received (their Equation 2).
+    """FedAvg whose clients minimise loss + μ/2 ||w_m − w||², where w is what they received (their Equation 2).
 
     Args:
         prox_strength: μ. With 0 this is FedAvg.

@@ -6,13 +6,13 @@ from perada.core.checks import check_number
 
 
 class FedRep(FedAlt):
-    """FedRep (Collins et al., ICML 2021, Algorithm 1): private heads on a shared representation.
+    """Private heads on a shared body (their Algorithm 1), which is FedAlt with the output split.
 
-    In each round a client trains its head with the body frozen, then the body with the head frozen; bodies are
-    averaged. This is FedAlt with the output split.
+    In each round a client trains its head with the body frozen, then the body with the head frozen. The server
+    averages the bodies.
 
     Args:
-        head_epochs: Epochs on the head in each round; by default as long as on the body. With 0 this is FedAvg of the
+        head_epochs: Epochs on the head in each round. Default: as long as on the body. With 0 this is FedAvg of the
             body under each client's initial head.
 
     Raises:

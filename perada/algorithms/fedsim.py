@@ -14,14 +14,13 @@ Split = Literal["input", "output", "adapter"]
 
 
 class FedSim(PartialSharing):
-    """FedSim (Pillutla et al., ICML 2022, Algorithm 3): private part v and shared part u are trained at once.
+    """A private part v and a shared part u are trained at once (their Algorithm 3).
 
     One gradient of the loss moves v at the rate of the personal role and u at that of the local role.
 
     Args:
         split: What is private: the ``input`` layer (the first that images pass), the ``output`` layer (the head), or
-            the ``adapter``, in which case the backbone must be trained (``train_backbone``) for there to be something
-            to share.
+            the ``adapter``. Private adapters need a trained backbone to share (``train_backbone``).
 
     Raises:
         ValueError: If ``split`` is unknown.
@@ -30,6 +29,7 @@ class FedSim(PartialSharing):
     def __init__(self, split: Split = "output") -> None:
         check_choice("split", split, get_args(Split))
         self.split = split
+        self.what = {"input": "the input layer", "output": "the classification head", "adapter": "adapters"}[split]
         if split == "adapter":
             self.remedy = "choose an adapter that adds layers (residual, bottleneck, lora) and train_backbone=True"
 
@@ -44,26 +44,20 @@ class FedSim(PartialSharing):
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse to share a backbone that is frozen."""
-        if (
-            self.split == "adapter"
-            and slot.adapter
-            and not set(slot.parameters) - slot.adapter - slot.head - slot.norms
-        ):
+        backbone = set(slot.parameters) - slot.adapter - slot.head - slot.norms
+        if self.split == "adapter" and slot.adapter and not backbone:
             raise ValueError(
                 f"{type(self).__name__}(split='adapter') shares the backbone, which is frozen; set "
                 "train_backbone=True (model.train_backbone), or choose another split"
             )
         super().check(slot, num_clients)
 
-    def _what(self) -> str:
-        return {"input": "the input layer", "output": "the classification head", "adapter": "adapters"}[self.split]
-
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """Both parts, apart."""
         return {"personal": kept["personal"], "local": received}
 
     def client_step(self, step: ClientStep) -> None:
-        """One gradient, a step on both parts."""
+        """One gradient, one step on each part."""
         step.descend(("personal", "local"), whole_loss(step))
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
@@ -72,5 +66,5 @@ class FedSim(PartialSharing):
 
 
 def whole_loss(step: ClientStep) -> Tensor:
-    """Loss (C,) of the models made of both parts."""
+    """Task loss (C,) of the models made of both parts."""
     return step.loss(step.states["personal"] | step.states["local"], stream="local")

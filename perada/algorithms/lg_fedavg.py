@@ -8,9 +8,8 @@ from perada.algorithms.sharing import PartialSharing
 class LGFedAvg(PartialSharing):
     """The feature extractor stays on the client, the classification head is shared and averaged (their Algorithm 1)."""
 
+    what = "all layers but the classification head"
+
     def private(self, slot: Slot) -> frozenset[str]:
         """All but the head."""
         return frozenset(slot.keys) - slot.head
-
-    def _what(self) -> str:
-        return "all layers but the classification head"

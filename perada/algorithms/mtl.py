@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mean-regularised multi-task learning (after Smith et al., NeurIPS 2017, as Ditto's authors compare with it)."""
 
-from typing import Literal
-
 import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
@@ -13,9 +11,9 @@ from perada.core.states import State
 class MTL(Algorithm):
     """Personal models pulled towards their mean: v_m minimises loss + λ/2 ||v_m − v̄||².
 
-    v̄ is the mean of the v_m of all M clients, which the server keeps up to date with the changes that the clients of a
-    round send; it is the global model. This is the mean-regularised form of Evgeniou and Pontil (KDD 2004) that stands
-    for MOCHA where models are not convex (Li et al., ICML 2021, among what Ditto is compared with).
+    v̄, the global model, is the mean of the v_m of all M clients. The server updates it by the changes that the clients
+    of a round send. This is the mean-regularised form of Evgeniou and Pontil (KDD 2004), with which Ditto's authors
+    replace MOCHA where models are not convex (Li et al., ICML 2021).
 
     Args:
         prox_strength: λ. With 0 the personal models are Standalone's.
@@ -24,15 +22,11 @@ class MTL(Algorithm):
         ValueError: If ``prox_strength`` is negative.
     """
 
-    inference: Literal["personal", "global"] = "personal"
+    inference = "personal"
 
     def __init__(self, prox_strength: float = 1.0) -> None:
         check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
         self.prox_strength = prox_strength
-
-    def kept(self, initial: State, slot: Slot) -> Stacks:
-        """The personal state starts as the initial one."""
-        return {"personal": initial}
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """Train what the client kept."""
@@ -52,7 +46,7 @@ class MTL(Algorithm):
         return {"personal": after}, moved
 
     def server_step(self, server: ServerStep) -> State:
-        """The clients' share of the federation of their mean change; v̄ is a plain mean whatever the weighting."""
+        """Move v̄ by the mean change, times the clients' share of the federation. Weights do not count."""
         clients = len(server.clients)
         uniform, share = torch.full_like(server.weights, 1 / clients), clients / server.num_clients
         average = server.mean(server.updates, uniform)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PerAda (Xie et al., CVPR 2024, Algorithm 1), with and without its distillation, and Ditto (Li et al., ICML 2021)."""
-
-from typing import Literal
+"""PerAda (Xie et al., CVPR 2024, Algorithm 1), with and without distillation."""
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
 from perada.core.checks import check_choice, check_number
@@ -12,22 +10,22 @@ class PerAda(Algorithm):
     """Personal adapters pulled towards a global one, which is refined by distilling the clients' ensemble.
 
     ============ ================================================================================================
-    personal v_m trained on loss + λ/2 ||v_m − w||² (line 10); kept by the client, which predicts with it
-    local θ_m    starts from w each round, trained on the loss (line 15); sent to the server
-    global w     mean of the θ_m (line 18), then distilled from the mean of their logits (line 21)
+    personal v_m is trained on loss + λ/2 ||v_m − w||² (line 10) and kept; the client predicts with it
+    local θ_m    starts from w each round, is trained on the loss (line 15) and sent to the server
+    global w     is the mean of the θ_m (line 18), then distilled from the mean of their logits (line 21)
     ============ ================================================================================================
 
-    Without distillation this is Ditto on the trained parameters; with every parameter trained it is Ditto.
+    Without distillation this is Ditto on the parameters that are trained.
 
     Args:
-        prox_strength: λ, the strength of the pull of v_m towards w.
+        prox_strength: λ, how strongly v_m is pulled towards w.
         distill: Whether the server distils; ``False`` is "PerAda w/o KD".
 
     Raises:
-        ValueError: If ``prox_strength`` is negative.
+        ValueError: If an option cannot be used.
     """
 
-    inference: Literal["personal", "global"] = "personal"
+    inference = "personal"
     unsent = frozenset({"personal"})
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
@@ -35,10 +33,6 @@ class PerAda(Algorithm):
         self.prox_strength = prox_strength
         check_choice("distill", distill, (True, False))
         self.distill = self.distills = distill
-
-    def kept(self, initial: State, slot: Slot) -> Stacks:
-        """The personal state starts as the initial one."""
-        return {"personal": initial}
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """Train what the client kept, and a copy of what it received."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """pFedMe (T. Dinh et al., NeurIPS 2020)."""
 
-from typing import Literal
-
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.states import State
@@ -14,7 +12,7 @@ class PFedMe(Algorithm):
     For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate of
     the personal role; then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. The server takes
     w ← (1 − β) w + β mean(w_m). The last θ is the personal model. There is one copy of the running statistics of norms:
-    those of the passes of θ, which also travel with w_m. Steps with η λ of 2 or more overshoot.
+    those of the passes of θ, which also travel with w_m. With η λ of 2 or more, steps of w_m overshoot.
 
     Algorithm 1 does not say where θ starts on a minibatch. Here, as in the authors' code, it stays where the last
     minibatch left it. Restarted from w_m, K steps at rate η_p leave (1 − η_p λ)^K of the inner problem's gradient: 61 %
@@ -30,7 +28,7 @@ class PFedMe(Algorithm):
         ValueError: If an option cannot be used.
     """
 
-    inference: Literal["personal", "global"] = "personal"
+    inference = "personal"
 
     def __init__(
         self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0, restart: bool = False
@@ -40,10 +38,6 @@ class PFedMe(Algorithm):
         check_number("beta", beta, above=0, most=1, hint="the share of the clients' mean")
         check_choice("restart", restart, (True, False))
         self.prox_strength, self.inner_steps, self.beta, self.restart = prox_strength, inner_steps, beta, restart
-
-    def kept(self, initial: State, slot: Slot) -> Stacks:
-        """θ, to predict with."""
-        return {"personal": initial}
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """Both start from what was received."""

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods whose clients share a part of the parameters and keep the rest."""
+"""Base of the methods whose clients share some tensors and keep the others."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
 
 from perada.algorithms.base import Algorithm, Broadcast, Slot, Stacks
 from perada.core.states import State, expand, partition
 
 
 class PartialSharing(Algorithm, ABC):
-    """Base of the methods whose clients keep some tensors and share the others, trained together as in FedAvg.
+    """Clients keep some tensors and share the others; both are trained together, as in FedAvg.
 
     A subclass says which tensors are private.
+
+    Attributes:
+        what: What is private, in words.
+        remedy: What to do where there is nothing to keep or nothing to share.
     """
 
-    inference: Literal["personal", "global"] = "personal"
+    inference = "personal"
     global_model = False
-
+    what: str = "their private part"
     remedy: str = "train more (adapter='full'), or choose another algorithm"
-    """What to do where there is nothing to keep or to share."""
 
     @abstractmethod
     def private(self, slot: Slot) -> frozenset[str]:
@@ -26,18 +28,14 @@ class PartialSharing(Algorithm, ABC):
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse a split that leaves nothing to keep or nothing to share."""
-        name, private = type(self).__name__, self.private(slot)
-        for what, part in (("keep", private), ("send", set(slot.parameters) - private)):
+        private = self.private(slot)
+        for verb, part in (("keep", private), ("send", set(slot.parameters) - private)):
             if not part:
                 raise ValueError(
-                    f"{name} has nothing to {what}: clients keep {self._what()} and share all else, but what is "
-                    f"trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
+                    f"{type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all else, but "
+                    f"what is trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
                     f"{slot.parameters[-1]!r}; {self.remedy}"
                 )
-
-    def _what(self) -> str:
-        """What stays on the client, in words."""
-        return "their private part"
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The private part of the initial state."""
@@ -57,6 +55,6 @@ class PartialSharing(Algorithm, ABC):
         return {"personal": private}, shared
 
     def personal(self, kept: Stacks, global_state: State) -> State:
-        """The newest shared part and the client's own."""
+        """The newest shared part with the client's own."""
         own = kept["personal"]
         return expand(global_state, len(next(iter(own.values())))) | own

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standalone: every client trains alone."""
 
-from typing import Literal
-
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
 from perada.core.states import State
 
 
 class Standalone(Algorithm):
-    """Clients train and keep their personal state; nothing is sent, and the global state stays the initial one."""
+    """Clients train and keep their personal state. They send nothing, and the global state stays as it began."""
 
-    inference: Literal["personal", "global"] = "personal"
+    inference = "personal"
     sends = False
     global_model = False
     unsent = frozenset({"personal"})
-
-    def kept(self, initial: State, slot: Slot) -> Stacks:
-        """The personal state starts as the initial one."""
-        return {"personal": initial}
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """Train what the client kept."""

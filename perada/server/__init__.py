@@ -3,20 +3,9 @@
 
 from perada.server.aggregate import Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
-from perada.server.rules import (
-    SERVER_RULES,
-    Aggregation,
-    FedAdagrad,
-    FedAdam,
-    FedAvgM,
-    FedYogi,
-    Mean,
-    Median,
-    ModifiedLocalGD,
-    ServerRule,
-    TrimmedMean,
-    make_rule,
-)
+from perada.server.rule_base import Aggregation, Mean, ServerRule
+from perada.server.rules import SERVER_RULES, Median, ModifiedLocalGD, TrimmedMean, make_rule
+from perada.server.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 __all__ = [
     "SERVER_RULES",

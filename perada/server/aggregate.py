@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the clients of a round sent, wherever it is, and means over the client axis."""
+"""What the clients of a round sent, on whichever rank it is, and means over the client axis."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, get_args
@@ -15,15 +15,12 @@ Weighting = Literal["uniform", "samples"]
 
 
 def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
-    """Weights of C clients, summing to one.
+    """Weights (C,) of clients, in float64, that sum to one.
 
     Args:
         weighting: ``"uniform"`` (PerAda, Algorithm 1, line 18), or ``"samples"`` for each client's share of the images
             (FedAvg).
         samples: Training images of each client.
-
-    Returns:
-        Weights (C,) in float64.
 
     Raises:
         ValueError: If ``weighting`` is unknown.
@@ -41,11 +38,11 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
 class Updates(Mapping[str, Tensor]):
     """What C clients sent, by name, each on the rank that trained it.
 
-    To read a name brings its tensor (C, ...) to all ranks, so all must read it; :meth:`mean` moves one state only.
+    Reading a name brings its tensor (C, ...) to all ranks, so all must read it. :meth:`mean` moves only one state.
 
     Args:
-        own: Stack (c, ...) of the clients of this rank; with c = 0 the tensors still have their shapes.
-        places: Which of the C clients they are, in order; by default all.
+        own: Stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
+        places: Which of the C clients they are, in order. Default: all.
         clients: C.
         ranks: The processes.
     """
@@ -81,7 +78,7 @@ class Updates(Mapping[str, Tensor]):
 
     @classmethod
     def known(cls, stack: Mapping[str, Tensor], ranks: Ranks) -> "Updates":
-        """A stack that every rank has, of which each takes its share."""
+        """A stack that every rank holds, and of which each takes its share."""
         clients = len(next(iter(stack.values())))
         places = list(range(ranks.rank, clients, ranks.size))
         updates = cls({key: value[ranks.rank :: ranks.size] for key, value in stack.items()}, places, clients, ranks)
@@ -89,7 +86,7 @@ class Updates(Mapping[str, Tensor]):
         return updates
 
     def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
-        """The updates of the clients in ``rows``, without some names."""
+        """The updates of the clients in ``rows``, without the names in ``without``."""
         index_of = {place: index for index, place in enumerate(self.places)}
         places = [place for place, row in enumerate(rows) if row in index_of]
         kept = [index_of[rows[place]] for place in places]
@@ -97,7 +94,7 @@ class Updates(Mapping[str, Tensor]):
         return Updates(own, places, len(rows), self.ranks)
 
     def mean(self, weights: Tensor) -> State:
-        """Weighted mean over all C clients, on every rank; see :func:`mean`."""
+        """Weighted mean over all C clients, on every rank, as of :func:`mean`."""
         weights = weights[self.places]
         floating = {key: value for key, value in self.own.items() if value.is_floating_point()}
         sums = {key: _weighted_sum(value, weights) for key, value in floating.items()}
@@ -111,12 +108,11 @@ def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
     """Weighted mean over the leading client axis, summed in double precision.
 
     Args:
-        updates: Stack (C, ...), or :class:`Updates`. Integer tensors (counters of BatchNorm) are not averaged: their
-            maximum is taken.
+        updates: Stack (C, ...), or :class:`Updates`.
         weights: Weights (C,) that sum to one.
 
     Returns:
-        A state without the client axis.
+        A state without the client axis. Of integer tensors (counters of BatchNorm) it holds the maximum.
 
     >>> mean({"w": torch.tensor([[1.0], [5.0]])}, torch.tensor([0.25, 0.75]))["w"].tolist()
     [4.0]
@@ -125,9 +121,9 @@ def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
 
 
 def double(value: Tensor) -> Tensor:
-    """``value`` in double precision, or in single where the device has no other.
+    """``value`` in double precision, or in single where the device has no double.
 
-    Sums of so many bits are the same, once rounded, in whatever order ranks add them.
+    Sums of so many bits, once rounded, do not depend on the order in which ranks add them.
     """
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
 
@@ -139,5 +135,5 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
 
 
 def _largest(value: Tensor) -> Tensor:
-    """Maximum over the client axis; the least number there is over no clients."""
+    """Maximum over the client axis. Over no clients: the smallest number of the dtype."""
     return value.amax(0) if len(value) else value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every server rule builds on: what it is given, its interface, the mean, and rules on the result of others."""
+"""What server rules are built on: their input, their interface, the mean, and rules on the result of another rule."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from perada.core.options import Options
 from perada.core.states import State
 from perada.server.aggregate import mean
 
-_INNER = "aggregate/"  # prefix of what the inner rule of a composed one keeps
+_INNER = "aggregate/"  # prefix of what the inner rule of a composed rule keeps
 
 
 @dataclass
@@ -19,15 +19,15 @@ class Aggregation:
     """What a rule is given in a round.
 
     Attributes:
-        updates: Stack (C, ...) of what the clients sent; it may hold only some of the names of ``previous``. On several
-            devices it is an :class:`~perada.server.Updates`: its mean moves one state between them, and reading a name
-            the tensors of all clients.
+        updates: Stack (C, ...) of what the clients sent. It may lack names of ``previous``. On several devices it is an
+            :class:`~perada.server.Updates`, whose mean moves one state between them, where reading a name moves the
+            tensors of all clients.
         weights: Weights (C,) in float64 that sum to one.
         previous: Global state before the round.
         parameters: Names of trained parameters. Other names are running statistics and counters.
         round: Counted from 0.
-        state: The rule's own tensors, kept between rounds and in checkpoints; empty at first. The rule reads entries
-            and puts new ones in their place.
+        state: The rule's own tensors, kept between rounds and in checkpoints; empty at first. The rule replaces
+            entries, and does not change tensors in place.
     """
 
     updates: Mapping[str, Tensor]
@@ -41,13 +41,13 @@ class Aggregation:
 class ServerRule(Options, ABC):
     """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
 
-    A rule object holds options only. What it remembers goes to :attr:`Aggregation.state`.
+    A rule holds options only. What it remembers goes to :attr:`Aggregation.state`.
 
     Attributes:
-        weighted: Whether the clients' weights count. A rule without them cannot go with ``weighting='samples'``.
+        weighted: Whether the clients' weights count. If not, ``weighting='samples'`` is refused.
         function_of_mean: Whether the result follows from the mean of the updates and from earlier results alone, so
-            that whatever noise the mean has protects it. Privacy of whole clients takes no other rule. False unless a
-            rule says so; what it says is tried at set-up.
+            that the mean's noise protects it. Privacy of whole clients accepts only such rules, and tries at set-up
+            whether it is true.
     """
 
     weighted: bool = True
@@ -55,17 +55,14 @@ class ServerRule(Options, ABC):
 
     @property
     def kind(self) -> str:
-        """What the rule's tensors belong to: those of another kind of rule cannot be gone on with."""
+        """What saved tensors belong to: training resumes only with a rule of the same kind."""
         return type(self).__name__
 
-    def check(self, clients: int) -> None:  # most rules can work with any number
-        """Refuse what cannot work.
-
-        Args:
-            clients: Clients C that send updates in a round.
+    def check(self, clients: int) -> None:
+        """Refuse to aggregate the updates of so few clients.
 
         Raises:
-            ValueError: If this rule cannot aggregate so few.
+            ValueError: If the rule cannot. Most rules accept any number.
         """
 
     @abstractmethod
@@ -73,8 +70,8 @@ class ServerRule(Options, ABC):
         """Aggregate.
 
         Returns:
-            A state with the names of ``given.updates``, without the client axis. Integer tensors (counters of
-            BatchNorm) are never averaged: their maximum is taken.
+            A state with the names of ``given.updates``, without the client axis. Of integer tensors (counters of
+            BatchNorm) it holds the maximum, not an average.
         """
 
 
@@ -89,7 +86,7 @@ class Mean(ServerRule):
 
 
 class ComposedRule(ServerRule):
-    """A rule on the result of another one. ``function_of_mean`` of a class is said for the mean as the other one."""
+    """A rule on the result of another one. A class states ``function_of_mean`` for the case that this is the mean."""
 
     def __init__(self, aggregate: ServerRule | None) -> None:
         if aggregate is not None and not isinstance(aggregate, ServerRule):
@@ -108,7 +105,7 @@ class ComposedRule(ServerRule):
         self.aggregate.check(clients)
 
     def _aggregate(self, given: Aggregation) -> State:
-        """Result of the inner rule, whose tensors stay apart from this one's."""
+        """Result of the inner rule, whose tensors stay apart from this rule's."""
         inner = {key.removeprefix(_INNER): state for key, state in given.state.items() if key.startswith(_INNER)}
         result = self.aggregate(replace(given, state=inner))
         given.state.update({_INNER + key: state for key, state in inner.items()})

@@ -14,24 +14,9 @@ from perada.server.aggregate import client_weights, mean
 from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule
 from perada.server.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-__all__ = [
-    "SERVER_RULES",
-    "Aggregation",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvgM",
-    "FedYogi",
-    "Mean",
-    "Median",
-    "ModifiedLocalGD",
-    "ServerRule",
-    "TrimmedMean",
-    "make_rule",
-]
-
 
 class _Coordinatewise(ServerRule):
-    """A rule for each coordinate on its own, in the order of the clients' values. A NaN counts as the largest."""
+    """A rule on the sorted values of each coordinate. A NaN counts as the largest."""
 
     weighted = False
 
@@ -43,14 +28,14 @@ class _Coordinatewise(ServerRule):
         return {key: merged[key] for key in given.updates}
 
     def _reduce(self, ordered: Tensor) -> Tensor:
-        """Of the values (C, ...) in rising order along C, the one (...) that the rule takes."""
+        """What the rule makes (...) of the values (C, ...), which rise along C."""
         raise NotImplementedError
 
 
 class Median(_Coordinatewise):
-    """The coordinate-wise median, which holds while fewer than half of the clients send nonsense.
+    """The coordinate-wise median (Yin et al., ICML 2018, Algorithm 1, option I).
 
-    Of an even number of clients the two in the middle are averaged. Yin et al., ICML 2018, Algorithm 1, option I.
+    It withstands nonsense from fewer than half of the clients. Of an even number, the two in the middle are averaged.
     """
 
     def _reduce(self, ordered: Tensor) -> Tensor:
@@ -59,12 +44,10 @@ class Median(_Coordinatewise):
 
 
 class TrimmedMean(_Coordinatewise):
-    """The coordinate-wise mean of what is left when the lowest and the highest values are dropped.
-
-    Yin et al., ICML 2018, Algorithm 1, option II.
+    """The coordinate-wise mean without the lowest and highest values (Yin et al., ICML 2018, Algorithm 1, option II).
 
     Args:
-        trim: Share of the clients dropped at each end; of C clients, ``floor(trim * C)``.
+        trim: Share of the clients dropped at each end: ``floor(trim * C)`` of C clients.
 
     Raises:
         ValueError: If ``trim`` is not between 0 and 1/2.
@@ -75,7 +58,7 @@ class TrimmedMean(_Coordinatewise):
         self.trim = trim
 
     def check(self, clients: int) -> None:
-        """Refuse rounds of so few clients that none is dropped."""
+        """Refuse so few clients a round that none would be dropped."""
         if self._cut(clients) == 0:
             need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if self._cut(c))
             raise ValueError(
@@ -88,21 +71,20 @@ class TrimmedMean(_Coordinatewise):
     def _reduce(self, ordered: Tensor) -> Tensor:
         cut = self._cut(len(ordered))
         left = ordered[cut : len(ordered) - cut]
-        # By the mean of the library, so that halves and floats are summed as everywhere else.
-        return mean({"": left}, client_weights("uniform", [1] * len(left)))[""]
+        return mean({"": left}, client_weights("uniform", [1] * len(left)))[""]  # halves are summed as elsewhere
 
 
 class ModifiedLocalGD(ComposedRule):
     """Pulls the aggregate back to where the run began: w ← (1 − α_k) w⁰ + α_k · aggregate.
 
-    Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). All floating tensors are moved so, running statistics
-    too; counters take the aggregate's value.
+    Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). Parameters and running statistics are moved so. Counters
+    take the aggregate's value.
 
     Args:
-        alpha: A constant α instead of the schedule; 1 is ``aggregate``, to the last bit.
-        power: The schedule α_k = 1 − (k + 1)^−power for rounds k = 1, 2, …; the paper's example is 1. Its theorem asks
-            for Σ (1 − α_k) = ∞, so for a power of at most 1.
-        aggregate: What is pulled back; the mean unless given.
+        alpha: A constant α instead of the schedule. With 1 this is ``aggregate``, to the last bit.
+        power: The schedule α_k = 1 − (k + 1)^−power for rounds k = 1, 2, …; the paper's example is 1. Its theorem needs
+            Σ (1 − α_k) = ∞, and so a power of at most 1.
+        aggregate: What is pulled back. Default: the mean.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -117,7 +99,7 @@ class ModifiedLocalGD(ComposedRule):
         self.alpha, self.power = alpha, power
 
     def share(self, round: int) -> float:
-        """α of round ``round``, counted from 0.
+        """The α of a round, counted from 0.
 
         >>> [ModifiedLocalGD().share(round) for round in (0, 1, 3)]
         [0.5, 0.6666666666666667, 0.8]
@@ -156,7 +138,7 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
 
 
 def make_rule(name: str | ServerRule) -> ServerRule:
-    """Return the rule called ``name``, with its default options (a :class:`ServerRule` is returned as it is).
+    """The rule called ``name`` with its default options. A :class:`ServerRule` is returned as it is.
 
     Raises:
         ValueError: If there is no such rule.

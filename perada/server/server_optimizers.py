@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server rules that take the round's change as a gradient: momentum, Adagrad, Adam and Yogi on the server."""
+"""Server rules that treat the round's change as a gradient: momentum, Adagrad, Adam and Yogi on the server."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,9 @@ from perada.server.rule_base import Aggregation, ComposedRule, ServerRule
 
 
 class _Optimizer(ComposedRule):
-    """Takes the change Δ that the aggregate asks for as (minus) a gradient, and makes a step with it.
+    """Treats the aggregate's change Δ of the parameters as minus a gradient, and takes a step with it.
 
-    Only parameters are moved so. Running statistics and counters take the aggregate's value: a variance that an
-    optimiser overshot could become negative.
+    Running statistics and counters take the aggregate's value: a variance that overshot could become negative.
     """
 
     function_of_mean = True
@@ -33,8 +32,7 @@ class _Optimizer(ComposedRule):
         }
 
     def _moved(self, given: Aggregation, key: str, target: Tensor) -> Tensor:
-        # In float32 at least: in half precision τ² and small changes would vanish.
-        exact = torch.promote_types(target.dtype, torch.float32)
+        exact = torch.promote_types(target.dtype, torch.float32)  # τ² and small changes would vanish in half precision
         previous = given.previous[key].to(target.device, exact)
         step = self._step(given.state, key, target.to(exact) - previous)
         return (previous + self.lr * step).to(target.dtype)
@@ -61,7 +59,7 @@ class FedAvgM(_Optimizer):
     Args:
         lr: Server learning rate. With ``lr=1, momentum=0`` this is ``aggregate``, to the last bit.
         momentum: Share of the last step that is kept.
-        aggregate: Where Δ comes from; the mean unless given.
+        aggregate: Where Δ comes from. Default: the mean.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -81,7 +79,7 @@ class FedAvgM(_Optimizer):
 
 
 class _Adaptive(_Optimizer):
-    """m ← β₁ m + (1 − β₁) Δ, then w ← w + lr · m / (√v + τ); m starts at 0, v at τ², neither is corrected for it."""
+    """m ← β₁ m + (1 − β₁) Δ, then w ← w + lr · m / (√v + τ). m starts at 0 and v at τ², without bias correction."""
 
     def __init__(self, lr: float, beta1: float, tau: float, aggregate: ServerRule | None) -> None:
         super().__init__(lr, aggregate)
@@ -105,9 +103,9 @@ class FedAdagrad(_Adaptive):
 
     Args:
         lr: Server learning rate η.
-        beta1: Decay of the momentum m; 0 by default, with which the paper's experiments ran, since Adagrad has none.
-        tau: Degree of adaptivity τ: the smaller, the more alike are the steps of all coordinates.
-        aggregate: Where Δ comes from; the mean unless given.
+        beta1: Decay of the momentum m. Default: 0, as in the paper's experiments, since Adagrad has no momentum.
+        tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
+        aggregate: Where Δ comes from. Default: the mean.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -122,15 +120,15 @@ class FedAdagrad(_Adaptive):
         return v + squared
 
 
-class _Decayed(_Adaptive):
-    """With a second decay β₂, of v.
+class FedAdam(_Adaptive):
+    """Adam on the server: v ← β₂ v + (1 − β₂) Δ² (Reddi et al., ICLR 2021, Algorithm 2).
 
     Args:
         lr: Server learning rate η.
         beta1: Decay of the momentum m.
         beta2: Decay of v.
-        tau: Degree of adaptivity τ: the smaller, the more alike are the steps of all coordinates.
-        aggregate: Where Δ comes from; the mean unless given.
+        tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
+        aggregate: Where Δ comes from. Default: the mean.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -148,21 +146,14 @@ class _Decayed(_Adaptive):
         check_number("beta2", beta2, least=0, below=1)
         self.beta2 = beta2
 
-
-class FedAdam(_Decayed):
-    """Adam on the server: v ← β₂ v + (1 − β₂) Δ² (Reddi et al., ICLR 2021, Algorithm 2).
-
-    Options: ``lr`` η, ``beta1``, ``beta2``, ``tau`` τ and ``aggregate``, where Δ comes from.
-    """
-
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
         return self.beta2 * v + (1 - self.beta2) * squared
 
 
-class FedYogi(_Decayed):
+class FedYogi(FedAdam):
     """Yogi on the server: v ← v − (1 − β₂) Δ² sign(v − Δ²) (Reddi et al., ICLR 2021, Algorithm 2).
 
-    Options: ``lr`` η, ``beta1``, ``beta2``, ``tau`` τ and ``aggregate``, where Δ comes from.
+    It takes the options of :class:`FedAdam`.
     """
 
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
