@@ -270,7 +270,7 @@ class Federation:
         return unstack(clone(self.members()))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later session needs to go on, in types that ``torch.load(weights_only=True)`` takes."""
+        """All that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""
         return {
             "global": self.global_state,
             "server": self.server_state,

@@ -62,7 +62,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
 
     Raises:
         FileNotFoundError: If it is not there.
-        ValueError: If it is no checkpoint, or only the beginning of one.
+        ValueError: If it is not a checkpoint, or only the beginning of one.
     """
     if ckpt_path is None:
         return None
@@ -71,7 +71,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     if not Path(ckpt_path).is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
     if not zipfile.is_zipfile(ckpt_path):
-        raise ValueError(f"ckpt_path={ckpt_path!r} is no checkpoint, or was cut off; give another, or 'last'")
+        raise ValueError(f"ckpt_path={ckpt_path!r} is not a checkpoint, or was cut off; give another, or 'last'")
     return ckpt_path
 
 
@@ -144,8 +144,8 @@ def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
         if saved.get(name) != value:
             difference = _difference(saved.get(name), value)
             raise ValueError(
-                f"the checkpoint belongs to another run: its {name} {difference}; go on with the configuration that "
-                "wrote it"
+                f"the checkpoint belongs to another run: its {name} {difference}; resume with the configuration "
+                "that wrote it"
             )
 
 
@@ -156,8 +156,8 @@ def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
             states[name] = locate(states[name], Path(path))
 
 
-def go_on(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
-    """Let training go on from a checkpoint after its ``rounds`` whole rounds; ``step`` is the last optimiser step.
+def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
+    """Let training resume from a checkpoint after its ``rounds`` whole rounds; ``step`` is the last optimiser step.
 
     Raises:
         ValueError: If it cannot, or fewer rounds are asked for than it has behind it.
@@ -165,7 +165,7 @@ def go_on(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -
     if "loops" not in checkpoint:
         raise ValueError(
             "the checkpoint was saved with save_weights_only=True, which leaves out how far training was; it can be "
-            "evaluated, and training can go on from one that was saved without"
+            "evaluated, and training can resume from one that was saved without"
         )
     if rounds > max_epochs >= 0:
         raise ValueError(

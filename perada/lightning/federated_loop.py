@@ -24,7 +24,7 @@ from perada.lightning.checkpoint import (
     check_belongs,
     find_clients,
     frozen_digest,
-    go_on,
+    resume,
 )
 from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
 from perada.lightning.journals import journal_rounds_to_come, journals_of, keep_journal
@@ -372,7 +372,7 @@ class FederatedLoop(pl.Callback):
         find_clients(saved["federation"], trainer.ckpt_path)
         self._loaded, self._journals = saved, journals_of(saved["federation"], str(trainer.ckpt_path))
         if trainer.state.fn == "fit":
-            go_on(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
+            resume(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
 
     def _belonging(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that loads it."""

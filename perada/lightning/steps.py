@@ -33,10 +33,10 @@ def warn_broken(when: str, clients: list[int], consequence: str) -> None:
 def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Algorithm) -> None:
     """Say what went wrong in a round."""
     if report.broken:
-        warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round goes on without it")
+        warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round continues without it")
     if report.diverged:
         rank_zero_warn(
-            f"round {round}: the distillation became NaN or infinite; the round goes on with the clients' average. "
+            f"round {round}: the distillation became NaN or infinite; the round continues with the clients' average. "
             "Lower its learning rate (lr_server)."
         )
     if report.broken_server:

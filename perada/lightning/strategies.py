@@ -22,7 +22,7 @@ class LostRankError(ConnectionError):
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, but that the loss of a process it started is said: Lightning would only kill this one."""
+    """Lightning's launcher, which also says that a process it started is lost: Lightning would only kill this one."""
 
     trainer: pl.Trainer | None = None
     started: Sequence[subprocess.Popen[bytes]] = ()
@@ -92,7 +92,7 @@ class FederatedStrategy(DDPStrategy):
 
 
 def _lost(trainer: pl.Trainer | None, who: str) -> str:
-    """What happened, and how to go on from the last whole round."""
+    """What happened, and how to resume from the last whole round."""
     happened = (
         f"{who} has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends"
     )
@@ -105,7 +105,7 @@ def _lost(trainer: pl.Trainer | None, who: str) -> str:
     if not written:
         return f"{happened}. There is no checkpoint yet: start again"
     newest = max(written, key=lambda path: Path(path).stat().st_mtime_ns)
-    return f"{happened}. Go on from {newest} with ckpt_path=last, on any number of devices"
+    return f"{happened}. Resume from {newest} with ckpt_path=last, on any number of devices"
 
 
 def started_by_torchrun() -> bool:

@@ -47,7 +47,7 @@ def test_the_others_notice_when_they_wait_for_it(tmp_path):
     last = said.strip().splitlines()[-1]
     checkpoint = check_resumed(tmp_path)
     assert "process 0 of 2 has lost another one" in last
-    assert f"Go on from {checkpoint} with ckpt_path=last" in last
+    assert f"Resume from {checkpoint} with ckpt_path=last" in last
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class Preparation:
         return self.flip or self.crop_padding > 0
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Refuse to augment what is no image.
+        """Refuse to augment what is not an image.
 
         Raises:
             ValueError: With the shape of one training image, and the remedy.
