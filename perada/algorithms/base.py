@@ -123,14 +123,13 @@ class ServerStep:
         slot: Names of the trained tensors.
         seed: The run's seed.
         previous: Global state before the round.
-        updates: What the clients sent, (C, ...), each still on the device that trained it: :meth:`mean` and
-            :attr:`distill` move sums over clients, and to read a name brings the tensors of all clients here. With
-            privacy of whole clients each of them is their noisy mean.
-        weights: Aggregation weights (C,), summing to one.
-        state: The server's own tensors, kept between rounds and in checkpoints; may be changed.
-        rule: The aggregation rule, which :meth:`mean` applies.
-        distill: Refines a state by distilling the ensemble of a stack of teachers into it: a call of
-            :class:`perada.server.Distiller`.
+        updates: What the clients sent, (C, ...), each on the device that trained it. :meth:`mean` and :attr:`distill`
+            move only sums over clients; reading a name gathers the tensors of all clients. With privacy of whole
+            clients, every row is their noisy mean.
+        weights: Aggregation weights (C,) that sum to one.
+        state: The server's own tensors, kept between rounds and in checkpoints. The algorithm may change it.
+        rule: The server rule, which :meth:`mean` applies.
+        distill: Distils the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
     """
 
     round: int
