@@ -42,5 +42,17 @@ class EnsembleAlgorithm(Algorithm):
 
 
 def ensemble_of(algorithm: Algorithm) -> EnsembleAlgorithm:
-    """The algorithm itself or, where it has one global model, what an ensemble of one does."""
-    return algorithm if isinstance(algorithm, EnsembleAlgorithm) else EnsembleAlgorithm()
+    """The algorithm itself or, where it has one global model, what an ensemble of one does.
+
+    Raises:
+        TypeError: If it has something that only an :class:`EnsembleAlgorithm` is asked for.
+    """
+    if isinstance(algorithm, EnsembleAlgorithm):
+        return algorithm
+    for name in ("average", "compares", "initial", "members", "modes"):
+        if hasattr(algorithm, name):
+            kind = type(algorithm).__name__
+            raise TypeError(
+                f"{kind}.{name} would never be used: derive {kind} from perada.algorithms.EnsembleAlgorithm"
+            )
+    return EnsembleAlgorithm()

@@ -10,6 +10,7 @@ from perada.algorithms import (
     MTL,
     Algorithm,
     Ditto,
+    EnsembleAlgorithm,
     FedAlt,
     FedAvgFT,
     FedBE,
@@ -22,6 +23,7 @@ from perada.algorithms import (
     PFedMe,
     Slot,
     Standalone,
+    ensemble_of,
     make_algorithm,
 )
 
@@ -169,3 +171,11 @@ def test_who_distils_and_who_sends():
     assert [name for name in ALGORITHMS if not make_algorithm(name).sends] == ["standalone"]
     assert PerAda().personalization() is None
     assert FedAvgFT(3).personalization()[1].epochs == 3
+
+
+@pytest.mark.parametrize("name", ["average", "compares", "initial", "members", "modes"])
+def test_what_only_an_ensemble_is_asked_for_is_refused_elsewhere(name):
+    own = type("Own", (Algorithm,), {name: 2})()
+    with pytest.raises(TypeError, match=rf"Own\.{name} would never be used: derive Own from .*EnsembleAlgorithm"):
+        ensemble_of(own)
+    assert ensemble_of(type("Own", (EnsembleAlgorithm,), {name: 2})()).__class__.__name__ == "Own"
