@@ -75,8 +75,9 @@ class Checked:
                 continue
             if found[0][0] != 1 or found[1] != torch.uint8:
                 raise ValueError(
-                    f"{name} images have shape {found[0]} and the backbone takes {channels} channels: convert the "
-                    f"images, or build the backbone with in_chans={found[0][0]}"
+                    f"{name} images are {found[1]} of shape {found[0]} and the backbone takes {channels} channels: "
+                    f"convert them to {channels} (uint8 images of 1 are repeated), or give a network of your own for "
+                    f"{found[0][0]} as backbone"
                 )
 
 
