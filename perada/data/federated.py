@@ -64,19 +64,16 @@ class Checked:
     image: Kind
 
     def check_channels(self, channels: int) -> None:
-        """Compare clients' and public images with the number of channels a backbone takes; one channel fits any.
-
-        Raises:
-            ValueError: With the shape and the remedy.
-        """
+        """Refuse clients' and public images that a backbone cannot take; a single uint8 channel fits any."""
         public = None if self.public is None else first_image(self.public)
         for name, found in (("training", self.image), ("public", public)):
             if found is None or len(found[0]) != 3 or found[0][0] == channels:
                 continue
             if found[0][0] != 1 or found[1] != torch.uint8:
                 raise ValueError(
-                    f"{name} images have shape {found[0]} and the backbone takes {channels} channels: convert the "
-                    f"images, or build the backbone with in_chans={found[0][0]}"
+                    f"{name} images are {found[1]} of shape {found[0]} and the backbone takes {channels} channels: "
+                    f"convert them to {channels} (uint8 images of 1 are repeated), or give a network of your own for "
+                    f"{found[0][0]} as backbone"
                 )
 
 
@@ -217,11 +214,7 @@ def _infer_classes(found: dict[str, list[Tensor]], multilabel: bool) -> int:
 
 
 def _check_labels(part: str, clients: list[Tensor], num_classes: int, multilabel: bool) -> None:
-    """Refuse classes outside 0..K-1, and multi-label vectors of another width or with values outside [0, 1].
-
-    Raises:
-        ValueError: With the client and the value.
-    """
+    """Refuse classes outside 0..K-1, and multi-label vectors of another width or with values outside [0, 1]."""
     if multilabel and clients[0].shape[1] != num_classes:
         raise ValueError(
             f"{part} labels have {clients[0].shape[1]} entries but num_classes is {num_classes}: "

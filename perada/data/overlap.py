@@ -39,11 +39,7 @@ def public_overlap(train: Store, public: Store) -> tuple[int, int, int] | None:
 
 
 def check_overlap(train: Store, public: Store, name: str = "public") -> None:
-    """Refuse a set of the server's that holds a training image.
-
-    Raises:
-        ValueError: With the first image that does, and the remedy.
-    """
+    """Refuse a set of the server's that holds a training image."""
     found = public_overlap(train, public)
     if found is not None:
         client, index, other = found

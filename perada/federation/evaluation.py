@@ -89,14 +89,15 @@ class Evaluation:
             Scores by name, and those of each client (M,); NaN where a client has none.
         """
         ranks = self.federation.ranks
-        for scores in (self._local, self._everyone, self._global, self._members):
-            scores.merge(ranks)
+        for counted in (self._local, self._everyone, self._global, self._members):
+            counted.merge(ranks)
         per_client = {"personal/local_test": self._local.compute()[0]}
         if not self.federation.personalized:
             per_client["personal/global_test"] = self._global.compute()[0].expand(self.clients)
         elif self.everywhere:
-            known = torch.full((self.clients,), torch.nan)
-            known[self.everywhere] = self._everyone.compute()[:, 0]
+            scores = self._everyone.compute()[:, 0]
+            known = scores.new_full((self.clients,), torch.nan)  # in its dtype, whatever torch's default is
+            known[self.everywhere] = scores
             per_client["personal/global_test"] = known
         found: dict[str, float] = {}
         for name, values in per_client.items():

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import gzip
+import hashlib
 import pickle
 import struct
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 from torch.utils.data import Subset, TensorDataset
@@ -101,9 +103,19 @@ CIFARS = [
 ]
 
 
+def publish(monkeypatch, kind, home, names, key):
+    """Let made-up files of the Python layout, with that of the classes' names, have the checksums that are known."""
+    (home / "classes").write_bytes(pickle.dumps({key: ["a", "b"]}))
+    sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in home.iterdir()}
+    real = getattr(torchvision.datasets, kind.__name__)
+    for part, files in zip(("train_list", "test_list"), names, strict=True):
+        monkeypatch.setattr(real, part, [[name, sums[name]] for name in files])
+    monkeypatch.setattr(real, "meta", {"filename": "classes", "key": key, "md5": sums["classes"]})
+
+
 @pytest.mark.parametrize(("kind", "folder", "binary", "train", "test", "key", "label_bytes"), CIFARS)
 @pytest.mark.parametrize("layout", ["py2", "py3", "binary", "the folder itself"])
-def test_cifar(tmp_path, kind, folder, binary, train, test, key, label_bytes, layout):
+def test_cifar(tmp_path, monkeypatch, kind, folder, binary, train, test, key, label_bytes, layout):
     suffix = {"CIFAR10": "py", "CIFAR100": "python"}[kind.__name__]
     home = tmp_path / f"{folder}-{binary if layout == 'binary' else suffix}"
     home.mkdir()
@@ -119,6 +131,8 @@ def test_cifar(tmp_path, kind, folder, binary, train, test, key, label_bytes, la
             content = pickle.dumps(batch, protocol=2 if layout == "py2" else 5)
             # The real files come from Python 2 with an older NumPy, which had another name for the same module.
             (home / name).write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    if layout != "binary":
+        publish(monkeypatch, kind, home, (train, test), "names")
     root = home if layout == "the folder itself" else tmp_path
     for names, part in ((train, True), (test, False)):
         images = np.concatenate([expected[name][0] for name in names])
@@ -130,15 +144,30 @@ class Intruder:
         return print, ("this must not run",)
 
 
-@pytest.mark.parametrize(
-    "content", [pickle.dumps({"data": Intruder()}), b"", pickle.dumps({"data": pixels(2, 3072)}), pickle.dumps([1])]
-)
-def test_what_is_no_cifar_batch_is_not_run(tmp_path, content, capsys):
-    (tmp_path / "test_batch").write_bytes(content)
-    with pytest.raises(ValueError, match="test_batch is not a CIFAR batch") as caught:
-        len(CIFAR10(str(tmp_path), train=False))
+@pytest.mark.parametrize("content", [pickle.dumps({"data": Intruder(), "labels": [1]}), b"", b"cut short"])
+@pytest.mark.parametrize("wrong", ["data_batch_3", "test_batch", "classes"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_cifar_file_that_is_not_the_published_one_is_not_opened(tmp_path, monkeypatch, content, wrong, train, capsys):
+    names = CIFARS[0][3:5]
+    for name in (*names[0], *names[1]):
+        (tmp_path / name).write_bytes(pickle.dumps({"data": pixels(2, 3072), "labels": [0, 1]}))
+    publish(monkeypatch, CIFAR10, tmp_path, names, "names")
+    assert len(CIFAR10(str(tmp_path), train=train)) == (10 if train else 2)
+    (tmp_path / wrong).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{wrong} is not the published file .*: fetch the data again") as caught:
+        len(CIFAR10(str(tmp_path), train=train))
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 3072])
+def test_a_binary_cifar_file_that_is_cut_short_is_named(tmp_path, damage):
+    (tmp_path / "test_batch.bin").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"test_batch\.bin is not a CIFAR batch, or is cut short") as caught:
+        len(CIFAR10(str(tmp_path), train=False))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin does not exist: fetch the data again"):
+        len(CIFAR10(str(tmp_path)))
 
 
 def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
@@ -153,8 +182,8 @@ def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
 def test_downloads_are_torchvisions_and_only_if_asked_for(tmp_path, kind, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        f"perada.data.sets.images.torchvision_datasets.{kind.__name__}",
-        lambda root, download: calls.append((root, download)),
+        f"torchvision.datasets.{kind.__name__}.__init__",
+        lambda self, root, download: calls.append((root, download)),
     )
     kind(str(tmp_path)).download()
     assert calls == []

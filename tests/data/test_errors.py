@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
+import perada
 from perada.core.images import ImageConfig
 from perada.data import IID, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile, Phase, Photographs
 
@@ -127,8 +128,16 @@ def test_channels_that_the_backbone_does_not_take():
     gray = ImageConfig((1, 8, 8), (0.5,), (0.5,))
     refused(FederatedData([client(channels=3)]), r"shape \(3, 5, 5\) and the backbone takes 1 channels", image=gray)
     refused(FederatedData([client(channels=2)]), "backbone takes 3 channels", image=rgb)
-    refused(FederatedData([client(dtype=torch.float32)]), "backbone takes 3 channels", image=rgb)
-    refused(FederatedData([client()], public=client(channels=3)), r"public images have shape \(3, 5, 5\)", image=gray)
+    refused(
+        FederatedData([client(dtype=torch.float32)]),
+        "float32 .*backbone takes 3 channels: convert them to 3 .* a network of your own for 1 as backbone",
+        image=rgb,
+    )
+    refused(
+        FederatedData([client()], public=client(channels=3)),
+        r"public images are torch.uint8 of shape \(3, 5, 5\)",
+        image=gray,
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,3 +213,19 @@ def test_large_sets_without_declared_labels_are_checked_as_they_are_read(monkeyp
     module = FederatedDataModule(FederatedData([wrong], num_classes=5))
     with pytest.raises(ValueError, match=r"client 0 has the label 9, outside 0\.\.4"):
         list(module.train_dataloader())
+
+
+def test_what_is_advised_for_other_channels_works():
+    """Floating-point images of one channel, with a network of one's own that takes them, and converted for one."""
+    parts = [TensorDataset(torch.rand(4, 1, 8, 8), torch.arange(4) % 2) for _ in range(2)]
+    options = {"rounds": 1, "local_steps": 1, "algorithm": "fedavg", "accelerator": "cpu", "logger": False}
+    options |= {"enable_progress_bar": False, "adapter": "full"}
+    own = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 8), torch.nn.Flatten(), torch.nn.Linear(2, 2))
+    named = {"pretrained": False, "image_size": 8}
+    with pytest.raises(ValueError, match="convert them to 3"):
+        perada.finetune("test_resnet", FederatedData(parts), **options, **named)
+    assert perada.finetune(own, FederatedData(parts), **options).num_clients == 2
+    converted = [TensorDataset(x.expand(-1, 3, -1, -1), y) for x, y in (part.tensors for part in parts)]
+    grey = [TensorDataset((255 * x).byte(), y) for x, y in (part.tensors for part in parts)]
+    for data in (converted, grey):
+        assert perada.finetune("test_resnet", FederatedData(data), **options, **named).num_clients == 2

@@ -169,3 +169,23 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
         assert own_clients.keys() == per_client.keys()
         for name, values in own_clients.items():
             torch.testing.assert_close(values, per_client[name], equal_nan=True)
+
+
+@pytest.fixture
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+@pytest.mark.parametrize("algorithm", ["ditto", "fedavg", "fed_ensemble"])
+def test_evaluation_where_torchs_default_is_double_precision(tiny, algorithm, metric):
+    trainer, module, _ = fitted(tiny, algorithm, {"metric": metric})
+    double, per_client = module.scores, module.per_client
+    torch.set_default_dtype(torch.float32)
+    trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+    assert module.scores == pytest.approx(double, abs=1e-6, nan_ok=True)
+    for name, values in module.per_client.items():
+        torch.testing.assert_close(values, per_client[name], equal_nan=True, check_dtype=False)

@@ -41,16 +41,24 @@ class RoundBatches(Dataset[CohortBatch]):
 
     def __getitem__(self, step: int) -> CohortBatch:
         phase, within, active = self.walk[step]
-        if not active:
-            return no_batch(phase, step, self.plan.round)
-        clients = self.plan.clients[:active]
         before = [sum(steps[i] for steps in self.plan.steps[:phase]) for i in range(active)]
-        indices = [self.batches[i][before[i] + within] for i in range(active)]
-        counts = tuple(len(rows) for rows in indices)
-        owners = torch.tensor(clients).repeat_interleave(torch.tensor(counts))
-        x, y = self.store.take(owners, torch.cat(indices), (self.seed, self.plan.round, step))
-        assert y is not None
-        return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, self.plan.round)
+        indices = [self.batches[i][start + within] for i, start in enumerate(before)]
+        return cohort_batch(self.store, self.plan, phase, step, indices, (self.seed, self.plan.round, step))
+
+
+def cohort_batch(
+    store: Samples, plan: RoundPlan, phase: int, step: int, indices: list[Tensor], key: tuple[int, ...]
+) -> CohortBatch:
+    """One step of the first clients of a plan, on the samples at ``indices`` of each."""
+    clients, counts = plan.clients[: len(indices)], tuple(map(len, indices))
+    if not clients:
+        return no_batch(phase, step, plan.round)
+    owners, rows = torch.tensor(clients).repeat_interleave(torch.tensor(counts)), torch.cat(indices)
+    if not len(rows):  # an image is read for its shape, and dropped
+        owners, rows = torch.tensor(clients[:1]), torch.zeros(1, dtype=torch.int64)
+    x, y = (part if part is None else part[: sum(counts)] for part in store.take(owners, rows, key))
+    assert x is not None and y is not None
+    return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, plan.round)
 
 
 def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -36,7 +36,7 @@ class Preparation:
         flip: Mirror half of the training images.
         seed: The run's seed.
         secure: Augment the images of private training by the operating system's generator instead: the draws go by an
-            image's place in the batch, and who knew them could tell from the others whether an image is there.
+            image's place in the batch, and whoever knew them could tell from the others whether an image is there.
     """
 
     image: "ImageConfig | None" = None
@@ -52,14 +52,10 @@ class Preparation:
         return self.flip or self.crop_padding > 0
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Refuse to augment what is not an image.
-
-        Raises:
-            ValueError: With the shape of one training image, and the remedy.
-        """
+        """Refuse to augment what is not an image."""
         if self.augments and len(shape) != 3:
             raise ValueError(
-                f"images have shape {shape}: crop_padding and flip need (channels, height, width), leave both out"
+                f"images have shape {shape}, but crop_padding and flip need (channels, height, width); leave both out"
             )
 
     def __call__(self, batch: BatchT) -> BatchT:

@@ -3,14 +3,13 @@
 
 import secrets
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.batches import CohortBatch, no_batch
+from perada.core.batches import CohortBatch
 from perada.core.rounds import BatchSize, PrivateSampling, RoundPlan, active_steps, rows_per_batch, sampling_rate
 from perada.core.seeding import derive_seed
-from perada.data.batches.loaders import pad
+from perada.data.batches.loaders import cohort_batch
 from perada.data.batches.samples import Samples
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 
@@ -20,9 +19,9 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
 
     A client's batches depend on the stream, the seed, the round and the client, not on the cohort; with
     ``sampling.secure`` on nothing but a cryptographic generator. So do the datasets' random transforms, which go by an
-    image's place: were they known, all images behind one that is taken out would be known to change theirs. All batches
-    are drawn when the dataset is made, so every worker serves the same ones. A stream runs on from one of its phases to
-    the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
+    image's place: if they were known, removing an image would visibly change those of all images after it. All batches
+    are drawn when the dataset is made, so every worker serves the same ones. A stream continues from one of its phases
+    to the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
 
     A batch may hold no image of a client: its count is then 0. The rows (C, B, ...) are as wide as the largest count,
     and at least 1.
@@ -76,21 +75,6 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
 
     def _batch(self, name: str, step: int) -> CohortBatch:
         phase, within, active = self.walk[step]
-        if not active:
-            return no_batch(phase, step, self.plan.round)
-        clients = self.plan.clients[:active]
         indices = [self.batches[name][row][self._steps_before(phase, name, row) + within] for row in range(active)]
-        counts = tuple(len(rows) for rows in indices)
-        owners = torch.tensor(clients).repeat_interleave(torch.tensor(counts))
         key = self._items, self.plan.round, step, derive_seed(self._items, f"stream/{name}")
-        x, y = self._read(owners, torch.cat(indices), key)
-        return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, self.plan.round)
-
-    def _read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Images and labels of the rows; where there are none, an image is read for its shape and dropped."""
-        none = not len(owners)
-        if none:
-            owners, indices = torch.tensor(self.plan.clients[:1]), torch.zeros(1, dtype=torch.int64)
-        x, y = self.store.take(owners, indices, key)
-        assert y is not None
-        return (x[:0], y[:0]) if none else (x, y)
+        return cohort_batch(self.store, self.plan, phase, step, indices, key)

@@ -60,7 +60,7 @@ def tensor_source(dataset: Dataset[Any], labelled: bool, rows: np.ndarray | None
         rows: Which items of it are meant; by default all.
 
     Raises:
-        IndexError: If a Subset has an item that its dataset has not.
+        IndexError: If a Subset has an item that its dataset lacks.
     """
     if type(dataset) is Subset:  # the rows of thousands of these are looked up without listing those of their base
         own = np.asarray(dataset.indices, dtype=np.int64)
@@ -220,11 +220,7 @@ def wrong_shape(client: int, got: object, expected: object) -> str:
 
 
 def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
-    """Compare a client's labels with those of the first client: all classes, or all vectors of one length.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """Refuse labels of another kind than the first client's: all are classes, or all are vectors of one length."""
     if labels.ndim > 2 or labels.shape[1:] != first.shape[1:] or labels.dtype != first.dtype:
         raise ValueError(
             f"client {client}: a label is {labels.dtype} {tuple(labels.shape[1:])}, an earlier client's is "

@@ -29,19 +29,15 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not self.phases:
-            raise ValueError("there are no phases of local training: give at least one")
+            raise ValueError("there are no phases of local training; give at least one")
         if self.private is not None and len(self.private.streams) != len(self.phases):
             raise ValueError(
-                f"private names the streams of {len(self.private.streams)} phases and there are {len(self.phases)}: "
+                f"private names the streams of {len(self.private.streams)} phases, and there are {len(self.phases)}; "
                 "name those of each phase"
             )
 
     def check_clients(self, num_clients: int) -> None:
-        """Compare the size of the cohort with the number of clients.
-
-        Raises:
-            ValueError: If there are fewer clients than are to be drawn.
-        """
+        """Refuse to draw more clients than there are."""
         hint = f"there are {num_clients} clients"
         check_whole("clients_per_round", self.clients_per_round, most=num_clients, optional=True, hint=hint)
 

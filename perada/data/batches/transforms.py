@@ -41,11 +41,7 @@ def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
 
 
 def check_dtype(images: Tensor) -> None:
-    """Refuse images that are neither uint8 nor floating point.
-
-    Raises:
-        TypeError: With the type and the remedy.
-    """
+    """Refuse images that are neither uint8 nor floating point."""
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise TypeError(f"images are {images.dtype}: give uint8, or floating point that is ready for the model")
 

@@ -10,11 +10,7 @@ Array = np.ndarray[Any, Any]
 
 
 def check_enough(samples: int, clients: int, least: int) -> None:
-    """Refuse more clients than the samples allow.
-
-    Raises:
-        ValueError: With both numbers.
-    """
+    """Refuse more clients than the samples allow."""
     if samples < clients * least:
         raise ValueError(
             f"{clients} clients with at least {least} training samples each need {clients * least}, and there are "
@@ -62,7 +58,7 @@ def raise_to_minimum(
 
     Args:
         counts: Integers (M, K).
-        minimum: Samples each client shall have, with M · minimum at most the sum of all.
+        minimum: Samples each client gets at least, with M · minimum at most the sum of all.
         preference: (M, K), higher first.
         spare: (K,) samples that belong to nobody; None for none.
         keep: Samples of each class that no client gives away.

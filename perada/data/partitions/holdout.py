@@ -18,11 +18,7 @@ EvaluateOn = Literal["test", "validation"]
 
 
 def check_holdout(share: float, evaluate_on: str) -> None:
-    """Refuse what cannot be held out.
-
-    Raises:
-        ValueError: If ``share`` is not a share, or there would be nothing to evaluate on.
-    """
+    """Refuse what is not a share, or would leave nothing to evaluate on."""
     check_number("client_validation", share, least=0, below=1, hint="a share of each client's training images")
     check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
     if evaluate_on == "validation" and not share:

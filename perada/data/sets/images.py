@@ -19,7 +19,7 @@ from torchvision import datasets as torchvision_datasets
 from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
-from perada.data.sets.readers import find_folder, read_cifar, read_idx
+from perada.data.sets.readers import find_folder, read_cifar, read_cifar_binary, read_idx
 
 _FASHION_FOLDERS = ("/usr/share/datasets/fashion-mnist",)  # where Debian's dataset-fashion-mnist puts it
 
@@ -162,13 +162,8 @@ class CIFAR10(ImageSet):
 
     num_classes = 10
     _title = "CIFAR-10"
-    _folders = ("cifar-10-batches-py", "cifar-10-batches-bin")
-    _files: Mapping[str, tuple[str, ...]] = {
-        "train": tuple(f"data_batch_{number}" for number in range(1, 6)),
-        "test": ("test_batch",),
-    }
-    _label = "labels"  # key in the pickled files
-    _label_bytes = 1  # in a record of the binary files; the last one counts
+    _kind = torchvision_datasets.CIFAR10  # knows the files and their checksums
+    _binary = ("cifar-10-batches-bin", 1)  # its folder, and the bytes before the pixels of a record
 
     def __init__(self, root: str = "data", download: bool = False, train: bool = True) -> None:
         super().__init__(train)
@@ -176,24 +171,26 @@ class CIFAR10(ImageSet):
         self._may_download = download
 
     def _folder(self) -> Path | None:
-        candidates = [Path(self.root) / name for name in self._folders] + [Path(self.root)]
-        return find_folder(candidates, f"{self._files['test'][0]}*")
+        root = Path(self.root)
+        candidates = root / self._kind.base_folder, root / self._binary[0], root
+        return find_folder(candidates, f"{self._kind.test_list[0][0]}*")
 
     def download(self) -> None:
         """Fetch the files with torchvision if that was asked for and they are missing."""
         if self._may_download and self._folder() is None:
-            getattr(torchvision_datasets, type(self).__name__)(self.root, download=True)
+            self._kind(self.root, download=True)
 
     def _load(self) -> tuple[Tensor, Tensor]:
         folder = self._folder()
         if folder is None:
             raise FileNotFoundError(
-                f"{self._title} is not in {self.root}: set root to the folder that holds {self._folders[0]}, "
+                f"{self._title} is not in {self.root}: set root to the folder that holds {self._kind.base_folder}, "
                 "or set download: true where there is a network"
             )
-        return read_cifar(
-            [folder / name for name in self._files["train" if self.train else "test"]], self._label, self._label_bytes
-        )
+        if (folder / self._kind.test_list[0][0]).exists():
+            return read_cifar(self._kind, folder, self.train)
+        names = self._kind.train_list if self.train else self._kind.test_list
+        return read_cifar_binary([folder / f"{name}.bin" for name, _ in names], self._binary[1])
 
 
 class CIFAR100(CIFAR10):
@@ -207,10 +204,8 @@ class CIFAR100(CIFAR10):
 
     num_classes = 100
     _title = "CIFAR-100"
-    _folders = ("cifar-100-python", "cifar-100-binary")
-    _files: Mapping[str, tuple[str, ...]] = {"train": ("train",), "test": ("test",)}
-    _label = "fine_labels"
-    _label_bytes = 2
+    _kind = torchvision_datasets.CIFAR100
+    _binary = ("cifar-100-binary", 2)  # a coarse label stands before the fine one
 
 
 class Photographs(ImageSet):

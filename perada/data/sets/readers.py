@@ -3,27 +3,17 @@
 
 import gzip
 import math
-import pickle
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.datasets import CIFAR10
+from torchvision.datasets.utils import check_integrity
 
-# All that a pickled CIFAR batch, old or new, needs to be rebuilt: nothing else in a file is run.
-_HARMLESS = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
-
-_BROKEN = (pickle.UnpicklingError, AttributeError, EOFError, KeyError, RuntimeError, TypeError, ValueError)
+_AGAIN = "fetch the data again"
 
 
 def find_folder(candidates: Sequence[Path], pattern: str) -> Path | None:
@@ -49,75 +39,66 @@ def read_idx(path: Path) -> Tensor:
     """
     zipped = path.with_name(path.name + ".gz")
     if not path.exists() and not zipped.exists():
-        raise FileNotFoundError(f"{path} (or .gz) does not exist: fetch the data again")
+        raise FileNotFoundError(f"{path} (or .gz) does not exist: {_AGAIN}")
     try:
         content = path.read_bytes() if path.exists() else gzip.decompress(zipped.read_bytes())
     except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{zipped} cannot be unpacked ({error}): fetch the data again") from None
+        raise ValueError(f"{zipped} cannot be unpacked ({error}): {_AGAIN}") from None
     axes = content[3] if len(content) >= 4 else 0
     start = 4 + 4 * axes
     shape = np.frombuffer(content[4:start], dtype=">i4").tolist() if len(content) >= start else []
     if content[:3] != b"\x00\x00\x08" or len(shape) != axes or len(content) - start != math.prod(shape):
-        raise ValueError(f"{path} is not an idx file of bytes, or is cut short: fetch the data again")
+        raise ValueError(f"{path} is not an idx file of bytes, or is cut short: {_AGAIN}")
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).copy()).view(*shape)
 
 
-class _SafeUnpickler(pickle.Unpickler):
-    """Rebuilds NumPy arrays and plain containers, and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
-        if (module, name) not in _HARMLESS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-
-
-def read_cifar(paths: Sequence[Path], label: str, label_bytes: int) -> tuple[Tensor, Tensor]:
-    """Read CIFAR batches in the Python or, where ``path.bin`` exists, the binary layout.
+def read_cifar(kind: type[CIFAR10], folder: Path, train: bool) -> tuple[Tensor, Tensor]:
+    """Read the Python layout of CIFAR with torchvision, which opens no file before it has compared its checksum.
 
     Args:
-        paths: Files, without ``.bin``.
-        label: Key of the labels in the pickled files.
-        label_bytes: Bytes before the pixels of a binary record; the last one is the label.
+        kind: torchvision's class.
+        folder: Where the files are.
+        train: The training split, or else the test split.
 
     Returns:
         Images uint8 (N, 3, 32, 32) and labels int64 (N,).
 
     Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a file is not of its format.
+        FileNotFoundError: If a file of either split is missing.
+        ValueError: If a file is not the published one.
     """
-    images, labels = [], []
+    try:
+        split = type(kind.__name__, (kind,), {"base_folder": ""})(folder, train)
+    except RuntimeError:  # it does not say which file is missing or wrong
+        for name, checksum in (*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder / name} does not exist: {_AGAIN}") from None
+            if not check_integrity(str(folder / name), checksum):
+                raise ValueError(f"{folder / name} is not the published file (its MD5 differs): {_AGAIN}") from None
+        raise
+    return torch.from_numpy(split.data.transpose(0, 3, 1, 2)), torch.tensor(split.targets)
+
+
+def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> tuple[Tensor, Tensor]:
+    """Read the binary layout of CIFAR.
+
+    Args:
+        paths: The files of a split.
+        label_bytes: Bytes before the pixels of a record; the last one is the label.
+
+    Returns:
+        As :func:`read_cifar`.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file does not consist of whole records.
+    """
+    batches = []
     for path in paths:
-        binary = path.with_name(path.name + ".bin")
-        if not path.exists() and not binary.exists():
-            raise FileNotFoundError(f"{path} does not exist: fetch the data again, or set download: true")
-        try:
-            pixels, classes = _read_pickled(path, label) if path.exists() else _read_binary(binary, label_bytes)
-            images.append(torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32))
-            labels.append(torch.as_tensor(classes, dtype=torch.int64))
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            KeyError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            AttributeError,
-        ) as error:
-            raise ValueError(f"{path} is not a CIFAR batch ({error}): fetch the data again") from None
-        if len(images[-1]) != len(labels[-1]):
-            raise ValueError(f"{path} has {len(images[-1])} images and {len(labels[-1])} labels: fetch the data again")
-    return torch.cat(images), torch.cat(labels)
-
-
-def _read_pickled(path: Path, label: str) -> tuple[np.ndarray[Any, Any], Any]:
-    """Pixels (N, 3072) and labels of a pickled batch."""
-    with path.open("rb") as file:
-        batch = _SafeUnpickler(file, encoding="latin1").load()
-    return batch["data"], batch[label]
-
-
-def _read_binary(path: Path, label_bytes: int) -> tuple[np.ndarray[Any, Any], Any]:
-    """Pixels (N, 3072) and labels of a binary batch."""
-    records = np.fromfile(path, dtype=np.uint8).reshape(-1, label_bytes + 3072)
-    return records[:, label_bytes:], records[:, label_bytes - 1].astype(np.int64)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: {_AGAIN}")
+        batches.append(np.fromfile(path, dtype=np.uint8))
+        if len(batches[-1]) % (label_bytes + 3072) or not len(batches[-1]):
+            raise ValueError(f"{path} is not a CIFAR batch, or is cut short: {_AGAIN}")
+    records = torch.from_numpy(np.concatenate(batches)).view(-1, label_bytes + 3072)
+    return records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1].long()
