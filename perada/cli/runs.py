@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: LightningCLI's subcommands, and commands of our own beside them."""
+"""The commands that run recipes: LightningCLI's own, export and compare."""
 
-import os
-import shutil
 import sys
 import warnings
-from argparse import ArgumentError
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from perada.cli.classes import import_named
-from perada.cli.messages import one_line, quiet_lightning
-from perada.cli.words import find_recipe, recipes, spelt_out
+from perada.cli.words import spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.lightning.checkpoint import find_checkpoint, plain_data
@@ -31,9 +25,7 @@ from perada.lightning.outcome import outcome
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
-from perada.results.report import client_table, mode_line, printable, run_report
-
-LIGHTNING = ("fit", "validate", "test", "predict")
+from perada.results.report import client_table, mode_line
 
 
 class SaveConfig(SaveConfigCallback):
@@ -163,7 +155,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         seed_everything_default=0,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"exit_on_error": False} | {name: {"exit_on_error": False} for name in LIGHTNING},
+        parser_kwargs={"prog": "perada", "exit_on_error": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
         args=words,
@@ -171,42 +163,11 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
     )
 
 
-def _parser(prog: str, description: str) -> jsonargparse.ArgumentParser:
-    return jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
-
-
-def _ls(args: Sequence[str]) -> None:
-    """List the shipped recipes with their first line."""
-    _parser("perada ls", "List the shipped recipes.").parse_args(list(args))
-    width = max(map(len, recipes()))
-    for name, path in recipes().items():
-        print(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
-
-
-def _cp(args: Sequence[str]) -> None:
-    """Copy a recipe."""
-    parser = _parser("perada cp", "Copy a shipped recipe, to edit it.")
-    parser.add_argument("name", help="Name of a recipe, as `perada ls` lists it.")
-    parser.add_argument("destination", type=Path, help="File or folder to copy it to.")
-    parser.add_argument("--force", action="store_true", help="Overwrite a file that is there.")
-    given = parser.parse_args(list(args))
-    source = find_recipe(given.name)
-    target = given.destination / source.name if given.destination.is_dir() else given.destination
-    if target.exists() and not given.force:
-        raise FileExistsError(f"{str(target)!r} is there already; choose another destination or add --force")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    print(f"Copied {given.name} to {target}; run it with: perada fit --config {target}")
-
-
-def _export(args: Sequence[str]) -> None:
+def export(parser: ArgumentParser, words: list[str]) -> None:
     """Write a finished run's adapters as PEFT folders."""
-    parser = _parser("perada export", "Write a run's adapters as PEFT folders.")
     parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="Folder to write client_0, client_1, … and global to."
-    )
-    given = parser.parse_args(list(args))
+    parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
+    given = parser.parse_args(words)
     config = given.run / "config.yaml"
     checkpoints = sorted((given.run / "checkpoints").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     if not config.is_file() or not checkpoints:
@@ -233,80 +194,20 @@ def _export(args: Sequence[str]) -> None:
         print(privacy_lines(run.info["privacy"]))
 
 
-def _report(args: Sequence[str]) -> None:
-    """Print a run's rounds and clients."""
-    parser = _parser("perada report", "Print a run's metrics as tables.")
-    parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
-    print(run_report(parser.parse_args(list(args)).run))
+def compare(parser: ArgumentParser, words: list[str]) -> None:
+    """Run ``perada compare``."""
+    from perada.experiments.compare.command import main as command
+
+    start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
+    command(parser, words, _unrun, [sys.executable, "-P", "-c", start, *sys.path])
 
 
-def _compare(args: Sequence[str]) -> None:
-    from perada.experiments.compare.command import main as compare
+def work() -> None:
+    """What a process of ``perada compare`` does."""
+    from perada.experiments.compare.workers import worker_main
 
-    start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.main import main; main(['compare', '--worker'])"
-    compare(args, lambda words: make_cli(words, run=False), [sys.executable, "-P", "-c", start, *sys.path])
-
-
-def _pretrain(args: Sequence[str]) -> None:
-    from perada.experiments.pretrain import main as pretrain
-
-    pretrain(args)
+    worker_main(_unrun)
 
 
-def _study(args: Sequence[str]) -> None:
-    from perada.experiments.studies import main as study
-
-    try:
-        study(args)
-    except ModuleNotFoundError as error:  # the drawing library is an extra
-        raise MisconfigurationException(str(error)) from error
-
-
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
-    "ls": (_ls, "list the shipped recipes"),
-    "cp": (_cp, "copy a recipe, to edit it"),
-    "compare": (_compare, "run recipes or algorithms one after another and print one table"),
-    "export": (_export, "write a run's adapters as PEFT folders"),
-    "report": (_report, "print a run's metrics as tables"),
-    "pretrain": (_pretrain, "train a small backbone on Fashion-MNIST"),
-    "study": (_study, "repeat a small experiment of a paper; alone it lists them"),
-}
-
-HELP = """usage: perada COMMAND [options]
-
-  fit, validate, test, predict   run a recipe: perada fit --config quickstart --federated.clients_per_round=5
-{commands}
-
-`perada COMMAND --help` tells a command's options."""
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: Words after ``perada``; by default those of the command line.
-    """
-    words = list(sys.argv[1:] if args is None else args)
-    listed = "\n".join(f"  {name:30} {text}" for name, (_, text) in COMMANDS.items())
-    if not words or words[0] in ("-h", "--help"):
-        print(HELP.format(commands=listed))
-        return
-    if words[0] in COMMANDS:
-        COMMANDS[words[0]][0](words[1:])
-    elif words[0] in LIGHTNING:
-        make_cli(words)
-    else:
-        close = get_close_matches(words[0], [*COMMANDS, *LIGHTNING], 1)
-        hint = f"did you mean {close[0]!r}?" if close else "`perada --help` lists the commands"
-        raise ValueError(f"there is no command {words[0]!r}; {hint}")
-
-
-def entry_point() -> None:
-    """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
-    quiet_lightning()
-    try:
-        main()
-    except (ValueError, TypeError, OSError, ArgumentError, MisconfigurationException) as error:
-        if os.environ.get("PERADA_DEBUG"):
-            raise
-        sys.exit(f"perada: error: {printable(one_line(error))}")
+def _unrun(words: Sequence[str]) -> PeradaCLI:
+    return make_cli(words, run=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from perada.core.text import printable
 from perada.results.privacy_card import TEST_MODE, epsilon_text, mean_and_std
 
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
@@ -53,15 +54,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|".join("-" * (width + 2) if not column else "-" * (width + 1) + ":" for column, width in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
-
-
-def printable(text: str) -> str:
-    r"""``text`` on one line, without the control characters that a terminal would obey.
-
-    >>> printable("a\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: bool = False) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from perada.core.text import printable
 from perada.experiments.compare.results import choose, score
 from perada.results.privacy_card import epsilon_text, mean_and_std
-from perada.results.report import SCORES, percent, printable, table
+from perada.results.report import SCORES, percent, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree of commands. A command is imported when it is run, so that the program itself starts at once."""
+
+import os
+import shutil
+import sys
+from argparse import ArgumentError
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from perada.cli.messages import one_line, quiet_lightning
+from perada.cli.words import find_recipe, recipes, spelt_out
+
+Tree = dict[str, tuple["str | Tree", str]]
+"""By name: a command, as ``module:function``, or a tree of commands; and one line of help."""
+
+STUDIES: Tree = {
+    "fed-ensemble": (
+        "perada.experiments.studies.fed_ensemble:main",
+        "Bias and variance of Fed-ensemble's toy regression against the number of modes.",
+    ),
+    "local-gd": (
+        "perada.experiments.studies.local_gd:main",
+        "What local gradient descent converges to: linear models, and a head on a frozen backbone.",
+    ),
+}
+COMMANDS: Tree = {
+    "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
+    "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
+    "test": ("perada.cli.main:run", "The same as validate."),
+    "predict": ("perada.cli.main:run", "Write the predictions of a checkpoint's models to a file."),
+    "ls": ("perada.cli.main:ls", "List the shipped recipes."),
+    "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
+    "compare": (
+        "perada.cli.runs:compare",
+        "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
+    ),
+    "export": ("perada.cli.runs:export", "Write the adapters of a run as PEFT folders."),
+    "report": ("perada.cli.main:report", "Print the metrics of a run as a table."),
+    "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
+    "study": (STUDIES, "Repeat a small experiment of a paper."),
+}
+"""What the program can do. A command is called with its parser, to which it adds its options, and with its words."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        args: Words after ``perada``; by default those of the command line.
+    """
+    text = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
+    _run(sys.argv[1:] if args is None else list(args), COMMANDS, text, "perada")
+
+
+def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
+    """Run the command of an entry of the tree that ``words`` begin with, or print the commands that there are.
+
+    Raises:
+        ValueError: If there is no such command.
+    """
+    parser = ArgumentParser(prog=prog, description=text, exit_on_error=False, allow_abbrev=False)
+    if isinstance(entry, str):
+        module, _, function = entry.partition(":")
+        getattr(import_module(module), function)(parser, words)
+    elif words and words[0] in entry:
+        _run(words[1:], *entry[words[0]], f"{prog} {words[0]}")
+    elif words and not words[0].startswith("-"):
+        close = get_close_matches(words[0], entry, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"`{prog} --help` lists the commands"
+        raise ValueError(f"there is no command {words[0]!r}; {hint}")
+    else:
+        about = f"`{prog} COMMAND --help` shows the options of a command."
+        commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND", description=about)
+        for name, (_, line) in entry.items():
+            commands.add_subcommand(name, ArgumentParser(), help=line)
+        parser.parse_args(words)
+        parser.print_help()
+
+
+def run(parser: ArgumentParser, words: list[str]) -> None:
+    """Carry out a subcommand of LightningCLI, whose own parser reads the words."""
+    words = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
+    from perada.cli.runs import make_cli
+
+    make_cli([parser.prog.split()[-1], *words])
+
+
+def ls(parser: ArgumentParser, words: list[str]) -> None:
+    """List the shipped recipes with their first line."""
+    parser.parse_args(words)
+    width = max(map(len, recipes()))
+    for name, path in recipes().items():
+        print(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+
+
+def cp(parser: ArgumentParser, words: list[str]) -> None:
+    """Copy a recipe."""
+    parser.add_argument("name", help="Name of a recipe, as `perada ls` lists it.")
+    parser.add_argument("destination", help="File or folder to copy it to.")
+    parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
+    given = parser.parse_args(words)
+    source, target = find_recipe(given.name), Path(given.destination)
+    target = target / source.name if target.is_dir() else target
+    if target.exists() and not given.force:
+        raise FileExistsError(f"{str(target)!r} exists already; choose another destination or add --force")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    print(f"Copied {given.name} to {target}; run it with: perada fit --config {target}")
+
+
+def report(parser: ArgumentParser, words: list[str]) -> None:
+    """Print a run's rounds and clients."""
+    from perada.results.report import run_report
+
+    parser.add_argument("run", help="Run folder, for example lightning_logs/version_0.")
+    print(run_report(Path(parser.parse_args(words).run)))
+
+
+def entry_point() -> None:
+    """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
+    quiet_lightning()
+    try:
+        main()
+    except Exception as error:
+        known = isinstance(error, ValueError | TypeError | OSError | ImportError | ArgumentError)
+        if os.environ.get("PERADA_DEBUG") or not (known or type(error).__name__ == "MisconfigurationException"):
+            raise
+        sys.exit(f"perada: error: {one_line(error)}")
