@@ -7,25 +7,39 @@ import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from perada.algorithms import Algorithm
-from perada.data import ImageSet, Partition
-from perada.server import ServerRule
+from perada.core.text import printable
+
+_NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
+_PLAIN = {
+    r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
+    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"\2 is unknown; choose one of \1",
+    r"Expected a <class '(.*)'>\. Got value: (.*)": r"\2 cannot be used; give a value of type \1",
+    r"Expected a <class '(.*)'>$": r"give a value of type \1",
+    r"Problem with given class_path '(.*)':": r"\1:",
+    r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
+}
+"""What jsonargparse says, and how we say it."""
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line, without what jsonargparse tells of its own working."""
-    noise = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
+    """An error's message on one line, without control characters and without what jsonargparse says of its workings."""
     lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(noise))
+    lines = [line for line in lines if line and not line.startswith(_NOISE)]
+    for said, plain in _PLAIN.items():
+        lines = [re.sub(said, plain, line) for line in lines]
+    text = " ".join(lines)
     wrong = re.search(r"Expected a dot import path string: (\w+)", text)
     if wrong:
-        key = re.search(r'Parser key "([^"]+)"', text)
+        from perada.algorithms import Algorithm
+        from perada.data import ImageSet, Partition
+        from perada.server import ServerRule
+
         bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
         names = sorted({kind.__name__ for base in bases for kind in _subclasses(base)})
         close = get_close_matches(wrong[1], names, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
-        return f"{key[1] if key else 'the configuration'}: there is no class {wrong[1]!r}; {hint}"
-    return text
+        text = f"{text.partition(':')[0]}: there is no class {wrong[1]!r}; {hint}"
+    return printable(text)
 
 
 def _subclasses(base: type) -> Iterator[type]:

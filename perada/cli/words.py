@@ -5,10 +5,6 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from perada.algorithms import ALGORITHMS
-from perada.experiments.compare.entries import algorithm_words
-from perada.server import SERVER_RULES
-
 NAMED = ("--federated.algorithm", "--federated.algorithm.base", "--federated.server_rule")
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -47,10 +43,20 @@ def spelt_out(args: Sequence[str]) -> list[str]:
             out.append(str(find_recipe(word)))
         elif option == "--config" and value:
             out.append(f"--config={find_recipe(value)}")
-        elif option in NAMED[:2] and value in ALGORITHMS:
-            out += algorithm_words(value, option)
-        elif option == NAMED[2] and value in SERVER_RULES:
-            out.append(f"{option}={SERVER_RULES[value].__name__}")
+        elif option in NAMED and value:
+            out += _class_words(option, value)
         else:
             out.append(word)
     return out
+
+
+def _class_words(option: str, value: str) -> list[str]:
+    """The option with the class that a name stands for; the option as it is where ``value`` is not a name."""
+    from perada.algorithms import ALGORITHMS
+    from perada.experiments.compare.entries import algorithm_words
+    from perada.server import SERVER_RULES
+
+    if option in NAMED[:2] and value in ALGORITHMS:
+        return algorithm_words(value, option)
+    rule = SERVER_RULES.get(value) if option == NAMED[2] else None
+    return [f"{option}={rule.__name__ if rule else value}"]

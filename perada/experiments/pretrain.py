@@ -8,15 +8,14 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-import jsonargparse
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from jsonargparse import ArgumentParser
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -269,8 +268,10 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or "processor unknown"
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run ``perada pretrain`` with these arguments, by default those of the command line."""
-    jsonargparse.auto_cli(
-        pretrain, args=None if args is None else list(args), as_positional=False, prog="perada pretrain"
-    )
+def main(parser: ArgumentParser, words: list[str]) -> None:
+    """Run ``perada pretrain``."""
+    parser.add_argument("--config", action="config", help="Configuration file with the options below.")
+    parser.add_function_arguments(pretrain, as_group=False)
+    given = parser.parse_args(words)
+    del given.config
+    pretrain(**given)

@@ -15,10 +15,10 @@ from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
-import perada.models.twins  # noqa: F401  # registers the stacked twins of timm and transformers layers
 from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
+from perada.models.twins import register_transformers
 from perada.models.weight_files import cached_file, hub_problem, load_weights, no_weights
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def build_backbone(
     else:
         built = _from_timm(backbone, num_classes, pretrained, image_size, in_chans)
     built.model.requires_grad_(False).eval()
+    register_transformers()
     return built
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked twins of timm's and transformers' own layers, registered when this module is imported."""
+"""Stacked twins of timm's own layers, registered when this module is imported, and what transformers' ViT needs."""
+
+import sys
 
 import timm.layers
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
-from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from perada.engine.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
 from perada.engine.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
@@ -54,9 +55,11 @@ _TWINS: dict[type[nn.Module], type[Twin]] = {
 }
 TWINS.update(_TWINS)
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
-ROW_PARAMETERS.update(
-    {
-        VisionTransformer: frozenset({"cls_token", "pos_embed", "reg_token"}),
-        ViTEmbeddings: frozenset({"cls_token", "position_embeddings"}),
-    }
-)
+ROW_PARAMETERS[VisionTransformer] = frozenset({"cls_token", "pos_embed", "reg_token"})
+
+
+def register_transformers() -> None:
+    """Register what transformers' ViT needs, if one has been made: importing it for others takes too long."""
+    vit = sys.modules.get("transformers.models.vit.modeling_vit")
+    if vit is not None:
+        ROW_PARAMETERS[vit.ViTEmbeddings] = frozenset({"cls_token", "position_embeddings"})

@@ -9,6 +9,8 @@ from statistics import fmean, pstdev
 
 from torch import Tensor
 
+from perada.core.text import printable
+
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
     "take the noise off, whatever ε says. Do not release what was trained so."
@@ -56,15 +58,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
     rule = "|".join("-" * (width + 1) + "-:"[column >= left] for column, width in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
-
-
-def printable(text: str) -> str:
-    r"""``text`` on one line, without the control characters that a terminal would obey.
-
-    >>> printable("a\x1b[2Jb")
-    'a?[2Jb'
-    """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def epsilon_text(value: float) -> str:

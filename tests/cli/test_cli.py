@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ import yaml
 import perada
 from perada.algorithms import ALGORITHMS, Algorithm, make_algorithm
 from perada.cli import entry_point, main
-from perada.cli.main import make_cli
+from perada.cli.main import COMMANDS, STUDIES
+from perada.cli.runs import make_cli
 from perada.cli.words import recipes, spelt_out
 
 TINY = {
@@ -348,7 +350,7 @@ def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
     assert (folder / "new" / "quickstart.yaml").is_file()
     (folder / "new" / "mine.yaml").write_text("edited")
     says = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
-    assert says == "perada: error: 'new/mine.yaml' is there already; choose another destination or add --force"
+    assert says == "perada: error: 'new/mine.yaml' exists already; choose another destination or add --force"
     assert (folder / "new" / "mine.yaml").read_text() == "edited"
     main(["cp", "quickstart", "new/mine.yaml", "--force"])
     assert (folder / "new" / "mine.yaml").read_bytes() == recipes()["quickstart"].read_bytes()
@@ -361,13 +363,39 @@ def test_report_prints_the_rounds(folder, capsys):
     assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()][2:] == ["0", "1"]
 
 
-def test_help_lists_the_commands(capsys):
-    main([])
+def ending(*words):
+    """The status with which the program ends; 0 where it just returns."""
+    try:
+        main(words)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def leaves(tree, *before):
+    """Every command of the tree, as words."""
+    for name, (what, _) in tree.items():
+        yield from [(*before, name)] if isinstance(what, str) else leaves(what, *before, name)
+
+
+@pytest.mark.parametrize(("words", "tree"), [([], COMMANDS), (["study"], STUDIES)])
+def test_help_lists_the_commands(words, tree, capsys):
+    assert ending(*words) == 0
     bare = capsys.readouterr().out
-    main(["--help"])
+    assert ending(*words, "--help") == 0
     assert capsys.readouterr().out == bare
-    for command in ("fit", "validate", "test", "predict", "ls", "cp", "compare", "export", "report", "pretrain"):
-        assert command in bare
+    listed = bare[bare.index("Available subcommands") :]
+    assert re.findall(r"^    (\S+)", listed, flags=re.MULTILINE) == [*tree]
+    flat = " ".join(bare.split())
+    assert [line for _, line in tree.values() if line not in flat] == []
+
+
+@pytest.mark.parametrize("words", [*leaves(COMMANDS)], ids=" ".join)
+def test_every_command_explains_its_options(words, capsys):
+    assert ending(*words, "--help") == 0
+    shown = capsys.readouterr().out.replace("[options] ", "")
+    assert shown.startswith(f"usage: perada {' '.join(words)}")
+    assert "-h, --help" in shown
 
 
 FIT = ("fit", "--config", "tiny.yaml")
@@ -378,20 +406,30 @@ FIT = ("fit", "--config", "tiny.yaml")
     [
         (("fti",), "there is no command 'fti'; did you mean 'fit'?"),
         (("xyzzy",), "there is no command 'xyzzy'; `perada --help` lists the commands"),
+        (("study", "fed-ensembel"), "there is no command 'fed-ensembel'; did you mean 'fed-ensemble'?"),
+        (("study", "xyzzy"), "there is no command 'xyzzy'; `perada study --help` lists the commands"),
+        (("--long",), "unrecognized arguments: --long"),
         (("ls", "--long"), "unrecognized arguments: --long"),
         (("fit", "--config", "quickstar"), "'quickstar' is neither a file nor a recipe; did you mean 'quickstart'?"),
         (("fit", "--config=none.yaml"), "'none.yaml' is neither a file nor a recipe; `perada ls` lists the recipes"),
         (("cp", "quikstart", "x.yaml"), "did you mean 'quickstart'?"),
         (("report", "nowhere"), "'nowhere' holds no metrics.csv"),
-        (("export", "nowhere", "--output", "x"), "'nowhere' is no finished run: it has no config.yaml"),
-        (("export", "nowhere"), "output"),
+        (("export", "nowhere", "--output", "x"), "'nowhere' is not a finished run: it has no config.yaml"),
+        (("export", "nowhere"), "the following arguments are required: output"),
+        (("study", "fed-ensemble"), "the following arguments are required: output"),
+        (("compare",), "the following arguments are required: recipes"),
+        (("compare", "tiny.yaml", "--jobs=0"), "jobs: 0 cannot be used; give a number >0"),
+        (("compare", "tiny.yaml", "--threads", "-1"), "threads: -1 cannot be used; give a number >0"),
+        (("compare", "tiny.yaml", "--seeds", "0", "x"), "seeds: x cannot be used; give a value of type int"),
+        (("compare", "tiny.yaml", "--algorithms", "perda"), "'perda'"),
+        (("pretrain", "--dataset=X", "--output=x"), "dataset: X is unknown; choose one of 'FashionMNIST', 'Digits',"),
         ((*FIT, "--modl.adapter=head"), "unrecognized arguments: --modl.adapter=head"),
         ((*FIT, "--model.backbone=resnet19"), "backbone 'resnet19' is no timm model: did you mean resnet18"),
         ((*FIT, "--model.adapter=heads"), "adapter 'heads' is unknown"),
         ((*FIT, "--model.lr_local=-1"), "lr_local=-1.0 cannot be used; give a finite number of 0 or more"),
-        ((*FIT, "--model.lr_local=fast"), "model.lr_local"),
+        ((*FIT, "--model.lr_local=fast"), "model.lr_local: fast cannot be used; give a value of type float"),
         ((*FIT, "--model.num_classes=7"), "num_classes=7 does not match"),
-        ((*FIT, "--model.optimizer=lion"), "model.optimizer"),
+        ((*FIT, "--model.optimizer=lion"), "model.optimizer: lion is unknown; choose one of 'sgd', 'adam', 'adamw'"),
         ((*FIT, "--data.partition.alpha=-1"), "alpha=-1.0 cannot be used; give a finite number above 0"),
         ((*FIT, "--data.partition.beta=1"), "'beta' is not accepted"),
         ((*FIT, "--data.partition.num_clients=100"), "100"),
@@ -414,6 +452,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--trainer.accumulate_grad_batches=2"), "accumulate_grad_batches=2"),
         ((*FIT, "--trainer.gradient_clip_val=1"), "gradient_clip_val=1"),
         ((*FIT, "--trainer.max_epochs=-2"), "max_epochs"),
+        ((*FIT, "--trainer.max_epochs=x"), "trainer.max_epochs: give a value of type int"),
         ((*FIT, "--ckpt_path=last"), "ckpt_path=last: there is no checkpoint below 'lightning_logs'"),
         ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path='no.ckpt' is not there"),
         ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is no checkpoint"),

@@ -9,8 +9,9 @@ import timm
 import torch
 from safetensors.torch import load_file
 
+from perada.cli import main
 from perada.data.sets.shapes import Shapes
-from perada.experiments.pretrain import main, pretrain
+from perada.experiments.pretrain import pretrain
 
 WEIGHTS = Path(__file__).parents[2] / "perada" / "models" / "weights"
 
@@ -58,7 +59,7 @@ def test_training_learns(run):
 
 def test_the_command_line_writes_the_file_and_its_card(fashion_root, tmp_path):
     output = tmp_path / "small.safetensors"
-    main([f"--root={fashion_root}", "--epochs=1", "--batch_size=40", "--seed=5", f"--output={output}"])
+    main(["pretrain", f"--root={fashion_root}", "--epochs=1", "--batch_size=40", "--seed=5", f"--output={output}"])
     rows = rows_of(output.with_suffix(".md").read_text())
     assert rows["SHA-256"] == f"`{hashlib.sha256(output.read_bytes()).hexdigest()}`"
     assert rows["seed"] == "5"

@@ -2,10 +2,10 @@
 """What a private run says of its privacy: in a model card, and beside an export."""
 
 import copy
+import importlib
 import json
 import math
 import re
-import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -167,7 +167,7 @@ def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     record = sample() | whole()
-    program = sys.modules["perada.cli.main"]
+    program = importlib.import_module("perada.cli.runs")
     real = program.outcome
 
     def private(module, loop):

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import datasets as torchvision_datasets
@@ -102,6 +101,8 @@ class Digits(ImageSet):
         super().__init__(train)
 
     def _load(self) -> tuple[Tensor, Tensor]:
+        from sklearn.datasets import load_digits
+
         pixels, labels = load_digits(return_X_y=True)
         images = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
         order = np.random.default_rng(0).permutation(len(labels))
@@ -241,6 +242,8 @@ class Photographs(ImageSet):
         self.gray, self.seed = gray, seed
 
     def _load(self) -> tuple[Tensor, None]:
+        from sklearn.datasets import load_sample_images
+
         photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
         if self.gray:
             luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601

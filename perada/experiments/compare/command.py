@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`perada compare`: the grid, then the runs of the table."""
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
 from perada.experiments.compare.entries import ENTRIES, names
 from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, Request, parse_grid, words
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, grid_table, summary
-from perada.experiments.compare.workers import Workers, in_process, worker_main
+from perada.experiments.compare.workers import Workers, in_process
 
 
 class Comparison:
@@ -132,25 +134,22 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def main(args: Sequence[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
+def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
     """Run ``perada compare``.
 
     Args:
-        args: Its arguments.
+        parser: Gets its options.
+        words: Those, and further options for ``perada fit``.
         make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
-        worker: Command that starts a process which calls this function with ``["--worker"]``.
+        worker: Command that starts a process which calls :func:`~perada.experiments.compare.workers.worker_main`.
 
     Raises:
         SystemExit: With code 1, after the table, if a run failed.
         ValueError: If an argument cannot be used; then nothing has been run.
     """
-    if list(args) == ["--worker"]:
-        worker_main(make_cli)
-        return
-    given, overrides = _parser().parse_known_args(list(args))
-    for name in ("jobs", "threads"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name} {getattr(given, name)} cannot be used: give at least 1")
+    _add_options(parser)
+    own, overrides = _divide(words, parser)
+    given = parser.parse_args(own)
     request = Request(
         given.recipes, names(given.algorithms), given.seeds, parse_grid(given.tune), given.paper, overrides
     )
@@ -169,12 +168,19 @@ def main(args: Sequence[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="perada compare",
-        description="Run recipes one after another and print one table. Further options go to `perada fit`.",
-    )
+def _divide(words: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """The words that the parser knows, and the options that it does not, each with what follows it."""
+    known: list[str] = []
+    other: list[str] = []
+    part = known
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            part = known if word.partition("=")[0] in parser._option_string_actions else other
+        part.append(word)
+    return known, other
+
+
+def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="+", help="Recipes or configuration files.")
     parser.add_argument(
         "--algorithms",
@@ -187,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--paper",
         action="store_true",
-        help="Each algorithm trains what its paper trains: the recipe's adapter for PerAda, full models for others.",
+        help="Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds.")
     parser.add_argument(
@@ -195,11 +201,10 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=V1,V2",
-        help="First try these values of an option of `perada fit` with the first seed, on images that clients hold "
-        "out, and take the best for the algorithm; A+B=V1,V2 gives both options the same value; of several --tune "
-        "every combination is tried.",
+        help="Values of an option of `perada fit`. Each is first tried with the first seed, on images that the clients "
+        "hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several "
+        "--tune every combination is tried.",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at once, in processes of their own.")
-    parser.add_argument("--threads", type=int, default=1, help="Threads of each run.")
+    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at once, each in its own process.")
+    parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads of each run.")
     parser.add_argument("--output", type=Path, help="JSON file of results; what it holds is not computed again.")
-    return parser

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from perada.core.text import printable
 from perada.experiments.compare.results import choose, score
-from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, printable, table
+from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {

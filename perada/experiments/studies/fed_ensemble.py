@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor
 from tqdm import tqdm
 
@@ -164,15 +164,8 @@ def study(
     return rows
 
 
-def main(args: Sequence[str]) -> None:
-    """Run ``perada study fed-ensemble`` with these arguments."""
-    parser = jsonargparse.ArgumentParser(
-        prog="perada study fed-ensemble",
-        description="Bias and variance of Fed-ensemble on its toy regression, against the number of modes K.",
-        exit_on_error=False,
-    )
-    parser.add_function_arguments(study, skip={"quick"})
-    parser.add_argument(
-        "--quick", action="store_true", help="10 re-runs of 20 rounds for K = 1, 2 and 4, whatever else is said."
-    )
-    study(**parser.parse_args(list(args)).as_dict())
+def main(parser: ArgumentParser, words: list[str]) -> None:
+    """Run ``perada study fed-ensemble``."""
+    parser.add_function_arguments(study, as_group=False, skip={"quick"})
+    parser.add_argument("--quick", action="store_true", help="10 re-runs of 20 rounds for K = 1, 2 and 4.")
+    study(**parser.parse_args(words))

@@ -7,12 +7,11 @@ The paper is https://arxiv.org/abs/2412.07971v1; what is computed is in ``local_
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
+from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
 from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
@@ -242,20 +241,8 @@ def summary(found: dict[str, Any]) -> str:
     return table(["", "Local-GD", "modified"], numbers)
 
 
-def parse(args: Sequence[str]) -> dict[str, Any]:
-    """The options of :func:`study` that command-line arguments ask for."""
-    parser = jsonargparse.ArgumentParser(
-        prog="perada study local-gd",
-        description="Where local gradient descent with many local steps leads, on linear models and on a head.",
-        exit_on_error=False,
-    )
-    parser.add_function_arguments(study, skip={"quick"})
-    parser.add_argument(
-        "--quick", action="store_true", help="Small problems, whatever else is said: some seconds, and no files needed."
-    )
-    return dict(parser.instantiate(parser.parse_args(list(args))).as_dict())
-
-
-def main(args: Sequence[str]) -> None:
-    """Run ``perada study local-gd`` with these arguments."""
-    study(**parse(args))
+def main(parser: ArgumentParser, words: list[str]) -> None:
+    """Run ``perada study local-gd``."""
+    parser.add_function_arguments(study, as_group=False, skip={"quick"})
+    parser.add_argument("--quick", action="store_true", help="Small problems, which overrides other options: seconds.")
+    study(**parser.instantiate(parser.parse_args(words)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Local-GD study against autograd loops, pseudo-inverses, a quadratic program and drawn test sets."""
 
+import functools
 import json
 import math
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import nnls
 
+from perada.cli import main
 from perada.data import Digits
 from perada.data.batches.transforms import prepare_images
 from perada.experiments.studies import local_gd, local_gd_curves, local_gd_head
@@ -293,7 +295,7 @@ def loop(network, data, shares, settings, share):
 
 
 def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
-    local_gd.main([f"--output={tmp_path / 'out'}", "--quick", "--seed=4"])
+    main(["study", "local-gd", f"--output={tmp_path / 'out'}", "--quick", "--seed=4"])
     written = json.loads((tmp_path / "out" / "local_gd.json").read_text())
     assert written["settings"]["seed"] == 4
     settings = written["settings"]["regression"]
@@ -312,10 +314,12 @@ def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
     assert "classification: direction to the SVM" in capsys.readouterr().out
 
 
-def test_options_are_read_by_name(tmp_path):
-    asked = local_gd.parse(
-        [f"--output={tmp_path}", "--regression.dimensions=[60,70]", "--head.dataset=digits", "--nodes.count=3"]
-    )
+def test_options_are_read_by_name(tmp_path, monkeypatch):
+    asked = {}
+    take = functools.wraps(local_gd.study)(lambda **options: asked.update(options))
+    monkeypatch.setattr(local_gd, "study", take)
+    words = ["--regression.dimensions=[60,70]", "--head.dataset=digits", "--nodes.count=3"]
+    main(["study", "local-gd", f"--output={tmp_path}", *words])
     assert asked["output"] == tmp_path
     assert asked["regression"] == local_gd_curves.RegressionSettings(dimensions=(60, 70))
     assert asked["head"] == local_gd_head.HeadSettings("digits")

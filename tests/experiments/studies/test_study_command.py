@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``perada study``: its list, its errors, its figures."""
+"""``perada study``: what it imports, and its figures."""
 
 import sys
 
@@ -7,34 +7,8 @@ import pytest
 from PIL import Image
 
 from perada.cli import entry_point, main
-from perada.experiments.studies import STUDIES
+from perada.cli.main import STUDIES
 from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
-
-
-@pytest.mark.parametrize("words", [[], ["--help"]])
-def test_the_studies_are_listed(words, capsys):
-    main(["study", *words])
-    first_words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert first_words == list(STUDIES)
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_each_study_explains_its_options(name, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["study", name, "--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert f"usage: perada study {name}" in shown
-    assert {"--output", "--seed", "--quick"} <= set(shown.replace("[", " ").replace("]", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"), [("fed-ensembel", "did you mean 'fed-ensemble'?"), ("xyz", "`perada study` lists the studies")]
-)
-def test_a_wrong_name_gets_a_hint(name, hint):
-    with pytest.raises(ValueError) as error:
-        main(["study", name])
-    assert str(error.value) == f"there is no study {name!r}; {hint}"
 
 
 def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that run recipes: LightningCLI's own, export and compare."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.loggers import CSVLogger
+
+from perada.cli.classes import import_named
+from perada.cli.words import spelt_out
+from perada.data import FederatedDataModule
+from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
+from perada.lightning.checkpoint import find_checkpoint, plain_data
+from perada.lightning.checks import check_precision, check_trainer
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.outcome import outcome
+from perada.lightning.strategies import choose_strategy, device_defaults
+from perada.privacy import ClientPrivacy, Privacy
+from perada.results.privacy_card import privacy_lines
+from perada.results.report import client_table, mode_line
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes ``config.yaml`` into the run's folder, if there is one."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Write the file once."""
+        if not trainer.loggers:
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        if any(isinstance(callback, FederatedLoop) and callback.test_mode for callback in callbacks):
+            self.config = self.config.clone()
+            self.config.seed_everything = False  # the noise would follow from it
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                _ = logger.experiment  # warns of a folder that is not empty
+        super().setup(trainer, pl_module, stage)
+
+
+class PeradaCLI(LightningCLI):
+    """LightningCLI with the federated loop in a section of its own, and perada's defaults for the trainer."""
+
+    def __init__(self, *, run: bool, **kwargs: Any) -> None:
+        self.runs = run
+        super().__init__(run=run, **kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add ``federated``, ``privacy`` and ``client_privacy``; the seed and the images' size are said once."""
+        parser.add_lightning_class_args(FederatedLoop, "federated")
+        parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
+        parser.link_arguments("data.image_size", "model.image_size")
+        for name, kind in (("privacy", Privacy | None), ("client_privacy", ClientPrivacy | None)):
+            parser.add_argument(f"--{name}", type=kind, default=None, help="Differential privacy; none by default.")
+            parser.link_arguments(name, f"federated.{name}")
+        if not self.runs:  # the config.yaml of a run holds these of its subcommand
+            for name in ("ckpt_path", "weights_only"):
+                parser.add_argument(f"--{name}", type=str | bool | None, default=None)
+        defaults = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+        parser.set_defaults({f"trainer.{name}": value for name, value in (defaults | device_defaults()).items()})
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Add perada's logger, progress bar and checkpoint where the recipe names none."""
+        trainer = self._get(self.config_init, "trainer")
+        given = trainer.callbacks or []
+        given = given if isinstance(given, list) else [given]
+        check_precision(trainer.precision)
+        callbacks: list[pl.Callback] = []
+        if trainer.enable_progress_bar is not False and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
+            callbacks.append(RoundProgressBar())
+        if not any(isinstance(c, ModelCheckpoint) for c in given):
+            if trainer.logger is False and trainer.enable_checkpointing is None:
+                kwargs["enable_checkpointing"] = False  # without a logger there is no run folder to write to
+            elif trainer.enable_checkpointing is not False:
+                callbacks.append(RoundCheckpoint())
+        self.trainer_defaults = {"callbacks": callbacks}
+        if trainer.logger in (None, True):
+            kwargs["logger"] = CSVLogger(trainer.default_root_dir or ".")
+        kwargs["strategy"] = choose_strategy(trainer.strategy, trainer.devices, trainer.num_nodes)
+        made = super().instantiate_trainer(**kwargs)
+        check_trainer(made)
+        return made
+
+    @property
+    def loop(self) -> FederatedLoop:
+        """The federated loop of the trainer."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        return next(callback for callback in callbacks if isinstance(callback, FederatedLoop))
+
+    def _parse_ckpt_path(self) -> None:
+        """A checkpoint does not change the configuration; ``last`` is the newest run's."""
+        if not self.config.get("subcommand"):
+            return
+        config = self.config[self.config.subcommand]
+        config.ckpt_path = find_checkpoint(config.get("ckpt_path"), Path(config.trainer.default_root_dir or "."))
+        if config.get("weights_only") is None:
+            config.weights_only = True  # or any code would be run that a checkpoint brings
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Carry out a subcommand of LightningCLI."""
+        with plain_data(self.config[subcommand].ckpt_path):
+            super()._run_subcommand(subcommand)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse without Lightning's advice against giving the arguments in Python."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
+            super().parse_arguments(parser, args)
+
+    def after_fit(self) -> None:
+        """Print the table of clients, and say where the run is."""
+        self.after_validate()
+        folder = self.trainer.log_dir if self.trainer.loggers else None  # all processes ask, rank 0 says it
+        if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+            print(f"Run folder: {folder}")
+
+    def after_validate(self) -> None:
+        """Print the table of clients."""
+        if not self.trainer.is_global_zero:
+            return
+        clients = outcome(self.model, self.loop).metrics["clients"]
+        if clients:
+            columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in clients.items()}
+            print(client_table(columns, self.datamodule.train_sizes, self.loop.test_mode))
+        if mode_line(self.model.scores):
+            print(mode_line(self.model.scores))
+
+    after_test = after_validate
+
+    def before_predict(self) -> None:
+        """Write the predictions into a file."""
+        self.predictions = PredictionFile()
+        self.trainer.callbacks.append(self.predictions)  # type: ignore[attr-defined]  # set by Lightning
+
+    def after_predict(self) -> None:
+        """Say where the predictions are."""
+        if self.predictions.path is not None:
+            print(f"Predictions: {self.predictions.path}")
+
+
+def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
+    """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out."""
+    words = spelt_out(args)
+    import_named(words)
+    return PeradaCLI(
+        model_class=FederatedClassifier,
+        datamodule_class=FederatedDataModule,
+        seed_everything_default=0,
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "perada", "exit_on_error": False},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+        args=words,
+        run=run,
+    )
+
+
+def export(parser: ArgumentParser, words: list[str]) -> None:
+    """Write a finished run's adapters as PEFT folders."""
+    parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
+    parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
+    given = parser.parse_args(words)
+    config = given.run / "config.yaml"
+    checkpoints = sorted((given.run / "checkpoints").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    if not config.is_file() or not checkpoints:
+        lacks = "checkpoints/last.ckpt" if config.is_file() else "config.yaml"
+        raise FileNotFoundError(
+            f"{str(given.run)!r} is not a finished run: it has no {lacks}; give a run folder of `perada fit`"
+        )
+    content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    if isinstance(content, dict) and isinstance(content.get("data"), str):
+        raise ValueError(
+            f"{str(given.run)!r} was trained on data given in Python ({content['data']}), which cannot be loaded here; "
+            "save what perada.finetune returned with Run.save"
+        )
+    quiet = ("logger=false", "enable_progress_bar=false", "devices=1", "num_nodes=1", "strategy=auto")
+    cli = make_cli(["--config", str(config), *(f"--trainer.{option}" for option in quiet)], run=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
+        path = str(checkpoints[-1])
+        with plain_data(path):
+            cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=path, verbose=False, weights_only=True)
+    run = outcome(cli.model, cli.loop)
+    folder = run.save(given.output)
+    written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
+    print(f"Wrote {len(written)} adapters to {folder}: {written[0]} … {written[-1]}")
+    if privacy_lines(run.info.get("privacy")):
+        print(privacy_lines(run.info["privacy"]))
+
+
+def compare(parser: ArgumentParser, words: list[str]) -> None:
+    """Run ``perada compare``."""
+    from perada.experiments.compare.command import main as command
+
+    start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
+    command(parser, words, _unrun, [sys.executable, "-P", "-c", start, *sys.path])
+
+
+def work() -> None:
+    """What a process of ``perada compare`` does."""
+    from perada.experiments.compare.workers import worker_main
+
+    worker_main(_unrun)
+
+
+def _unrun(words: Sequence[str]) -> PeradaCLI:
+    return make_cli(words, run=False)

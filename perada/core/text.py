@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text for a terminal."""
+
+
+def printable(text: str) -> str:
+    r"""``text`` on one line, without the control characters that a terminal would obey.
+
+    >>> printable("a\x1b[2Jb")
+    'a?[2Jb'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
