@@ -455,7 +455,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--trainer.max_epochs=x"), "trainer.max_epochs: give a value of type int"),
         ((*FIT, "--ckpt_path=last"), "ckpt_path=last: there is no checkpoint below 'lightning_logs'"),
         ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path='no.ckpt' is not there"),
-        ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is no checkpoint"),
+        ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is not a checkpoint"),
     ],
 )
 def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
