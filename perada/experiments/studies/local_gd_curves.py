@@ -14,20 +14,23 @@ Advance = Callable[[str], None]
 """Told what was finished, for a progress bar."""
 
 
-def check_counts(settings: object) -> None:
-    """Refuse settings of which a whole number, or one of a tuple of them, is below one.
+@dataclass(frozen=True)
+class Counts:
+    """Settings of which each whole number, or each of a tuple of them, is 1 or more.
 
     Raises:
-        ValueError: With the name and the value.
+        ValueError: Otherwise, with the name and the value.
     """
-    for name, value in vars(settings).items():
-        counts = value if isinstance(value, tuple) else (value,)
-        if not counts or any(isinstance(count, int) and not isinstance(count, bool) and count < 1 for count in counts):
-            raise ValueError(f"{type(settings).__name__}: {name}={value!r} cannot be used; give 1 or more")
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            counts = value if isinstance(value, tuple) else (value,)
+            if not counts or any(type(count) is int and count < 1 for count in counts):
+                raise ValueError(f"{type(self).__name__}: {name}={value!r} cannot be used; give 1 or more")
 
 
 @dataclass(frozen=True)
-class RegressionSettings:
+class RegressionSettings(Counts):
     """The linear regression, panels (a) to (c).
 
     Args:
@@ -46,13 +49,9 @@ class RegressionSettings:
     lr: float = 1e-4
     central_steps: int = 10_000
 
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
-
 
 @dataclass(frozen=True)
-class ClassificationSettings:
+class ClassificationSettings(Counts):
     """The linear classification, panels (d) to (g).
 
     Args:
@@ -75,13 +74,9 @@ class ClassificationSettings:
     noise: float = 0.5
     central_steps: int = 20_000
 
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
-
 
 @dataclass(frozen=True)
-class Nodes:
+class Nodes(Counts):
     """The nodes of the linear problems.
 
     Args:
@@ -91,10 +86,6 @@ class Nodes:
 
     count: int = 10
     samples: int = 50
-
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
 
 
 def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, seed: int) -> Curves:
@@ -157,20 +148,19 @@ def _numbers(**curves: Tensor) -> Curves:
 
 
 def by_dimension(
-    at: Callable[[int], Curves], dimension: int, dimensions: tuple[int, ...], advance: Advance
+    at: Callable[[int], Curves], settings: RegressionSettings | ClassificationSettings, advance: Advance
 ) -> dict[str, Curves]:
     """Curves by round at one dimension, and the last value of every curve at many.
 
     Args:
         at: Curves of one dimension.
-        dimension: That of the curves by round.
-        dimensions: Those of the curves by dimension.
+        settings: Which dimensions.
         advance: Called after each.
 
     Returns:
         ``{"rounds": curves, "dimensions": curves}``; the latter with the dimensions themselves as ``dimension``.
     """
-    found = {}
+    found, dimension, dimensions = {}, settings.dimension, settings.dimensions
     for d in sorted({dimension, *dimensions}):
         found[d] = at(d)
         advance(f"d = {d}")

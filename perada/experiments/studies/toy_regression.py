@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from perada.algorithms.fed_ensemble import mode_schedule
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed, generator
 
 CLIENTS, POINTS, FUNCTIONS = 50, 2, 100
@@ -48,12 +49,12 @@ class Settings:
 
     Args:
         seed: Of the data, and of everything that differs between re-runs.
-        reruns: R.
+        reruns: Trainings on the same data for each K.
         rounds: Rounds of a training, the same for every K.
-        ages: Instead of ``rounds``: ages of a training, which are K rounds each.
-        strata: Q.
+        ages: Instead of rounds: ages of a training, which are K rounds each.
+        strata: Sets that the 50 clients are split into.
         clients_per_round: Clients drawn at random for a round.
-        local_steps: Steps of gradient descent on the mean of half the squared errors, on both points.
+        local_steps: Steps of gradient descent of a client in a round, on half the mean of its points' squared errors.
         lr: Learning rate.
         lr_decay: Factor of the learning rate after every 10 rounds.
         init_std: Standard deviation of the initial weights.
@@ -62,31 +63,26 @@ class Settings:
         ValueError: If an option cannot be used.
     """
 
-    seed: int
-    reruns: int
-    rounds: int
-    ages: int | None
-    strata: int
-    clients_per_round: int
-    local_steps: int
-    lr: float
-    lr_decay: float
-    init_std: float
+    seed: int = 0
+    reruns: int = 100
+    rounds: int = 480
+    ages: int | None = None
+    strata: int = 10
+    clients_per_round: int = CLIENTS
+    local_steps: int = 5
+    lr: float = 0.1
+    lr_decay: float = 0.99
+    init_std: float = 2.0
 
     def __post_init__(self) -> None:
-        whole = {name: getattr(self, name) for name in ("rounds", "local_steps")}
-        for name, number in (whole | ({} if self.ages is None else {"ages": self.ages})).items():
-            if number < 1:
-                raise ValueError(f"{name}={number} trains nothing; give 1 or more")
-        if self.reruns < 2:
-            raise ValueError(f"reruns={self.reruns} has no variance; give 2 or more")
-        for name in ("strata", "clients_per_round"):
-            if not 1 <= getattr(self, name) <= CLIENTS:
-                raise ValueError(f"{name}={getattr(self, name)} does not fit {CLIENTS} clients; give 1 to {CLIENTS}")
-        if not 0 < self.lr_decay <= 1:
-            raise ValueError(f"lr_decay={self.lr_decay} is no decay; give a factor above 0 and up to 1")
-        if not (math.isfinite(self.init_std) and self.init_std >= 0):
-            raise ValueError(f"init_std={self.init_std} is no standard deviation; give 0 or more")
+        check_whole("reruns", self.reruns, 2)
+        check_whole("rounds", self.rounds)
+        check_whole("local_steps", self.local_steps)
+        check_whole("ages", self.ages, optional=True)
+        check_whole("strata", self.strata, most=CLIENTS)
+        check_whole("clients_per_round", self.clients_per_round, most=CLIENTS)
+        check_number("lr_decay", self.lr_decay, above=0, most=1)
+        check_number("init_std", self.init_std, least=0)
 
     def length(self, modes: int) -> int:
         """Rounds of a training with K modes."""

@@ -25,18 +25,7 @@ from perada.experiments.studies.toy_regression import (
     train,
 )
 
-SMALL = Settings(
-    seed=0,
-    reruns=2,
-    rounds=3,
-    ages=None,
-    strata=10,
-    clients_per_round=CLIENTS,
-    local_steps=5,
-    lr=0.1,
-    lr_decay=1.0,
-    init_std=1.0,
-)
+SMALL = Settings(reruns=2, rounds=3, lr_decay=1.0, init_std=1.0)
 
 
 def descend(weights, phi, y, lr, steps):
@@ -230,14 +219,14 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--rounds=0", "rounds=0 trains nothing; give 1 or more"),
-        ("--local_steps=0", "local_steps=0 trains nothing; give 1 or more"),
-        ("--ages=0", "ages=0 trains nothing; give 1 or more"),
-        ("--reruns=1", "reruns=1 has no variance; give 2 or more"),
-        ("--strata=51", "strata=51 does not fit 50 clients; give 1 to 50"),
-        ("--clients_per_round=0", "clients_per_round=0 does not fit 50 clients; give 1 to 50"),
-        ("--lr_decay=1.5", "lr_decay=1.5 is no decay; give a factor above 0 and up to 1"),
-        ("--init_std=-1", "init_std=-1.0 is no standard deviation; give 0 or more"),
+        ("--rounds=0", "rounds=0 cannot be used; give a whole number of 1 or more"),
+        ("--local_steps=0", "local_steps=0 cannot be used; give a whole number of 1 or more"),
+        ("--ages=0", "ages=0 cannot be used; give a whole number of 1 or more, or leave it out"),
+        ("--reruns=1", "reruns=1 cannot be used; give a whole number of 2 or more"),
+        ("--strata=51", "strata=51 cannot be used; give a whole number from 1 to 50"),
+        ("--clients_per_round=0", "clients_per_round=0 cannot be used; give a whole number from 1 to 50"),
+        ("--lr_decay=1.5", "lr_decay=1.5 cannot be used; give a finite number above 0 and up to 1"),
+        ("--init_std=-1", "init_std=-1.0 cannot be used; give a finite number of 0 or more"),
         ("--modes=[2, 1]", "modes=[2, 1] cannot be compared; give different numbers from 1, ascending"),
         ("--modes=[0]", "modes=[0] cannot be compared; give different numbers from 1, ascending"),
         ("--lr=0", "lr=0.0 does not descend: on these data it has to be above 0 and below 0.205"),
