@@ -4,7 +4,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
 from perada.experiments.studies.toy_regression import (
-    CLIENTS,
     Problem,
     Settings,
     basis,
@@ -93,37 +92,15 @@ def draw(
 
 
 def study(
-    *,
-    output: Path,
-    seed: int = 0,
-    modes: Sequence[int] = tuple(PAPER),
-    reruns: int = 100,
-    rounds: int = 480,
-    ages: int | None = None,
-    strata: int = 10,
-    clients_per_round: int = CLIENTS,
-    local_steps: int = 5,
-    lr: float = 0.1,
-    lr_decay: float = 0.99,
-    init_std: float = 2.0,
-    quick: bool = False,
+    *, output: Path, modes: Sequence[int] = tuple(PAPER), quick: bool = False, **settings: Any
 ) -> list[dict[str, Any]]:
     """Bias and variance of Fed-ensemble's prediction on its toy regression, against the number of modes K.
 
     Args:
         output: Folder to write fed_ensemble.json and fed_ensemble.png to.
-        seed: Of the data, and of everything that differs between re-runs.
         modes: The K to compare, ascending.
-        reruns: Trainings on the same data for each K.
-        rounds: Rounds of a training, the same for every K.
-        ages: Instead of rounds: ages of a training, which are K rounds each.
-        strata: Sets that the 50 clients are split into.
-        clients_per_round: Clients drawn at random for a round.
-        local_steps: Gradient steps of a client in a round, on both its points.
-        lr: Learning rate.
-        lr_decay: Factor of the learning rate after every 10 rounds.
-        init_std: Standard deviation of the initial weights.
         quick: 10 re-runs of 20 rounds for K = 1, 2 and 4, whatever else is said.
+        **settings: See :class:`~perada.experiments.studies.toy_regression.Settings`.
 
     Returns:
         For each K: modes, rounds, what :func:`decompose` returns, and ``mode_variance``, that of mode 0 alone.
@@ -133,30 +110,30 @@ def study(
         FileExistsError: If ``output`` is a file.
         ModuleNotFoundError: If matplotlib is not installed.
     """
+    given = Settings(**settings)
     if quick:
-        modes, reruns, rounds, ages = (1, 2, 4), 10, 20, None
-    settings = Settings(seed, reruns, rounds, ages, strata, clients_per_round, local_steps, lr, lr_decay, init_std)
+        modes, given = (1, 2, 4), replace(given, reruns=10, rounds=20, ages=None)
     if not modes or min(modes) < 1 or list(modes) != sorted(set(modes)):
         raise ValueError(f"modes={list(modes)} cannot be compared; give different numbers from 1, ascending")
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
     check_drawing()
-    problem = make_problem(seed)
-    local_gain(basis(problem.x, problem.centres), lr, local_steps)  # refuses a learning rate that diverges
+    problem = make_problem(given.seed)
+    local_gain(basis(problem.x, problem.centres), given.lr, given.local_steps)  # refuses a rate that diverges
     x = (torch.arange(GRID, dtype=torch.float64) + 0.5) * 2 / GRID - 1
     phi, truth = basis(x, problem.centres), torch.sin(2 * math.pi * x)
     rows, curves = [], {}
-    with tqdm(total=sum(map(settings.length, modes)), desc="rounds", dynamic_ncols=True) as bar:
+    with tqdm(total=sum(map(given.length, modes)), desc="rounds", dynamic_ncols=True) as bar:
         for count in modes:
             bar.set_postfix(modes=count)
-            weights = train(problem, settings, count, bar)
+            weights = train(problem, given, count, bar)
             averaged = weights.mean(1) @ phi.mT
             alone = decompose(weights[:, 0] @ phi.mT, truth)["variance"]
             scores = decompose(averaged, truth) | {"mode_variance": alone}
-            rows.append({"modes": count, "rounds": settings.length(count), **scores})
+            rows.append({"modes": count, "rounds": given.length(count), **scores})
             curves[count] = (weights[0] @ phi.mT, averaged)
     output.mkdir(parents=True, exist_ok=True)
-    written = {"settings": asdict(settings), "rows": rows}
+    written = {"settings": asdict(given), "rows": rows}
     (output / "fed_ensemble.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     draw(output / "fed_ensemble.png", problem, x, curves, rows)
     print(summary(rows))

@@ -7,6 +7,7 @@ The paper is https://arxiv.org/abs/2412.07971v1; what is computed is in ``local_
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,13 @@ def study(
     options: dict[str, Any] = {"nodes": nodes, "regression": regression, "classification": classification, "head": head}
     if quick:
         options = QUICK
-        nodes, regression, classification, head = QUICK.values()
+        nodes, regression, classification, head = options.values()
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
     check_drawing()
     load_images(head)  # says at once if they are missing
     found: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
     sizes = [len({problem.dimension, *problem.dimensions}) for problem in (regression, classification)]
     with tqdm(total=sum(sizes) + 4, desc="local-gd", dynamic_ncols=True) as bar:
 
@@ -89,21 +91,19 @@ def study(
             bar.set_postfix_str(what)
             bar.update()
 
-        clock = [time.perf_counter()]
-        found["regression"] = by_dimension(
-            lambda d: regression_at(d, nodes, regression, seed), regression.dimension, regression.dimensions, advance
-        )
-        clock.append(time.perf_counter())
-        found["classification"] = by_dimension(
-            lambda d: classification_at(d, nodes, classification, seed),
-            classification.dimension,
-            classification.dimensions,
-            advance,
-        )
-        clock.append(time.perf_counter())
-        found["head"] = head_curves(head, seed, advance)
-        clock.append(time.perf_counter())
-    seconds = {name: round(end - start, 1) for name, start, end in zip(found, clock, clock[1:], strict=False)}
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "regression": lambda: by_dimension(
+                lambda d: regression_at(d, nodes, regression, seed), regression, advance
+            ),
+            "classification": lambda: by_dimension(
+                lambda d: classification_at(d, nodes, classification, seed), classification, advance
+            ),
+            "head": lambda: head_curves(head, seed, advance),
+        }
+        for name, compute in parts.items():
+            began = time.perf_counter()
+            found[name] = compute()
+            seconds[name] = round(time.perf_counter() - began, 1)
     settings = {"seed": seed, **{name: asdict(value) for name, value in options.items()}}
     written = {"settings": settings, "seconds": seconds, **found}
     output.mkdir(parents=True, exist_ok=True)

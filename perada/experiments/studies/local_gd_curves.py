@@ -15,16 +15,23 @@ Advance = Callable[[str], None]
 """Told what was finished, for a progress bar."""
 
 
-def check_counts(settings: object) -> None:
-    """Refuse settings of which a whole number, or one of a tuple of them, is below one."""
-    for name, value in vars(settings).items():
-        for count in (value or (0,)) if isinstance(value, tuple) else (value,):
-            if type(count) is int:
-                check_whole(f"{type(settings).__name__}: {name}", count)
+@dataclass(frozen=True)
+class Counts:
+    """Settings of which each whole number, or each of a tuple of them, is 1 or more.
+
+    Raises:
+        ValueError: Otherwise, with the name and the value.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            for count in (value or (0,)) if isinstance(value, tuple) else (value,):
+                if type(count) is int:
+                    check_whole(f"{type(self).__name__}: {name}", count)
 
 
 @dataclass(frozen=True)
-class RegressionSettings:
+class RegressionSettings(Counts):
     """The linear regression, panels (a) to (c).
 
     Args:
@@ -43,13 +50,9 @@ class RegressionSettings:
     lr: float = 1e-4
     central_steps: int = 10_000
 
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
-
 
 @dataclass(frozen=True)
-class ClassificationSettings:
+class ClassificationSettings(Counts):
     """The linear classification, panels (d) to (g).
 
     Args:
@@ -72,13 +75,9 @@ class ClassificationSettings:
     noise: float = 0.5
     central_steps: int = 20_000
 
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
-
 
 @dataclass(frozen=True)
-class Nodes:
+class Nodes(Counts):
     """The nodes of the linear problems.
 
     Args:
@@ -88,10 +87,6 @@ class Nodes:
 
     count: int = 10
     samples: int = 50
-
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
 
 
 def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, seed: int) -> Curves:
@@ -154,20 +149,19 @@ def _numbers(**curves: Tensor) -> Curves:
 
 
 def by_dimension(
-    at: Callable[[int], Curves], dimension: int, dimensions: tuple[int, ...], advance: Advance
+    at: Callable[[int], Curves], settings: RegressionSettings | ClassificationSettings, advance: Advance
 ) -> dict[str, Curves]:
     """Curves by round at one dimension, and the last value of every curve at many.
 
     Args:
         at: Curves of one dimension.
-        dimension: That of the curves by round.
-        dimensions: Those of the curves by dimension.
+        settings: Which dimensions.
         advance: Called after each.
 
     Returns:
         ``{"rounds": curves, "dimensions": curves}``; the latter with the dimensions themselves as ``dimension``.
     """
-    found = {}
+    found, dimension, dimensions = {}, settings.dimension, settings.dimensions
     for d in sorted({dimension, *dimensions}):
         found[d] = at(d)
         advance(f"d = {d}")

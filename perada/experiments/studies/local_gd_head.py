@@ -5,10 +5,6 @@ The backbone is run once over all images. What :func:`perada.finetune` then trai
 backbone feeds it.
 """
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +19,8 @@ from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
 from perada.data.batches.transforms import prepare_images
 from perada.data.partitions.base import Split
-from perada.experiments.studies.local_gd_curves import Advance, Curves, check_counts
+from perada.experiments.compare.running import quiet
+from perada.experiments.studies.local_gd_curves import Advance, Counts, Curves
 from perada.experiments.studies.local_gd_linear import direction_distance
 from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
@@ -33,7 +30,7 @@ WEIGHTS = {"fashion_mnist": "perada:digits_test_resnet", "digits": "perada:fashi
 
 
 @dataclass(frozen=True)
-class HeadSettings:
+class HeadSettings(Counts):
     """The head of a pretrained backbone, panels (h) and (i).
 
     Args:
@@ -61,10 +58,6 @@ class HeadSettings:
     local_steps: int = 60
     batch_size: int = 128
     lr: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        check_counts(self)
 
 
 @dataclass(frozen=True)
@@ -195,7 +188,7 @@ def _train(
     """The head's state after each round, with one node for each entry of ``rows``."""
     images = data.train[..., None, None]
     recorded = Recorded(rule)
-    with _quiet():
+    with quiet():
         finetune(
             network,
             FederatedData([TensorDataset(images[own], data.train_labels[own]) for own in rows]),
@@ -212,20 +205,6 @@ def _train(
             enable_progress_bar=False,
         )
     return recorded.states
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the lines in which Lightning tells what machine it found, and what of torch it calls by a former name."""
-    log = logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def _parts(state: State) -> tuple[Tensor, Tensor]:

@@ -49,12 +49,12 @@ class Settings:
 
     Args:
         seed: Of the data, and of everything that differs between re-runs.
-        reruns: R.
+        reruns: Trainings on the same data for each K.
         rounds: Rounds of a training, the same for every K.
-        ages: Instead of ``rounds``: ages of a training, which are K rounds each.
-        strata: Q.
+        ages: Instead of rounds: ages of a training, which are K rounds each.
+        strata: Sets that the 50 clients are split into.
         clients_per_round: Clients drawn at random for a round.
-        local_steps: Steps of gradient descent on the mean of half the squared errors, on both points.
+        local_steps: Steps of gradient descent of a client in a round, on half the mean of its points' squared errors.
         lr: Learning rate.
         lr_decay: Factor of the learning rate after every 10 rounds.
         init_std: Standard deviation of the initial weights.
@@ -63,16 +63,16 @@ class Settings:
         ValueError: If an option cannot be used.
     """
 
-    seed: int
-    reruns: int
-    rounds: int
-    ages: int | None
-    strata: int
-    clients_per_round: int
-    local_steps: int
-    lr: float
-    lr_decay: float
-    init_std: float
+    seed: int = 0
+    reruns: int = 100
+    rounds: int = 480
+    ages: int | None = None
+    strata: int = 10
+    clients_per_round: int = CLIENTS
+    local_steps: int = 5
+    lr: float = 0.1
+    lr_decay: float = 0.99
+    init_std: float = 2.0
 
     def __post_init__(self) -> None:
         check_whole("reruns", self.reruns, 2, hint="one has no variance")

@@ -25,18 +25,7 @@ from perada.experiments.studies.toy_regression import (
     train,
 )
 
-SMALL = Settings(
-    seed=0,
-    reruns=2,
-    rounds=3,
-    ages=None,
-    strata=10,
-    clients_per_round=CLIENTS,
-    local_steps=5,
-    lr=0.1,
-    lr_decay=1.0,
-    init_std=1.0,
-)
+SMALL = Settings(reruns=2, rounds=3, lr_decay=1.0, init_std=1.0)
 
 
 def descend(weights, phi, y, lr, steps):
