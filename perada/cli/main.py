@@ -2,7 +2,6 @@
 """The tree of commands. A command is imported when it is run, so that the program itself starts at once."""
 
 import os
-import shutil
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import one_line, quiet_lightning
-from perada.cli.words import find_recipe, recipes, spelt_out
+from perada.cli.words import listing, spelt_out, whole
 
 Tree = dict[str, tuple["str | Tree", str]]
 """By name: a command, as ``module:function``, or a tree of commands; and one line of help."""
@@ -93,9 +92,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 def ls(parser: ArgumentParser, words: list[str]) -> None:
     """List the shipped recipes with their first line."""
     parser.parse_args(words)
-    width = max(map(len, recipes()))
-    for name, path in recipes().items():
-        print(f"{name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+    print(listing())
 
 
 def cp(parser: ArgumentParser, words: list[str]) -> None:
@@ -104,12 +101,12 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("destination", help="File or folder to copy it to.")
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
     given = parser.parse_args(words)
-    source, target = find_recipe(given.name), Path(given.destination)
-    target = target / source.name if target.is_dir() else target
+    text, target = whole(given.name), Path(given.destination)
+    target = target / Path(given.name).with_suffix(".yaml").name if target.is_dir() else target
     if target.exists() and not given.force:
         raise FileExistsError(f"{str(target)!r} exists already; choose another destination or add --force")
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+    target.write_text(text, encoding="utf-8")
     print(f"Copied {given.name} to {target}; run it with: perada fit --config {target}")
 
 

@@ -1,48 +1,243 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every shipped recipe is parsed and runs, on small data and a small backbone."""
+"""Every recipe and every combination of data set, method and privacy runs, on small data and small backbones."""
 
+import json
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
+from sklearn.datasets import load_digits
+from timm.models import vision_transformer
 
+import perada
 from perada.cli import main
-from perada.cli.words import recipes
+from perada.cli.messages import one_line
+from perada.cli.runs import PeradaCLI, make_cli
+from perada.cli.words import find_recipe, recipes, spelt_out
 
-ROOT = Path(__file__).parents[2] / "recipes"
+ROOT = Path(perada.__file__).parent / "recipes"
 FILES = sorted(ROOT.rglob("*.yaml"))
-NAMES = [path.relative_to(ROOT).with_suffix("").as_posix() for path in FILES]
-SMALL = """
-    --trainer.fast_dev_run=true --trainer.accelerator=cpu --trainer.enable_progress_bar=false
-    --model.backbone=test_resnet --model.pretrained=false
-    --data.dataset=Digits --data.partition.num_clients=4 --data.train_limit=300 --data.test_limit=40
-    --data.image_size=16 --data.batch_size=4
-    --federated.clients_per_round=2 --federated.distillation.steps=1 --federated.distillation.batch_size=4
-""".split()
+GROUPS = {group: [path.stem for path in FILES if path.parent.name == group] for group in ("data", "method", "privacy")}
+COMPLETE = [path.stem for path in FILES if path.parent == ROOT]
+COMBINED = ["/".join(parts) for parts in product(GROUPS["data"], GROUPS["method"])]
+COMBINED += ["/".join(parts) for parts in product(*GROUPS.values())]
+# DP-SGD on the second small ViT, which is as slow as on the first.
+SLOW = [name for name in COMBINED if name.startswith("fashion_mnist_vit/") and name.endswith("/sample")]
+FORMER = {
+    f"{folder}/{name}": said["all"] | own
+    for folder, said in yaml.safe_load(Path(__file__).with_name("former_recipes.yaml").read_text()).items()
+    for name, own in said["each"].items()
+}
+SMALL = {
+    "trainer": {"fast_dev_run": True, "accelerator": "cpu", "enable_progress_bar": False},
+    "model": {"pretrained": False},
+    "data": {
+        "dataset": "Digits",
+        "partition": {"init_args": {"num_clients": 4}},
+        "train_limit": 300,
+        "test_limit": 40,
+        "image_size": 16,
+        "batch_size": 4,
+    },
+    "federated": {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}},
+}
+DISTILLING = {"perada", "perada_table5", "fed_ensemble_perada", "fedbe", "feddf"}
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    """An empty working directory; a ViT has one block."""
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path / "runs")
+    create = vision_transformer._create_vision_transformer
+    monkeypatch.setattr(
+        vision_transformer, "_create_vision_transformer", lambda *a, **k: create(*a, **k | {"depth": 1})
+    )
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """The parser of the command line without subcommands, built once for all tests; the digits are read once."""
+    built, set_up = [], PeradaCLI.setup_parser
+
+    def setup_parser(cli, *args):
+        if cli.runs or not built:
+            set_up(cli, *args)
+        if not cli.runs and not built:
+            built.append(cli.parser)
+        cli.parser = cli.parser if cli.runs else built[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeradaCLI, "setup_parser", setup_parser)
+        patch.setattr("sklearn.datasets.load_digits", cache(load_digits))
+        make_cli(["--config", "quickstart"], run=False)
+        yield built[0]
+
+
+def small_words(name):
+    """Options with which a recipe runs in no time, on data that are there."""
+    backbone = "test_vit" if name.startswith("dp/") or "_vit" in name else "test_resnet"  # as the recipe's, in small
+    public = {} if name == "quickstart" else {"public": None, "public_fraction": 0.1}
+    config = SMALL | {"model": SMALL["model"] | {"backbone": backbone}, "data": SMALL["data"] | public}
+    Path("../small.yaml").write_text(yaml.safe_dump(config))
+    tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name else []
+    return ["--config", name, "--config=../small.yaml", *tuned]
+
+
+def refusal(data, method, privacy=None):
+    """Words of the error with which a combination is refused, if it is."""
+    if privacy == "sample" and not data.endswith("_vit"):
+        return "are BatchNorm layers in what is trained: an image's gradient then depends on the others of its batch"
+    if privacy == "client" and method == "fed_ensemble":
+        return r"client_privacy cannot be used with FedEnsemble\(modes=5\): a mode's mean is over a part of the clients"
+    if privacy == "client" and method == "standalone":
+        return "client_privacy cannot be used with Standalone: its clients send nothing; leave it out"
+    if privacy == "client" and method in DISTILLING:
+        return r"client_privacy cannot be used with \w+ with distillation: the teachers are single clients' updates"
+    return None
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in COMBINED])
+def test_every_combination_runs_or_says_why_not(parser, capsys, name):
+    data, method, privacy = [*name.split("/"), None][:3]
+    cli = make_cli(small_words(name), run=False)
+    algorithm = yaml.safe_load((ROOT / "method" / f"{method}.yaml").read_text())["federated"]["algorithm"]
+    assert type(cli.loop.algorithm).__name__ == (algorithm if isinstance(algorithm, str) else algorithm["class_path"])
+    assert (cli.loop.privacy is not None, cli.loop.client_privacy is not None) == (
+        privacy == "sample",
+        privacy == "client",
+    )
+    says = refusal(data, method, privacy)
+    if says is None:
+        cli.trainer.fit(cli.model, cli.datamodule)
+        cli.after_fit()
+        table_of_clients(capsys)
+    else:
+        with pytest.raises(ValueError, match=says) as error:
+            cli.trainer.fit(cli.model, cli.datamodule)
+        assert one_line(error.value) == str(error.value)
+    assert list(Path().iterdir()) == []
+
+
+def table_of_clients(capsys):
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].strip() for line in lines] == ["client", "0", "1", "2", "3", "mean ± std"]
+
+
+@pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "dp/fashion_mnist/ditto"])
+def test_recipe_runs(name, capsys):
+    main(["fit", *small_words(name)])
+    table_of_clients(capsys)
+    assert list(Path().iterdir()) == []
+
+
+def test_a_method_goes_over_a_complete_recipe(parser):
+    cli = make_cli([*small_words("quickstart"), "--config", "method/fedprox"], run=False)
+    algorithm = cli.loop.algorithm
+    assert (type(algorithm).__name__, algorithm.prox_strength) == ("FedProx", 0.01)  # PerAda's, below, is 1
+    assert cli.config.data.public is None
+
+
+def parsed(parser, *configs):
+    """All options of `perada fit`, with their defaults, but for the files that they come from."""
+    words = [word for config in configs for word in ("--config", str(config))]
+    given = parser.parse_args(spelt_out(words)).as_dict()
+    del given["config"]
+    return given
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_former_names_are_what_they_were(parser, name):
+    former = {}
+    for key, value in FORMER[name].items():
+        section, _, option = key.rpartition(".")
+        place = former
+        for part in section.split(".") if section else ():
+            place = place.setdefault(part, {})
+        place[option] = value
+    Path("former.yaml").write_text(yaml.safe_dump(former))
+    main(["cp", name, "mine.yaml"])
+    assert parsed(parser, name) == parsed(parser, "former.yaml") == parsed(parser, "mine.yaml")
+
+
+def test_files_merged_by_hand_are_what_the_name_says(parser):
+    by_hand = parsed(parser, "cifar10_vit", "method/ditto", "privacy/client")
+    assert by_hand == parsed(parser, "cifar10_vit/ditto/client")
+    assert by_hand["client_privacy"] is not None
+
+
+def test_cp_writes_one_recipe_that_says_what_it_is(capsys):
+    main(["cp", "cifar10/fed_ensemble/client", "mine.yaml"])
+    first, *_ = Path("mine.yaml").read_text().splitlines()
+    told = [(ROOT / f"{part}.yaml").read_text().splitlines()[0] for part in ("method/fed_ensemble", "data/cifar10")]
+    assert first.startswith("# " + "; ".join(line.strip("# .") for line in told) + "; DP-FedAvg")
+    assert "(lr_schedule: exponential)" in Path("mine.yaml").read_text()
+    content = yaml.safe_load(Path("mine.yaml").read_text())
+    assert "public" not in content["data"]
+    assert content["model"] == {
+        "backbone": "resnet18",
+        "adapter": "full",
+        "lr_personal": 0.01,
+        "lr_local": 0.01,
+        "lr_schedule": "exponential",
+    }
+    main(["cp", "cifar10/ditto", "."])
+    assert "perada fit --config ditto.yaml" in capsys.readouterr().out
 
 
 def test_recipes_are_found_by_name():
-    assert sorted(recipes()) == sorted(NAMES)
-    assert len(NAMES) > 1
+    assert len(FORMER) == 36
+    assert set(recipes()) >= {*FORMER, *COMPLETE, *COMBINED, *GROUPS["data"], "method/ditto", "privacy/sample"}
+    assert find_recipe("cifar10/ditto.yaml") == [ROOT / "data" / "cifar10.yaml", ROOT / "method" / "ditto.yaml"]
+    for name in ("cifar10/dito", "cifar10/ditto/sampel", "cifar10/ditto/sample/client"):
+        with pytest.raises(FileNotFoundError, match=r"is neither a file nor a recipe; did you mean 'cifar10/ditto"):
+            find_recipe(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_recipe_runs(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    public = [] if name == "quickstart" else ["--data.public=null", "--data.public_fraction=0.1"]
-    private = ["--model.backbone=test_vit"] if name.startswith("dp/") else []  # no BatchNorm
-    main(["fit", "--config", name, *SMALL, *public, *private])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [line.split("|")[1].strip() for line in lines] == ["client", "0", "1", "2", "3", "mean ± std"]
-    assert list(tmp_path.iterdir()) == []
+def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
+    main(["ls"])
+    *blocks, combine = capsys.readouterr().out.strip().split("\n\n")
+    listed = [[line.split(maxsplit=1) for line in block.splitlines()[1:]] for block in blocks]
+    assert [[name for name, _ in rows] for rows in listed] == [
+        GROUPS["data"],
+        [f"method/{name}" for name in GROUPS["method"]],
+        [f"privacy/{name}" for name in GROUPS["privacy"]],
+        COMPLETE,
+    ]
+    for name, text in (row for rows in listed for row in rows):
+        (path,) = find_recipe(name)
+        assert path.read_text().startswith(f"# {text}\n")
+    example = next(line.split() for line in combine.splitlines() if "perada fit" in line)
+    one_name = next(word for word in combine.split() if word.count("/") == 2)
+    assert parsed(parser, *example[3::2]) == parsed(parser, one_name)
+    assert refusal(*one_name.split("/")) is None
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_compare_takes_combined_names_and_tells_their_methods_apart(capsys):
+    names = ["fashion_mnist/ditto", "fashion_mnist/standalone"]
+    main(["compare", *names, "--output", "r.json", *small_words("fashion_mnist")[2:], "--trainer.fast_dev_run=false",
+          "--trainer.max_epochs=1", "--federated.local_steps=1"])  # fmt: skip
+    records = [record for record in json.loads(Path("r.json").read_text()) if record["stage"] == "run"]
+    assert [record["label"] for record in records] == names
+    assert len({record["digest"] for record in records}) == 2
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row in names] == names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_recipe_says_what_it_is_and_fixes_its_seed(path):
     first = path.read_text().splitlines()[0]
     assert first.startswith("# ")
     assert first.endswith(".")
     content = yaml.safe_load(path.read_text())
-    assert isinstance(content["seed_everything"], int)
-    assert content["trainer"]["max_epochs"] > 0
-    assert content["federated"]["algorithm"]["class_path" if isinstance(content["federated"]["algorithm"], dict) else 0]
+    if path.parent.name == "privacy":
+        assert list(content) == ["federated", {"sample": "privacy", "client": "client_privacy"}[path.stem]]
+        return
+    if path.parent.name != "data":
+        algorithm = content["federated"]["algorithm"]
+        assert algorithm["class_path" if isinstance(algorithm, dict) else 0]
+    if path.parent.name != "method":
+        assert isinstance(content["seed_everything"], int)
+        assert content["trainer"]["max_epochs"] > 0

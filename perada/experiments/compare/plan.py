@@ -2,9 +2,10 @@
 """What is to be run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from perada.algorithms import Algorithm
@@ -153,7 +154,7 @@ class Plan:
         self.given: dict[str, tuple[type[Algorithm], str]] = {}
         for recipe in request.recipes:
             cli = make_cli(["--config", recipe])
-            self.given[recipe] = type(cli.loop.algorithm), _digest(str(cli.config.config[0]))
+            self.given[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
         rows = [(recipe, algorithm) for recipe in request.recipes for algorithm in request.algorithms or [""]]
         self.rows = list(dict.fromkeys(rows))
         for row in self.rows:
@@ -214,8 +215,8 @@ def _check_seeds(test_mode: bool) -> None:
         )
 
 
-def _digest(path: str) -> str:
-    """Of a recipe's lines, without comments."""
-    with open(path, encoding="utf-8") as file:
-        lines = [line.rstrip() for line in file if line.strip() and not line.lstrip().startswith("#")]
+def _digest(paths: Iterable[str]) -> str:
+    """Of the lines of a recipe's files, without comments."""
+    text = (line for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines())
+    lines = [line.rstrip() for line in text if line.strip() and not line.lstrip().startswith("#")]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
