@@ -64,11 +64,19 @@ def resolve(name: str, of: Object) -> str | None:
         found = scope and scope[within]
         while found and not found.has_docstring:  # an attribute that its class explains
             found = found.parent
-        return found and found.canonical_path
+        return found and found.canonical_path if shown(found) else None
     except AliasResolutionError:
         return None
     except KeyError:
         raise PluginError(f"the docstring of {of.path} names {name}, which does not exist") from None
+
+
+def shown(found: Object | None) -> bool:
+    """Whether a page of the reference shows an object."""
+    while found and found.parent and not isinstance(found.parent, Module):
+        found = found.parent
+    face = found.package.modules.get(found.path.split(".")[1]) if found else None
+    return face is None or face.path not in FACES or found.name in (face.exports or ())
 
 
 def fenced(match: re.Match[str]) -> str:

@@ -14,8 +14,11 @@ from torch.distributed.run import get_args_parser
 
 import perada
 from benchmarks.__main__ import BENCHMARKS
+from perada import algorithms, server
+from perada.algorithms import make_algorithm
 from perada.cli import main
 from perada.experiments.compare import command as comparing
+from perada.server import make_rule
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -212,6 +215,25 @@ def test_commands_in_sentences_exist(page, reader):
         assert set(names.split()) <= set(BENCHMARKS)
     for target in re.findall(r"`make ([a-z-]+)`", text):
         reader.make([target], parse_only=True)
+
+
+def options(made):
+    return type(made), {
+        name: value if isinstance(value, float | int) else repr(value) for name, value in vars(made).items()
+    }
+
+
+@pytest.mark.parametrize(("module", "make"), [(algorithms, make_algorithm), (server, make_rule)])
+def test_the_tables_of_algorithms_and_rules_have_the_defaults(module, make):
+    written = {}
+    for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines():
+        names, classes = (re.findall(r"`([^`]+)`", cell) for cell in (*row.split("|"), "", "")[1:3])
+        written |= dict(zip(names, classes, strict=False)) if row.startswith("| `") else {}
+    known = algorithms.ALGORITHMS if module is algorithms else server.SERVER_RULES
+    assert set(known) <= set(written)
+    for name in known:
+        made = eval(written[name], vars(module).copy())
+        assert options(made() if isinstance(made, type) else made) == options(make(name)), written[name]
 
 
 def test_every_package_has_a_page_of_the_api_reference():
