@@ -3,16 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Not with --quiet, which would keep warnings from being errors.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test test-all bench check format clean
+.PHONY: help quickstart test test-all bench check docs format clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
 	@echo "make test        set up .venv and run the tests"
 	@echo "make test-all    the slow tests too"
 	@echo "make check       formatting, lint, types, documentation"
+	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
 	@echo "make bench       speed and memory: runs benchmarks/"
 	@echo "make clean       remove .venv, builds and caches"
@@ -34,7 +38,7 @@ $(VENV)/.installed: pyproject.toml
 	$(call set_up,.)
 
 $(VENV)/.installed-dev: pyproject.toml
-	$(call set_up,.[dev])
+	$(call set_up,.[dev$(comma)docs])
 
 # One thread: its batches are small, and threads that wait for one another on a busy machine cost more than they give.
 quickstart: $(VENV)/.installed
@@ -56,6 +60,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -qq tests/test_house.py
+	$(MKDOCS)
+
+docs: $(VENV)/.installed-dev
+	$(MKDOCS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix
@@ -65,4 +73,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

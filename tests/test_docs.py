@@ -1,39 +1,243 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in the documentation runs."""
+"""The code in the documentation runs; CONTRIBUTING.md says how its blocks are marked."""
 
+import os
 import re
+import subprocess
+import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 import perada
+from benchmarks.__main__ import BENCHMARKS
+from perada import algorithms, server
+from perada.algorithms import make_algorithm
+from perada.cli import main
+from perada.experiments.compare import command as comparing
+from perada.server import make_rule
 
 ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("make", "perada", "pip", "torchrun")
+SMALL = (
+    "--trainer.enable_progress_bar=false",
+    "--data.train_limit=200",
+    "--data.test_limit=40",
+    "--data.partition.num_clients=8",
+    "--federated.local_steps=1",
+    "--federated.distillation={steps: 1, batch_size: 4}",
+)
 
 
-def code(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+class Block(NamedTuple):
+    """A fenced block: its language, its code, and what the comment above it says."""
+
+    language: str
+    code: str
+    note: str = ""
 
 
-def test_the_readmes_example(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (source,) = code("README.md")
-    small = source.replace("rounds=3", "rounds=1").replace("local_epochs=5", "local_steps=1")
-    assert small.count("rounds=1") == small.count("local_steps=1") == 1
-    names: dict[str, object] = {}
-    exec(small.replace("distill_steps=30", "distill_steps=1, distill_batch_size=8"), names)
+def blocks(page):
+    fence = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [Block(language, code, note) for note, language, code in fence.findall((ROOT / page).read_text())]
+
+
+def with_blocks(*languages):
+    return [page for page in PAGES if any(block.language in languages for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fence_is_a_block_that_a_test_knows(page):
+    known = blocks(page)
+    assert (ROOT / page).read_text().count("```") == 2 * len(known)
+    for language, code, note in known:
+        assert language in ("python", "shell", "yaml", "text"), code
+        assert note == "" or re.fullmatch(r"test: parse only, since \w+ .+|file: \w+\.py", note), note
+
+
+class Reader:
+    """Follows a page in an empty folder, as somebody would who has little time: one round of one step."""
+
+    def __init__(self, folder, monkeypatch, capsys):
+        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+        self.names = {"__name__": "page"}
+        self.programs = folder / "bin"
+        self.programs.mkdir()
+        for name in PROGRAMS:  # bash does the parsing, and these write down what it would have run
+            program = self.programs / name
+            program.write_text(f"#!/bin/sh\nprintf '%s\\037' {name} \"$@\" >> $WORDS; echo >> $WORDS\n")
+            program.chmod(0o755)
+        finetune = perada.finetune
+
+        def short(backbone, data, **options):
+            options |= {"rounds": 1, "local_steps": 1, "enable_progress_bar": False}
+            options.pop("local_epochs", None)
+            if "distill_steps" in options or getattr(data, "public", None) is not None:
+                options |= {"distill_steps": 1, "distill_batch_size": 8}
+            return finetune(backbone, data, **options)
+
+        monkeypatch.setattr(perada, "finetune", short)
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+
+    def follow(self, page):
+        for block in blocks(page):
+            getattr(self, block.language)(block)
+        return self.names
+
+    def text(self, block):
+        pass
+
+    def python(self, block):
+        if block.note.startswith("file: "):
+            with (self.folder / block.note.removeprefix("file: ")).open("a") as file:
+                file.write(block.code)
+            return
+        code = compile(block.code, "page", "exec")
+        if not block.note:
+            exec(code, self.names)
+
+    def yaml(self, block):
+        (self.folder / "overlay.yaml").write_text(block.code)
+        self.capsys.readouterr()
+        self.parsed(["fit", "--config", "quickstart", "--config", "overlay.yaml"])
+        printed = self.capsys.readouterr().out
+        for word in re.findall(r"(?:class_path|dataset|partition|base): ([\w.]+)", block.code):
+            assert word in printed, f"{word} of the overlay is not in the configuration"
+
+    def shell(self, block):
+        words = self.folder / "words"
+        words.unlink(missing_ok=True)
+        environment = {"PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}", "WORDS": str(words)}
+        subprocess.run(["bash", "-euc", block.code], env=environment, cwd=self.folder, check=True)
+        for line in words.read_text().splitlines():
+            program, *given = line.removesuffix("\037").split("\037")
+            getattr(self, program)(given, bool(block.note))
+
+    def make(self, given, parse_only):
+        targets = re.findall(r"^([\w-]+(?: [\w-]+)*):(?! export)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(given) <= set(" ".join(targets).split())
+
+    def pip(self, given, parse_only):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert given[0] == "install"
+        assert given[1] in [f"{project['name']}[{extra}]" for extra in project["optional-dependencies"]]
+
+    def torchrun(self, given, parse_only):
+        parsed = get_args_parser().parse_args(given)
+        assert Path(parsed.training_script).name == "perada"
+        self.perada(parsed.training_script_args, parse_only)
+
+    def perada(self, given, parse_only):
+        if parse_only:
+            self.parsed(given)
+        elif given[0] in ("fit", "test"):
+            main([*given, *SMALL, f"--trainer.max_epochs={1 + ('--ckpt_path' in given)}"])
+        elif given[0] == "compare":
+            main([*given, *SMALL, "--trainer.max_epochs=1", "--seeds", "0"])
+        else:
+            main([*given, *(["--quick"] if given[0] == "study" and given[1:] else [])])
+
+    def parsed(self, given):
+        """Only parse a command line, by the real parser."""
+        if given[0] == "compare":
+
+            class Parsed(Exception):
+                pass
+
+            def stop(comparison):
+                raise Parsed
+
+            with self.monkeypatch.context() as patch, pytest.raises(Parsed):
+                patch.setattr(comparing.Comparison, "run", stop)
+                main(["perada" if word == "all" else word for word in given])  # to parse each would take half a minute
+            return
+        with pytest.raises(SystemExit) as ended:
+            main([*given, "--print_config"])
+        assert not ended.value.code
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch, capsys):
+    return Reader(tmp_path, monkeypatch, capsys)
+
+
+APART = ("README.md", "docs/privacy.md")
+
+
+@pytest.mark.parametrize("page", [page for page in with_blocks("python", "shell", "yaml") if page not in APART])
+def test_the_blocks_of_a_page_run(reader, page):
+    reader.follow(page)
+
+
+def metrics_of_the_glossary():
+    return set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "glossary.md").read_text()))
+
+
+def test_the_readmes_blocks_run(reader):
+    names = reader.follow("README.md")
     run = names["run"]
     assert isinstance(run, perada.Run)
     assert run.num_clients == 20
     assert names["model"](torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    assert (tmp_path / "my_run" / "client_19" / "adapter_model.safetensors").is_file()
+    for client in ("my_run/client_19", "adapters_of_my_run/client_7"):
+        assert (reader.folder / client / "adapter_model.safetensors").is_file()
+    written = (reader.folder / "lightning_logs" / "version_1" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert "personal/local_test_std" in written
+    assert {name for name in written if "/" in name} <= metrics_of_the_glossary()
 
 
-def test_the_papers_epsilon():
-    (source,) = [block for block in code("docs/privacy.md") if "mean_epsilon" in block]
-    names: dict[str, object] = {}
-    exec(source, names)
+def test_the_blocks_on_privacy_run(reader):
+    names = reader.follow("docs/privacy.md")
+    (source,) = [block.code for block in blocks("docs/privacy.md") if "mean_epsilon" in block.code]
     for name in ("server", "release", "equal"):
         said = re.search(rf"^{name} = .*# (.*)$", source, flags=re.MULTILINE)
         assert said is not None
         assert [f"{value:.2f}" for value in names[name]] == said[1].split(", ")
+    ledgers, delta = names["ledgers"], names["delta"]
+    assert 2.9 < ledgers.release.epsilon(0, delta) <= 3.0
+    assert ledgers.server.epsilon(0, delta) < 2.5
+    assert len(names["run"].info["privacy"]["sample"]["release"]) == 10
+    assert (reader.folder / "hospital_adapters" / "client_9" / "README.md").is_file()
+    measured = {name for row in names["run"].metrics["rounds"] for name in row if "/" in name}
+    assert "privacy/release_epsilon_max" in measured
+    assert measured <= metrics_of_the_glossary()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_sentences_exist(page, reader):
+    text = (ROOT / page).read_text()
+    for names in re.findall(r"`python -m benchmarks ([a-z_ ]+)`", text):
+        assert set(names.split()) <= set(BENCHMARKS)
+    for target in re.findall(r"`make ([a-z-]+)`", text):
+        reader.make([target], parse_only=True)
+
+
+def options(made):
+    return type(made), {
+        name: value if isinstance(value, float | int) else repr(value) for name, value in vars(made).items()
+    }
+
+
+@pytest.mark.parametrize(("module", "make"), [(algorithms, make_algorithm), (server, make_rule)])
+def test_the_tables_of_algorithms_and_rules_have_the_defaults(module, make):
+    written = {}
+    for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines():
+        names, classes = (re.findall(r"`([^`]+)`", cell) for cell in (*row.split("|"), "", "")[1:3])
+        written |= dict(zip(names, classes, strict=False)) if row.startswith("| `") else {}
+    known = algorithms.ALGORITHMS if module is algorithms else server.SERVER_RULES
+    assert set(known) <= set(written)
+    for name in known:
+        made = eval(written[name], vars(module).copy())
+        assert options(made() if isinstance(made, type) else made) == options(make(name)), written[name]
+
+
+def test_every_package_has_a_page_of_the_api_reference():
+    packages = {path.parent.name for path in (ROOT / "perada").glob("*/__init__.py")} | {"perada"}
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")}
+    assert set(pages) == packages
+    assert all(f"::: perada.{package}" in page for package, page in pages.items() if package != "perada")
