@@ -6,6 +6,7 @@ change, and no random number has been drawn before it. Of the constant modules t
 the logits change. In the end features must give the logits of their images.
 """
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,12 +37,14 @@ def find_prefix(
         least_share: Share of a forward pass's floating-point operations that features must save.
 
     Returns:
-        The prefix, or ``None`` where there is none, or passes with features would not give the same logits.
+        The prefix, or ``None`` where there is none, or passes with features fail or would not give the same logits.
     """
     x_R = torch.stack([image, image.flip(-1), 0.5 * image])
     try:
         return _find(model, build, x_R, random, least_share)
-    except Exception:  # the model does something else between its modules, each in its own way
+    except Exception as error:  # the model does something else between its modules, each in its own way
+        failed = f"{type(error).__name__}: {error}"
+        logging.getLogger(__name__).info("features of the model's frozen part cannot stand for images: %s", failed)
         return None
 
 

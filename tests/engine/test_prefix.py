@@ -150,6 +150,12 @@ def test_features_stand_for_images(name, kind):
         torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_what_broke_the_search_is_logged(caplog):
+    caplog.set_level("INFO", "perada")
+    assert Engine(Peculiar("refuses NaN")).find_prefix(torch.randn(3, SIDE, SIDE)) is None
+    assert "cannot stand for images: ValueError: not finite" in caplog.text
+
+
 def test_nothing_is_found_where_it_would_be_wrong():
     image = torch.randn(3, SIDE, SIDE)
     assert Engine(odd("stem")).find_prefix(image) is None  # everything comes after what is trained
