@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import generator
 
 BatchSize = int | Literal["full"]
@@ -46,12 +47,9 @@ class Phase:
                 f"phase {self.name!r} has epochs={self.epochs} and steps={self.steps}: its length is one or the other, "
                 "leave one out"
             )
-        length = self.steps if self.steps is not None else self.epochs
-        if self.steps is not None and not isinstance(self.steps, int):
-            raise ValueError(f"phase {self.name!r} has steps={self.steps!r}; give a whole number")
-        if length is not None and not (isinstance(length, int | float) and 0 < length < math.inf):
-            raise ValueError(f"phase {self.name!r} has length {length!r}, which cannot be trained: give more than 0")
-        if length is None:
+        check_whole(f"phase {self.name!r}: steps", self.steps, optional=True)
+        check_number(f"phase {self.name!r}: epochs", self.epochs, above=0, optional=True)
+        if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", 1.0)
 
     def local_steps(self, size: int, batch_size: BatchSize) -> int:
@@ -87,11 +85,6 @@ class RoundPlan:
     def __post_init__(self) -> None:
         if not self.lengths:
             object.__setattr__(self, "lengths", tuple(max(phase) for phase in self.steps))
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the longest client over all phases: the number of cohort batches in the round."""
-        return sum(self.lengths)
 
 
 @dataclass(frozen=True)

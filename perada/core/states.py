@@ -116,20 +116,6 @@ def gather(stacked: State, clients: Sequence[int]) -> State:
     return {key: value[torch.as_tensor(clients, device=value.device)] for key, value in stacked.items()}
 
 
-def scatter(stacked: State, clients: Sequence[int], rows: State) -> None:
-    """Write ``rows`` back into the places of ``clients``, in place.
-
-    >>> store = {"w": torch.zeros(3)}
-    >>> scatter(store, [2, 0], {"w": torch.tensor([5.0, 7.0])})
-    >>> store["w"].tolist()
-    [7.0, 0.0, 5.0]
-    """
-    with torch.no_grad():
-        for key, value in rows.items():
-            target = stacked[key]
-            target[torch.as_tensor(clients, device=target.device)] = value.detach().to(target)
-
-
 def prefix(stacked: State, clients: int) -> State:
     """View the first ``clients`` rows of a stack."""
     return {key: value[:clients] for key, value in stacked.items()}

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from perada.core.batches import CohortBatch, EvalBatch
+from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan
 from perada.core.states import send
 from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
-from perada.data.batches.preparation import BatchT, Preparation, check_least
+from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
 from perada.data.batches.samples import MapStore, Samples, TensorStore, length
 from perada.data.batches.schedule import Schedule
@@ -24,7 +25,7 @@ from perada.data.federated import Checked, FederatedData, check
 from perada.data.overlap import check_overlap
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
-from perada.data.partitions.holdout import EvaluateOn, check_share, hold_out
+from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
 from perada.data.sets.images import ImageSet
 
 
@@ -91,7 +92,7 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
-        check_share(client_validation, evaluate_on)
+        check_holdout(client_validation, evaluate_on)
         self._holdout = client_validation, seed, evaluate_on
         self._data = data
         self._division: Division | None = None
@@ -107,9 +108,12 @@ class FederatedDataModule(pl.LightningDataModule):
                 "data is given, and with it options that divide a dataset: put the public set and all else into "
                 "FederatedData, or give dataset and partition instead"
             )
-        check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        check_least(1, image_size=image_size, num_classes=num_classes)
-        check_least(0, num_workers=num_workers, crop_padding=crop_padding)
+        check_whole("batch_size", batch_size, also=["full"])
+        check_whole("eval_batch_size", eval_batch_size)
+        check_whole("image_size", image_size, optional=True)
+        check_whole("num_classes", num_classes, optional=True)
+        check_whole("num_workers", num_workers, 0)
+        check_whole("crop_padding", crop_padding, 0)
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.device_cache_mb, self._num_classes = image_size, device_cache_mb, num_classes
         self._checked: Checked | None = None

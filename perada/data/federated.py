@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from perada.core.checks import check_whole
 from perada.data.batches.samples import (
     Kind,
     MapStore,
@@ -99,8 +100,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
         )
     num_classes = num_classes or data.num_classes
     _check_counts(data)
-    if num_classes is not None and num_classes < 1:
-        raise ValueError(f"num_classes is {num_classes}: give at least 1, or None to take it from the labels")
+    check_whole("num_classes", num_classes, optional=True)
     train = make_store(data.train, size=image_size)
     test = make_store(data.test, size=image_size) if any(map(length, data.test)) else None
     validation = None

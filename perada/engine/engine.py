@@ -8,12 +8,13 @@ when a trained layer has no stacked twin.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from perada.core.checks import check_choice
 from perada.core.seeding import Streams
 from perada.core.states import State, train_mode
 from perada.engine.fold import draws, fold
@@ -45,8 +46,7 @@ class Engine:
         channels_last: bool = False,
         compile: dict[str, Any] | None = None,
     ) -> None:
-        if kind not in ("auto", "folded", "loop"):
-            raise ValueError(f"engine={kind!r} is unknown; choose 'auto', 'folded' or 'loop'")
+        check_choice("engine", kind, get_args(EngineName))
         self.model = model
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
         folded = fold(model)

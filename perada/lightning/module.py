@@ -2,13 +2,14 @@
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
 from perada.core.batches import AnyBatch
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device
 from perada.data import EvalBatch
@@ -91,36 +92,19 @@ class FederatedClassifier(pl.LightningModule):
         global_test_clients: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value, allowed in (
-            ("optimizer", optimizer, ("sgd", "adam", "adamw")),
-            ("lr_schedule", lr_schedule, ("constant", "cosine", "exponential")),
-            ("metric", metric, ("auto", "accuracy", "auroc")),
-            ("engine", engine, ("auto", "folded", "loop")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-        for name, number in (("lr_personal", lr_personal), ("lr_local", lr_local)):
-            if not (isinstance(number, int | float) and 0 <= number < math.inf):
-                raise ValueError(f"{name}={number!r} is not a learning rate; give a finite number, 0 or above")
-        for name, fits, remedy in (
-            ("momentum", 0 <= momentum < 1, "give 0 to below 1"),
-            ("weight_decay", 0 <= weight_decay < math.inf, "give 0 or above"),
-            ("clip_norm", clip_norm is None or clip_norm > 0, "give a positive norm, or leave it out"),
-            ("lr_gamma", 0 <= lr_gamma < math.inf, "give 0 or above"),
-            ("lr_every", lr_every >= 1, "give 1 round or more"),
-            (
-                "clients_per_chunk",
-                clients_per_chunk is None or clients_per_chunk >= 1,
-                "give 1 or more, or leave it out",
-            ),
-            (
-                "global_test_clients",
-                global_test_clients is None or global_test_clients >= 0,
-                "give 0 or more, or leave it out for all",
-            ),
-        ):
-            if not fits:
-                raise ValueError(f"{name}={locals()[name]!r} cannot be used; {remedy}")
+        check_choice("optimizer", optimizer, get_args(ClientOptimizer))
+        check_choice("lr_schedule", lr_schedule, get_args(LRSchedule))
+        check_choice("metric", metric, ("auto", *get_args(MetricName)))
+        check_choice("engine", engine, get_args(EngineName))
+        check_number("lr_personal", lr_personal, least=0)
+        check_number("lr_local", lr_local, least=0)
+        check_number("momentum", momentum, least=0, below=1)
+        check_number("weight_decay", weight_decay, least=0)
+        check_number("clip_norm", None if clip_norm == math.inf else clip_norm, above=0, optional=True)
+        check_number("lr_gamma", lr_gamma, least=0)
+        check_whole("lr_every", lr_every)
+        check_whole("clients_per_chunk", clients_per_chunk, optional=True)
+        check_whole("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
         self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
         self.train_backbone = train_backbone

@@ -16,6 +16,7 @@ from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 import perada.models.twins  # noqa: F401  # registers the stacked twins of timm and transformers layers
+from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
 from perada.models.weight_files import cached_file, hub_problem, load_weights, no_weights
@@ -62,8 +63,7 @@ def build_backbone(
         FileNotFoundError: If weights cannot be had; within seconds also when the hub cannot be reached.
         TypeError: If ``backbone`` is neither a name nor a network.
     """
-    if num_classes is not None and num_classes < 1:
-        raise ValueError(f"num_classes={num_classes} leaves nothing to classify: give 1 or more")
+    check_whole("num_classes", num_classes, optional=True)
     if isinstance(backbone, nn.Module):
         built = _from_module(backbone, num_classes)
     elif not isinstance(backbone, str):

@@ -6,9 +6,9 @@ Opacus is imported when it is first needed, because that takes seconds.
 
 from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, history_epsilon
 from perada.privacy.calibration import calibrate
-from perada.privacy.clipping import clip_factors, clipped_sum, noisy_mean, sample_norms, sensitivity
+from perada.privacy.clipping import noisy_mean, sensitivity
 from perada.privacy.options import ClientPrivacy, Privacy
-from perada.privacy.randomness import secure_normal, secure_permutation, secure_uniform
+from perada.privacy.randomness import secure_permutation, secure_uniform
 from perada.privacy.sampling import expected_batch_size, passes, poisson_batches, shuffled_batches
 
 __all__ = [
@@ -18,15 +18,11 @@ __all__ = [
     "Ledgers",
     "Privacy",
     "calibrate",
-    "clip_factors",
-    "clipped_sum",
     "expected_batch_size",
     "history_epsilon",
     "noisy_mean",
     "passes",
     "poisson_batches",
-    "sample_norms",
-    "secure_normal",
     "secure_permutation",
     "secure_uniform",
     "sensitivity",

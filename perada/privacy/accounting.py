@@ -18,6 +18,8 @@ from functools import cache, lru_cache
 from statistics import fmean, pstdev
 from typing import Any
 
+from perada.core.checks import check_choice, check_number, check_whole
+
 ACCOUNTANTS = ("rdp", "prv", "gdp")
 History = Mapping[tuple[float, float], int]
 ROUNDING = 1 + 1e-9
@@ -46,7 +48,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
         ValueError: If a number is out of its range, or ``gdp`` is asked about more than one σ and q.
     """
     check_delta(delta)
-    check_accountant(accountant)
+    check_choice("accountant", accountant, ACCOUNTANTS)
     # Sorted, so that the floating-point sum does not depend on which step came first.
     segments = [(sigma, rate, steps) for (sigma, rate), steps in sorted(history.items()) if steps]
     for sigma, rate, steps in segments:
@@ -253,23 +255,13 @@ def quiet_opacus() -> Iterator[None]:
         yield
 
 
-def check_delta(delta: float) -> None:
+def check_delta(delta: float, section: str = "") -> None:
     """Refuse a delta outside (0, 1)."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta={delta} is not between 0 and 1; take less than 1 / number of images, such as 1e-5")
-
-
-def check_accountant(accountant: str) -> None:
-    """Refuse an unknown accountant."""
-    if accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant={accountant!r} is unknown; choose 'rdp', 'prv' or 'gdp'")
+    check_number(f"{section}delta", delta, above=0, below=1, hint="less than 1 / number of images, such as 1e-5")
 
 
 def check_step(sigma: float, rate: float, steps: int) -> None:
     """Refuse a noise multiplier, rate or number of steps that is out of its range."""
-    if not 0 <= sigma < math.inf:
-        raise ValueError(f"noise_multiplier={sigma} is negative or not finite; usual values lie from 0.5 to 5")
-    if not 0 < rate <= 1:
-        raise ValueError(f"sample_rate={rate} is not a probability above 0; give batch size / number of images")
-    if steps != int(steps) or steps < 0:
-        raise ValueError(f"steps={steps} is not a whole number from 0 on; count every step, empty batches included")
+    check_number("noise_multiplier", sigma, least=0, hint="usual values lie from 0.5 to 5")
+    check_number("sample_rate", rate, above=0, most=1, hint="batch size / number of images")
+    check_whole("steps", steps, 0, hint="every step counts, empty batches included")

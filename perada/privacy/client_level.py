@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_number
 from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import State
@@ -69,43 +70,20 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     return clipped, norms
 
 
-def privatize(
-    updates: State,
-    received: State,
-    max_norm: float,
-    noise_multiplier: float,
-    generators: Sequence[torch.Generator] | None,
+def noisy_updates(
+    updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
 ) -> State:
-    """What the server is given in the place of the clients' updates.
-
-    received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum over
-    the C clients then has noise z · S, so that z is the noise multiplier of any function of the uniform mean. A single
-    row has less noise than that. Integer tensors are those received.
+    """Received + clipped + noise of the standard deviation ``std`` in each row.
 
     Args:
         updates: What the clients send, (C, ...).
         received: What they were sent, (C, ...).
-        max_norm: S.
-        noise_multiplier: z.
+        clipped: Their clipped changes, (C, ...).
+        std: Standard deviation of a row's noise.
         generators: One for each client, on the CPU; ``None`` draws from the operating system's cryptographic generator.
-
-    Returns:
-        ``updates`` made private, (C, ...), same names, order and dtypes.
-
-    Raises:
-        ValueError: As :func:`clip_updates`; also if z is negative or there is not a generator for each client.
     """
-    clipped, norms = clip_updates(updates, received, max_norm)
-    return _noisy(updates, received, clipped, max_norm * noise_multiplier / math.sqrt(len(norms)), generators)
-
-
-def _noisy(
-    updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
-) -> State:
-    """Received + clipped + noise of the standard deviation ``std`` in each row."""
     clients = len(next(iter(clipped.values())))
-    if not 0 <= std < math.inf:
-        raise ValueError(f"the noise would have the standard deviation {std}; give a noise multiplier of 0 or more")
+    check_number("std", std, least=0)
     if generators is not None and len({id(source) for source in generators}) != clients:
         raise ValueError(f"{len(generators)} generators for {clients} clients; give each client one of its own")
     result = {key: received[key].detach().clone() for key in updates}
@@ -220,35 +198,6 @@ class ClientLevel:
         count_noise = clients / 20 if self._count_noise is None else self._count_noise
         return split_noise(self.noise_multiplier, count_noise), count_noise
 
-    def apply(
-        self,
-        updates: State,
-        received: State,
-        round: int,
-        clients: Sequence[int],
-        places: Sequence[int] | None = None,
-        ranks: Ranks | None = None,
-    ) -> State:
-        """Count a round, make its updates private, and move S: :meth:`spend` and :meth:`privatized`.
-
-        Args:
-            updates: What clients of the round sent, (c, ...); those that are not finite too, as whether they are
-                depends on data.
-            received: What they were sent, (c, ...).
-            round: Counted from 0.
-            clients: Ids of all C clients of the round, in order.
-            places: Which of them the updates are of, where other ranks have the others; by default all.
-            ranks: The processes.
-
-        Returns:
-            What :func:`privatize` gives, for the server's uniform mean over all C rows.
-
-        Raises:
-            ValueError: As :func:`privatize` and :func:`split_noise`.
-        """
-        self.spend(clients)
-        return self.privatized(updates, received, round, clients, places, ranks)
-
     def spend(self, clients: Sequence[int], noise_multiplier: float | None = None, lost: bool = False) -> None:
         """Count a round of ``clients``, by default with the noise of now; ``lost`` if it is not a planned one."""
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
@@ -283,7 +232,27 @@ class ClientLevel:
         places: Sequence[int] | None = None,
         ranks: Ranks | None = None,
     ) -> State:
-        """:meth:`apply` for a round that has been counted."""
+        """Make the updates of a round that has been counted private, and move S.
+
+        received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum
+        over the C clients then has noise z · S, so that z is the noise multiplier of any function of the uniform mean.
+        A single row has less noise than that. Integer tensors are those received.
+
+        Args:
+            updates: What clients of the round sent, (c, ...); those that are not finite too, as whether they are
+                depends on data.
+            received: What they were sent, (c, ...).
+            round: Counted from 0.
+            clients: Ids of all C clients of the round, in order.
+            places: Which of them the updates are of, where other ranks have the others; by default all.
+            ranks: The processes.
+
+        Returns:
+            ``updates`` made private, (c, ...), with the same names, order and dtypes.
+
+        Raises:
+            ValueError: As :func:`clip_updates` and :func:`split_noise`.
+        """
         secure, ranks = self.options.secure_rng, ranks or Ranks()
         own = list(range(len(clients)) if places is None else places)
         noise, count_noise = self._split(len(clients))
@@ -292,7 +261,7 @@ class ClientLevel:
         norms = torch.zeros(len(clients), dtype=torch.float64)
         norms[own] = lengths.cpu()
         ranks.sum_([norms])
-        result = _noisy(updates, received, clipped, self.norm * noise / math.sqrt(len(clients)), sources)
+        result = noisy_updates(updates, received, clipped, self.norm * noise / math.sqrt(len(clients)), sources)
         if self.options.clipping == "adaptive":
             source = None if secure else generator(self._seed, "client privacy/count", round)
             share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)

@@ -11,34 +11,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_choice, check_number
 from perada.core.states import State
 from perada.privacy.randomness import secure_noise
 from perada.server.aggregate import double
 
 METHODS = ("flat", "per_layer", "automatic")
+GAMMA = 0.01
+"""The γ of ``automatic``, which keeps a zero gradient zero."""
 MaxNorm = float | Mapping[str, float]
 
 
-def sample_norms(gradients: State, mask: Tensor) -> Tensor:
-    """L2 norm of each row's gradient, over all parameters together.
-
-    Args:
-        gradients: ``{parameter: (C, B, ...)}``.
-        mask: Real rows, bool, (C, B).
-
-    Returns:
-        Norms (C, B), in float32 or better; 0 where the row is padding, whatever stands there.
-
-    Raises:
-        ValueError: If there is no gradient, or one does not begin with the mask's shape.
-    """
-    _check(gradients, mask)
-    return torch.stack([_norm(gradient, mask).square() for gradient in gradients.values()]).sum(dim=0).sqrt()
-
-
-def clip_factors(
-    gradients: State, mask: Tensor, max_norm: MaxNorm, method: str = "flat", *, gamma: float = 0.01
-) -> dict[str, Tensor]:
+def factors_of(norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "flat") -> dict[str, Tensor]:
     """What to multiply each row's gradient with, so that no image has more than its share in the sum.
 
     - ``flat``: min(1, C / ‖g‖), with the norm over all parameters (Abadi et al. 2016, algorithm 1).
@@ -50,36 +34,18 @@ def clip_factors(
     An image whose gradient is not finite is left out, factor 0: else it alone would decide what the sum is.
 
     Args:
-        gradients: ``{parameter: (C, B, ...)}``.
+        norms: ``{parameter: norm (C, B) of each row's gradient}``.
         mask: Real rows, bool, (C, B).
         max_norm: Largest norm C of a row; for ``per_layer`` also ``{parameter: bound}``.
         method: One of ``flat``, ``per_layer`` and ``automatic``.
-        gamma: The γ of ``automatic``.
 
     Returns:
-        ``{parameter: factors (C, B)}``, 0 where the row is padding.
+        ``{parameter: factors (C, B)}``, 0 where the row is padding, whatever stands there.
 
     Raises:
-        ValueError: If a method, a bound or a shape is not as above.
+        ValueError: If a method or a bound is not as above.
     """
-    _check(gradients, mask)
-    return factors_of({name: _norm(g, mask) for name, g in gradients.items()}, mask, max_norm, method, gamma=gamma)
-
-
-def factors_of(
-    norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "flat", *, gamma: float = 0.01
-) -> dict[str, Tensor]:
-    """:func:`clip_factors` where only the norms are known.
-
-    Args:
-        norms: ``{parameter: norm (C, B) of each row's gradient}``.
-        mask: Real rows, bool, (C, B).
-        max_norm: As there.
-        method: As there.
-        gamma: As there.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; choose 'flat', 'per_layer' or 'automatic'")
+    check_choice("method", method, METHODS)
     mask = mask & torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
     if method == "per_layer":
         bounds = _bounds(max_norm, norms)
@@ -88,39 +54,15 @@ def factors_of(
         raise ValueError(f"max_norm has a bound per parameter, which {method!r} cannot use; give one number")
     sensitivity(max_norm)
     joint = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
-    if method == "flat":
-        factors = _shrink(joint, max_norm)
-    elif gamma > 0:
-        factors = max_norm / (joint + gamma)
-    else:
-        raise ValueError(f"gamma={gamma} must be positive, so that a zero gradient stays zero; 0.01 is usual")
+    factors = _shrink(joint, max_norm) if method == "flat" else max_norm / (joint + GAMMA)
     return dict.fromkeys(norms, _known(factors * mask))
-
-
-def clipped_sum(gradients: State, mask: Tensor, factors: Mapping[str, Tensor]) -> State:
-    """Sum of each client's rows, each multiplied by its factor.
-
-    With the factors of :func:`clip_factors`, one image more or less changes the sum by :func:`sensitivity` at most.
-
-    Args:
-        gradients: ``{parameter: (C, B, ...)}``.
-        mask: Real rows, bool, (C, B).
-        factors: ``{parameter: (C, B)}``; rows of factor 0 are left out, whatever stands there.
-
-    Returns:
-        ``{parameter: (C, ...)}``, in float32 or better.
-
-    Raises:
-        ValueError: If a shape is not as above.
-    """
-    _check(gradients, mask)
-    return {name: weighted_sum(gradient.flatten(0, 1), factors[name] * mask) for name, gradient in gradients.items()}
 
 
 def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
     """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`.
 
-    In single precision at least, in which the noise can then be added.
+    In single precision at least, in which the noise can then be added. With the factors of :func:`factors_of`, one
+    image more or less changes the sums by :func:`sensitivity` at most.
     """
     rows, factors = wide(rows), factors.to(wide(rows).dtype)
     kept = left_out(rows, factors)
@@ -152,8 +94,7 @@ def sensitivity(max_norm: MaxNorm) -> float:
     """
     bounds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
     for bound in bounds:
-        if not 0 < bound < math.inf:
-            raise ValueError(f"max_norm={bound} is not a positive number; usual values lie between 0.1 and 10")
+        check_number("max_norm", bound, above=0, hint="usual values lie from 0.1 to 10")
     return math.hypot(*bounds)
 
 
@@ -171,7 +112,7 @@ def noisy_mean(
     dictionary.
 
     Args:
-        summed: ``{parameter: (C, ...)}``, from :func:`clipped_sum`.
+        summed: ``{parameter: (C, ...)}``, from :func:`weighted_sum`.
         std: Standard deviation of the noise in the sum, for all clients or one for each.
         expected_batch: Images expected in a batch, one number for each client.
         generators: One for each client; ``None`` draws from a cryptographic generator.
@@ -194,11 +135,9 @@ def noisy_mean(
         raise ValueError(
             "two clients share a generator: their noise would depend on who else is there; give each its own"
         )
-    if not all(0 <= value < math.inf for value in stds) or not all(0 < size < math.inf for size in expected_batch):
-        raise ValueError(
-            f"std={stds} must not be negative and expected_batch={list(expected_batch)} must be positive, all finite; "
-            "leave a client without images out of the round"
-        )
+    for deviation, size in zip(stds, expected_batch, strict=True):
+        check_number("std", deviation, least=0)
+        check_number("expected_batch", size, above=0, hint="a client without images cannot take part")
     for name, value in summed.items():
         check_precision(name, value)
     result = {name: torch.empty_like(value) for name, value in summed.items()}
@@ -243,14 +182,6 @@ def _known(factors: Tensor) -> Tensor:
     return factors.where(factors.isfinite(), 0)
 
 
-def _norm(gradient: Tensor, mask: Tensor) -> Tensor:
-    """Norm (C, B) of one parameter's gradients (C, B, ...), 0 for padding."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    rows = gradient.reshape(*mask.shape, -1)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=dtype)
-    return norms.masked_fill(~mask, 0)
-
-
 def _shrink(norms: Tensor, bound: float) -> Tensor:
     """min(1, bound / norm); the 1e-6 is Opacus's, and keeps a zero gradient from dividing by zero."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
@@ -265,16 +196,3 @@ def _bounds(max_norm: MaxNorm, gradients: State) -> dict[str, float]:
         wrong = sorted(set(max_norm) ^ set(gradients))
         raise ValueError(f"max_norm and the gradients differ in {wrong}; give one bound for each parameter")
     return dict(max_norm)
-
-
-def _check(gradients: State, mask: Tensor) -> None:
-    if mask.dtype != torch.bool or mask.ndim != 2:
-        raise ValueError(f"the mask is {mask.dtype} of shape {tuple(mask.shape)}; give bool of shape (clients, rows)")
-    if not gradients:
-        raise ValueError("there is no gradient to clip: no parameter was trained; check the adapter")
-    for name, gradient in gradients.items():
-        if gradient.shape[:2] != mask.shape:
-            shape, rows = tuple(gradient.shape), tuple(mask.shape)
-            raise ValueError(
-                f"the gradient of {name!r} has shape {shape}, which must begin with (clients, rows) {rows}"
-            )

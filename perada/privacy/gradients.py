@@ -23,7 +23,7 @@ from perada.engine.fold import fold
 from perada.engine.losses import real_rows, row_losses
 from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import factors_of, noisy_mean, sensitivity, wide
-from perada.privacy.hooks import Samples, Whole, apart, hooked, layers, quiet, samples_of
+from perada.privacy.hooks import RowGradients, Whole, apart, hooked, layers, quiet, row_gradients
 from perada.privacy.options import Privacy
 
 
@@ -138,7 +138,7 @@ class FoldedGradients:
 
     def _samples(
         self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams
-    ) -> dict[str, Samples]:
+    ) -> dict[str, RowGradients]:
         """Gradient of every row's loss."""
         clients, rows = x.shape[:2]
         self._context.begin(clients, counts, dropout)
@@ -160,10 +160,10 @@ class FoldedGradients:
             logits = self._model(self.engine.format(x.flatten(0, 1)))
             losses = row_losses(wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
             losses.where(real, 0).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
-        samples: dict[str, Samples] = {}
+        samples: dict[str, RowGradients] = {}
         for key, parameter in held.items():
             if query.states[key].requires_grad:
-                sample = samples_of(parameter)
+                sample = row_gradients(parameter)
                 if key in self._rows and parameter.grad is not None:
                     sample = Whole(parameter.grad.view(clients * rows, *query.states[key].shape[1:]))
                 if sample is not None:

@@ -26,7 +26,7 @@ from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import left_out, weighted_sum, wide
 
 
-class Samples(Protocol):
+class RowGradients(Protocol):
     """The gradients of R rows for one parameter."""
 
     def squares(self) -> Tensor:
@@ -83,7 +83,7 @@ class Factors:
         return torch.bmm(b.reshape(clients, -1, self.b.shape[-1]).transpose(1, 2), a).view(clients, *self.shape)
 
 
-def samples_of(parameter: nn.Parameter) -> Samples | None:
+def row_gradients(parameter: nn.Parameter) -> RowGradients | None:
     """What the hooks left in a stacked layer's parameter; ``None`` if it took no part."""
     parts: list[tuple[Tensor, Tensor]] = getattr(parameter, "factors", [])
     if parts:  # a layer that was used twice has more positions

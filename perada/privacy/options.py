@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What private training is asked to do: the section ``privacy`` of a recipe, and ``client_privacy``."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from perada.privacy.accounting import check_accountant, check_delta
+from perada.core.checks import check_choice, check_number, check_whole
+from perada.privacy.accounting import check_delta
 
 Accountant = Literal["rdp", "prv", "gdp"]
 LedgerName = Literal["release", "server"]
@@ -57,15 +57,8 @@ class Privacy:
 
     def __post_init__(self) -> None:
         _check_common("privacy", self)
-        _check_choices("privacy", self, clipping=("flat", "per_layer", "automatic"), sampling=("poisson", "shuffle"))
-        _check_choices("privacy", self, ledger=("release", "server"), engine=("auto", "folded", "opacus"))
-        _check_positive("privacy", max_norm=self.max_norm, max_epsilon=self.max_epsilon)
-        _check_std("privacy", self.noise_multiplier, self.max_norm)
-        size = self.physical_batch_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(
-                f"privacy: physical_batch_size={size!r} cannot be used; give 1 image or more, or leave it out"
-            )
+        check_number("privacy: max_epsilon", self.max_epsilon, above=0, optional=True)
+        check_whole("privacy: physical_batch_size", self.physical_batch_size, optional=True)
 
 
 @dataclass(frozen=True)
@@ -107,11 +100,9 @@ class ClientPrivacy:
 
     def __post_init__(self) -> None:
         _check_common("client_privacy", self)
-        _check_choices("client_privacy", self, clipping=("fixed", "adaptive"))
-        _check_positive("client_privacy", max_norm=self.max_norm, count_noise=self.count_noise, clip_lr=self.clip_lr)
-        _check_std("client_privacy", self.noise_multiplier, self.max_norm)
-        if not (_is_number(self.quantile) and 0 <= self.quantile <= 1):
-            raise ValueError(f"client_privacy: quantile={self.quantile!r} is no share; give 0 to 1, 0.5 is usual")
+        check_number("client_privacy: quantile", self.quantile, least=0, most=1, hint="0.5 is usual")
+        check_number("client_privacy: clip_lr", self.clip_lr, above=0)
+        check_number("client_privacy: count_noise", self.count_noise, above=0, optional=True)
 
 
 def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
@@ -140,56 +131,18 @@ def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None)
     return kind(**given)
 
 
-def _check_noise(section: str, noise_multiplier: float | None, target_epsilon: float | None) -> None:
-    if (noise_multiplier is None) == (target_epsilon is None):
-        raise ValueError(
-            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, "
-            "the noise or the ε that it is calibrated for"
-        )
-    if noise_multiplier is not None and not (_is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf):
-        raise ValueError(
-            f"{section}: noise_multiplier={noise_multiplier!r} is negative or not finite; usual values lie from 0.5 "
-            "to 5"
-        )
-    if noise_multiplier is not None and noise_multiplier > 1e100:  # the accountants square it
-        raise ValueError(
-            f"{section}: noise_multiplier={noise_multiplier!r} is too large; usual values lie from 0.5 to 5"
-        )
-    _check_positive(section, target_epsilon=target_epsilon)
-
-
-def _check_std(section: str, noise_multiplier: float | None, max_norm: float) -> None:
-    """Refuse noise that no number can hold."""
-    if noise_multiplier is not None and not noise_multiplier * max_norm < math.inf:
-        raise ValueError(
-            f"{section}: noise_multiplier={noise_multiplier!r} times max_norm={max_norm!r} is not finite; usual values "
-            "of the first lie from 0.5 to 5, of the second from 0.1 to 10"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_common(section: str, options: "Privacy | ClientPrivacy") -> None:
+def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
     """What both sections have."""
-    _check_noise(section, options.noise_multiplier, options.target_epsilon)
-    if not _is_number(options.delta):
-        raise ValueError(f"{section}: delta={options.delta!r} is no number; give one between 0 and 1, such as 1e-5")
-    check_delta(options.delta)
-    check_accountant(options.accountant)
-    if not isinstance(options.secure_rng, bool):
-        raise ValueError(f"{section}: secure_rng={options.secure_rng!r} is neither true nor false")
-
-
-def _check_positive(section: str, **numbers: float | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and not (_is_number(value) and 0 < value < math.inf):
-            raise ValueError(f"{section}: {name}={value!r} cannot be used; give a positive, finite number")
-
-
-def _check_choices(section: str, options: object, **allowed: Sequence[str]) -> None:
-    for name, values in allowed.items():
-        value = getattr(options, name)
-        if value not in values:
-            raise ValueError(f"{section}: {name}={value!r} is unknown; choose one of {', '.join(values)}")
+    noise, target, usual = options.noise_multiplier, options.target_epsilon, "usual values lie from 0.5 to 5"
+    if (noise is None) == (target is None):
+        raise ValueError(
+            f"{section}: noise_multiplier={noise} and target_epsilon={target}: give one of them, the noise or the ε "
+            "that it is calibrated for"
+        )
+    check_number(f"{section}: noise_multiplier", noise, least=0, most=1e100, optional=True, hint=usual)  # it is squared
+    check_number(f"{section}: target_epsilon", target, above=0, optional=True)
+    check_number(f"{section}: max_norm", options.max_norm, above=0, most=1e200, hint="usual values lie from 0.1 to 10")
+    check_delta(options.delta, f"{section}: ")
+    for name, kind in get_type_hints(type(options)).items():
+        if get_origin(kind) is Literal or kind is bool:
+            check_choice(f"{section}: {name}", getattr(options, name), get_args(kind) or (True, False))

@@ -11,6 +11,8 @@ import ssl
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_whole
+
 _BITS = 53  # of a float64's significand
 _BLOCK = 2**18  # normal draws made at a time: up to 8 MiB of random bytes
 
@@ -27,37 +29,20 @@ def secure_uniform(shape: tuple[int, ...]) -> Tensor:
     Raises:
         ValueError: If a side of the shape is negative.
     """
-    bits: Tensor = _words(_count(shape)) & (2**_BITS - 1)
+    for side in shape:
+        check_whole("a side of the shape", side, 0)
+    bits: Tensor = _words(math.prod(shape)) & (2**_BITS - 1)
     return bits.double().mul_(2.0**-_BITS).view(shape)
 
 
-def secure_normal(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Draw standard normal numbers, in float64 and rounded to ``dtype`` last.
+def secure_noise(like: Tensor) -> Tensor:
+    """Draw standard normal numbers for adding to ``like``, not yet rounded to its type: float64, on the CPU.
 
     By Box and Muller (1958) two numbers u in (0, 1] and v give two draws, √(−2 ln u) times the cosine and the sine of
     2πv. In float64 these are so sparse that a noisy sum may tell what it was without noise (Mironov, CCS 2012). There
     each number is half the sum of four draws, of which there are too many combinations for that (Holohan and Braghin,
-    ESORICS 2021). A float32 is rounded from one draw of 2**106, some 2**80 of which round to the same.
-
-    Args:
-        shape: Shape of the result.
-        dtype: A floating-point type.
-        device: Where the result goes; it is drawn on the CPU.
-
-    Raises:
-        ValueError: If ``dtype`` is not a floating-point type, or a side of the shape is negative.
-    """
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} cannot hold normal draws; give a floating-point type such as torch.float32")
-    return _normal(_count(shape), 4 if dtype == torch.float64 else 1).to(device, dtype).view(shape)
-
-
-def secure_noise(like: Tensor) -> Tensor:
-    """Standard normal numbers for adding to ``like``, not yet rounded to its type: float64, on the CPU.
-
-    For float32 they are single draws: the sum is rounded, after the noise is in it.
+    ESORICS 2021). For float32 they are single draws, of which there are 2**106: the sum is rounded, after the noise is
+    in it, and some 2**80 of them round to the same.
     """
     return _normal(like.numel(), 4 if like.dtype == torch.float64 else 1).view(like.shape)
 
@@ -86,7 +71,7 @@ def secure_permutation(n: int) -> Tensor:
     Raises:
         ValueError: If n is negative.
     """
-    _count((n,))
+    check_whole("n", n, 0)
     while True:
         keys, order = _words(n).sort()
         if not (keys[1:] == keys[:-1]).any():
@@ -98,10 +83,3 @@ def _words(count: int) -> Tensor:
     if not count:  # torch refuses an empty buffer
         return torch.empty(0, dtype=torch.int64)
     return torch.frombuffer(bytearray(ssl.RAND_bytes(8 * count)), dtype=torch.int64)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    """Number of elements of a shape."""
-    if any(side < 0 for side in shape):
-        raise ValueError(f"shape={shape} has a negative side; give 0 or more")
-    return math.prod(shape)

@@ -6,7 +6,9 @@ import math
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_whole
 from perada.core.seeding import generator
+from perada.privacy.accounting import check_step
 from perada.privacy.randomness import secure_permutation, secure_uniform
 
 
@@ -40,8 +42,8 @@ def poisson_batches(
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    _check(images, sample_rate)
-    _check_steps(steps)
+    _check_images(images)
+    check_step(0.0, sample_rate, steps)
     source = generator(seed, f"poisson/{role}", round, client)
 
     def draw() -> Tensor:
@@ -101,9 +103,8 @@ def passes(images: int, batch_size: int, steps: int) -> int:
     [0, 1, 1, 2]
     """
     _check_images(images)
-    _check_steps(steps)
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} holds no image; give at least 1")
+    check_whole("steps", steps, 0)
+    check_whole("batch_size", batch_size)
     return math.ceil(steps / math.ceil(images / batch_size))
 
 
@@ -118,21 +119,10 @@ def expected_batch_size(images: int, sample_rate: float) -> float:
     >>> expected_batch_size(10, 0.25)
     2.5
     """
-    _check(images, sample_rate)
+    _check_images(images)
+    check_step(0.0, sample_rate, 0)
     return images * sample_rate
 
 
-def _check(images: int, sample_rate: float) -> None:
-    _check_images(images)
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate={sample_rate} is not a probability above 0; give batch size / number of images")
-
-
 def _check_images(images: int) -> None:
-    if images < 1:
-        raise ValueError(f"images={images}: a client without images cannot be sampled; leave it out of the round")
-
-
-def _check_steps(steps: int) -> None:
-    if steps < 0:
-        raise ValueError(f"steps={steps} is negative; give the number of batches of the run")
+    check_whole("images", images, hint="a client without images cannot take part")

@@ -7,18 +7,13 @@ The record is ``Run.info["privacy"]``, in plain types: ``sample`` with the field
 by client. Either may be missing.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
 from typing import Any
 
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
+from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, table
 
 Record = Mapping[str, Any]
-TEST_MODE = (
-    "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
-    "take the noise off, whatever ε says. Do not release what was trained so."
-)
 
 
 def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # whatever a file holds
@@ -45,26 +40,6 @@ def _check_numbers(name: str, values: Sequence[Any]) -> None:
     for value in values:
         if isinstance(value, bool) or not float(value) >= 0:
             raise ValueError(f"privacy: {name} is {value!r}, not a number of 0 or more")
-
-
-def epsilon_text(value: float) -> str:
-    """An ε with two digits.
-
-    >>> epsilon_text(2.345), epsilon_text(float("inf")), epsilon_text(float("nan"))
-    ('2.35', '∞', '–')
-    """
-    return "–" if math.isnan(value) else "∞" if value == math.inf else f"{value:.2f}"
-
-
-def mean_and_std(values: Sequence[float]) -> str:
-    """Mean ± standard deviation of several ε, those of a whole population.
-
-    >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, float("inf")])
-    ('2.00 ± 1.00', '∞')
-    """
-    if not all(map(math.isfinite, values)):
-        return epsilon_text(fmean(values))
-    return f"{epsilon_text(fmean(values))} ± {epsilon_text(pstdev(values))}"
 
 
 def is_test_mode(record: Record | None) -> bool:
@@ -133,22 +108,17 @@ def _sample(sample: Record, client: int | None) -> list[str]:
         f"and δ = {options['delta']:g}, if {neighbours}."
     )
     if client is None:
-        figures = _table(
-            ["ledger", "ε over clients: mean ± std", "largest", "counts"],
-            ["server", mean_and_std(server), epsilon_text(max(server)), "all that clients sent, of which this is made"],
-        )
+        counts = "all that clients sent, of which this is made"
+        row = ["server", counts, mean_and_std(server), epsilon_text(max(server))]
+        figures = table(["ledger", "counts", "ε over clients: mean ± std", "largest"], [row], left=2)
         whose = "The largest ε holds for an image of any client."
     else:
-        figures = _table(
-            ["ledger", "ε", "counts", "holds against"],
-            ["release", epsilon_text(release[client]), "all that the client trained", "whoever gets this adapter"],
-            [
-                "server",
-                epsilon_text(server[client]),
-                "what the client sent",
-                "those who see only that, or what is made of it",
-            ],
-        )
+        seen = "those who see only that, or what is made of it"
+        rows = [
+            ["release", "all that the client trained", "whoever gets this adapter", epsilon_text(release[client])],
+            ["server", "what the client sent", seen, epsilon_text(server[client])],
+        ]
+        figures = table(["ledger", "counts", "holds against", "ε"], rows, left=3)
         others = [value for other, value in enumerate(server) if other != client]
         whose = f"This is for the images of client {client}, whose adapter it is."
         if others:
@@ -188,12 +158,13 @@ def _whole_clients(level: Record, client: int | None) -> list[str]:
         f"bounded by ε and δ = {options['delta']:g}, if a client's part is taken out of every round's sum."
     )
     if client is None:
-        figures = _table(["ε over clients: mean ± std", "largest"], [mean_and_std(epsilon), epsilon_text(max(epsilon))])
+        row = [mean_and_std(epsilon), epsilon_text(max(epsilon))]
+        figures = table(["ε over clients: mean ± std", "largest"], [row], left=0)
         whose = "It holds against those who see what the server computes, not against the server."
     else:
         others = [value for other, value in enumerate(epsilon) if other != client]
         largest = epsilon_text(max(others)) if others else "–"
-        figures = _table(["largest ε of the other clients"], [largest])
+        figures = table(["largest ε of the other clients"], [[largest]], left=0)
         whose = f"This adapter is client {client}'s own: **as a whole, that client is not protected by it.**"
     bound = {
         "fixed": f"to the norm {options['max_norm']:g}",
@@ -228,8 +199,3 @@ def _range(values: Sequence[float | str]) -> str:
     """
     low, high = (f"{bound:.4g}" for bound in (min(_floats(values)), max(_floats(values))))
     return low if low == high else f"{low} to {high}"
-
-
-def _table(header: Sequence[str], *rows: Sequence[str]) -> str:
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))

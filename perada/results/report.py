@@ -2,14 +2,17 @@
 """Tables of what a run measured, as Markdown."""
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
-from math import nan
 from pathlib import Path
+from statistics import fmean, pstdev
 
 from torch import Tensor
 
-from perada.results.privacy_card import TEST_MODE, epsilon_text, mean_and_std
-
+TEST_MODE = (
+    "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
+    "take the noise off, whatever ε says. Do not release what was trained so."
+)
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
 MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
@@ -30,8 +33,8 @@ ROUND_EPSILONS = {
 """What the columns of the ε after a round are called."""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a Markdown table; the first column is aligned left, the others right.
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lay out a Markdown table; the first columns, as many as ``left``, are aligned left, the others right.
 
     What no terminal should be sent, and what would end a cell, is replaced: names may come from anyone's file.
 
@@ -42,16 +45,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     header, *rows = [[printable(cell).replace("|", "¦") for cell in row] for row in [header, *rows]]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    widths = [max(width, 1 + (column > 0)) for column, width in enumerate(widths)]
+    widths = [max(width, 1 + (column >= left)) for column, width in enumerate(widths)]
 
     def line(row: Sequence[str]) -> str:
         cells = [
-            cell.rjust(width) if column else cell.ljust(width)
+            cell.rjust(width) if column >= left else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         return f"| {' | '.join(cells)} |"
 
-    rule = "|".join("-" * (width + 2) if not column else "-" * (width + 1) + ":" for column, width in enumerate(widths))
+    rule = "|".join("-" * (width + 1) + "-:"[column >= left] for column, width in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
@@ -62,6 +65,26 @@ def printable(text: str) -> str:
     'a?[2Jb'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def epsilon_text(value: float) -> str:
+    """An ε with two digits.
+
+    >>> epsilon_text(2.345), epsilon_text(float("inf")), epsilon_text(float("nan"))
+    ('2.35', '∞', '–')
+    """
+    return "–" if math.isnan(value) else "∞" if value == math.inf else f"{value:.2f}"
+
+
+def mean_and_std(values: Sequence[float]) -> str:
+    """Mean ± standard deviation of several ε, those of a whole population.
+
+    >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, float("inf")])
+    ('2.00 ± 1.00', '∞')
+    """
+    if not all(map(math.isfinite, values)):
+        return epsilon_text(fmean(values))
+    return f"{epsilon_text(fmean(values))} ± {epsilon_text(pstdev(values))}"
 
 
 def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: bool = False) -> str:
@@ -92,7 +115,7 @@ def _spread(name: str, values: Tensor) -> str:
     """Mean ± standard deviation of the scores (M,), none of them NaN."""
     if name.startswith(PRIVACY):
         return mean_and_std(values.tolist()) if len(values) else "–"
-    return f"{percent(float(values.mean()))} ± {percent(float(values.std(correction=0)) if len(values) else nan)}"
+    return f"{percent(float(values.mean()))} ± {percent(float(values.std(correction=0)) if len(values) else math.nan)}"
 
 
 def run_report(folder: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from perada.core.checks import check_whole
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state
 from perada.engine.ensembles import ensemble
@@ -26,7 +27,8 @@ from perada.results.export import (
     save_backbone,
     write_json,
 )
-from perada.results.privacy_card import TEST_MODE, check_record, is_test_mode, privacy_card
+from perada.results.privacy_card import check_record, is_test_mode, privacy_card
+from perada.results.report import TEST_MODE
 
 RUN_FILE = "run.json"
 FORMAT = 1
@@ -94,8 +96,8 @@ class Run:
             return _contiguous(self._single())
         if role != "personal":
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
-        if client is None or not 0 <= client < self.num_clients:
-            raise ValueError(f"client={client} does not exist; give a number from 0 to {self.num_clients - 1}")
+        check_whole("client", client, 0, most=self.num_clients - 1)
+        assert client is not None
         return _contiguous(self._single() if self._personal is None else self._personal(client))
 
     def _single(self) -> State:
@@ -210,10 +212,9 @@ class Run:
             metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
             if found != FORMAT:
                 raise KeyError(f"format {found}, this version reads {FORMAT}")
-            counts = {"num_clients": clients, "global_models": models, "num_classes": info["num_classes"]}
-            for name, count in counts.items():
-                if type(count) is not int or count < 1:
-                    raise ValueError(f"{name} is {count!r}, not a number of 1 or more")
+            check_whole("num_clients", clients)
+            check_whole("global_models", models)
+            check_whole("num_classes", info["num_classes"])
             if info.get("privacy"):
                 info["privacy"] = _replace(info["privacy"], _from_json)
                 check_record(info["privacy"], clients)

@@ -185,8 +185,10 @@ def test_photographs_options():
     assert ((colour.images * weights).sum(1, keepdim=True) - gray.images).abs().max() < 3  # both were rounded twice
     assert torch.equal(Photographs(count=4, size=8).images, colour.images)
     assert not torch.equal(Photographs(count=4, size=8, seed=1).images, colour.images)
-    with pytest.raises(ValueError, match="squares of 32 to 500"):
+    with pytest.raises(ValueError, match="largest=500 cannot be used; give a whole number from 1 to 427"):
         Photographs(largest=500)
+    with pytest.raises(ValueError, match=r"smallest=60 cannot be used; .* from 1 to 50 \(largest is 50\)"):
+        Photographs(smallest=60, largest=50)
 
 
 def write_images(root, names, size=(6, 4)):
@@ -228,7 +230,7 @@ def test_folders_that_are_not_there(tmp_path):
         len(ImageFolder(str(tmp_path)))
     with pytest.raises(FileNotFoundError, match="has no images"):
         len(UnlabelledFolder(str(tmp_path)))
-    with pytest.raises(ValueError, match="size is 0"):
+    with pytest.raises(ValueError, match="size=0 cannot be used"):
         UnlabelledFolder(str(tmp_path), size=0)
 
 

@@ -94,7 +94,10 @@ def test_class_counts_that_do_not_match():
     several = client(labels=torch.ones(4, 3))
     refused(FederatedData([several], num_classes=5), "labels have 3 entries but num_classes is 5")
     refused(FederatedData([client()], num_classes=5), "num_classes is 6 but the data has 5", num_classes=6)
-    refused(FederatedData([client()], num_classes=0), "num_classes is 0")
+    refused(
+        FederatedData([client()], num_classes=0),
+        "num_classes=0 cannot be used; give a whole number of 1 or more, or leave it out",
+    )
     with pytest.raises(ValueError, match="num_classes is 3 but the data has 10 classes"):
         FederatedDataModule(dataset=Digits(), partition=IID(2), num_classes=3).setup()
 
@@ -131,12 +134,12 @@ def test_channels_that_the_backbone_does_not_take():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 0}, "batch_size is 0: give at least 1, or 'full'"),
-        ({"batch_size": "all"}, "batch_size is 'all'"),
-        ({"eval_batch_size": -1}, "eval_batch_size is -1: give at least 1"),
-        ({"num_workers": -1}, "num_workers is -1"),
-        ({"image_size": 0}, "image_size is 0"),
-        ({"crop_padding": -1}, "crop_padding is -1"),
+        ({"batch_size": 0}, "batch_size=0 cannot be used; give a whole number of 1 or more, or 'full'"),
+        ({"batch_size": "all"}, "batch_size='all' cannot be used"),
+        ({"eval_batch_size": -1}, "eval_batch_size=-1 cannot be used; give a whole number of 1 or more"),
+        ({"num_workers": -1}, "num_workers=-1 cannot be used; give a whole number of 0 or more"),
+        ({"image_size": 0}, "image_size=0 cannot be used"),
+        ({"crop_padding": -1}, "crop_padding=-1 cannot be used"),
         ({"train_limit": 5}, "data is given, and with it options"),
         ({"dataset": Digits()}, "data is given, and with it options"),
     ],
@@ -150,11 +153,11 @@ def test_options(options, words):
     [
         ({"partition": None}, "give both"),
         ({"dataset": None}, "dataset is None"),
-        ({"public_fraction": 1.0}, r"public_fraction is 1\.0"),
-        ({"validation_fraction": -0.1}, r"validation_fraction is -0\.1"),
+        ({"public_fraction": 1.0}, r"public_fraction=1\.0 cannot be used; give a finite number from 0 to below 1"),
+        ({"validation_fraction": -0.1}, r"validation_fraction=-0\.1 cannot be used"),
         ({"public_fraction": 0.5, "validation_fraction": 0.5}, "leave the clients nothing"),
         ({"public": Photographs(5), "public_fraction": 0.5}, "both given"),
-        ({"train_limit": 0}, "train_limit is 0"),
+        ({"train_limit": 0}, "train_limit=0 cannot be used; give a whole number of 1 or more, or leave it out"),
         ({"train_limit": 20}, "30 clients .* there are 20"),
         ({"dataset": Photographs(50)}, "has no labels"),
     ],
@@ -168,7 +171,10 @@ def test_options_of_a_division(options, words):
 def test_more_clients_a_round_than_there_are():
     module = FederatedDataModule(FederatedData([client()] * 3))
     for wrong in (4, 0, -1):
-        with pytest.raises(ValueError, match=f"clients_per_round is {wrong} and there are 3 clients"):
+        with pytest.raises(
+            ValueError,
+            match=f"clients_per_round={wrong} cannot be used; give a whole number from 1 to 3, or leave it out",
+        ):
             module.configure_rounds(seed=0, clients_per_round=wrong, phases=[Phase()], image=None)
     with pytest.raises(ValueError, match="no phases"):
         module.configure_rounds(seed=0, clients_per_round=3, phases=[], image=None)

@@ -161,11 +161,17 @@ def test_clients_that_cannot_share_are_named():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"client_validation": 1.0}, "client_validation is 1.0: it is a share"),
-        ({"client_validation": -0.1}, "client_validation is -0.1"),
-        ({"client_validation": float("nan")}, "client_validation is nan"),
+        (
+            {"client_validation": 1.0},
+            "client_validation=1.0 cannot be used; give a finite number from 0 to below 1 .a share",
+        ),
+        ({"client_validation": -0.1}, "client_validation=-0.1 cannot"),
+        ({"client_validation": float("nan")}, "client_validation=nan cannot"),
         ({"evaluate_on": "validation"}, "evaluate_on is 'validation' and client_validation is 0"),
-        ({"evaluate_on": "train", "client_validation": 0.1}, "evaluate_on is 'train': give 'test' or 'validation'"),
+        (
+            {"evaluate_on": "train", "client_validation": 0.1},
+            "evaluate_on='train' is unknown; choose one of 'test', 'validation'",
+        ),
     ],
 )
 def test_options(options, words):

@@ -6,7 +6,7 @@ import pytest
 
 from perada.data import IID, ByDomain, Dirichlet, DominantClass, FromFile, Shards
 from perada.data.partitions.apportion import apportion, raise_to_minimum
-from perada.data.partitions.base import Samples
+from perada.data.partitions.base import Split
 from perada.data.partitions.by_label import categories
 
 K = 10
@@ -14,11 +14,11 @@ K = 10
 
 def samples(per_class, **columns):
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(K), per_class))
-    return Samples(labels, np.arange(len(labels)), columns)
+    return Split(labels, np.arange(len(labels)), columns)
 
 
 def unbalanced():
-    return Samples(np.repeat([0, 1], [20, 1]), np.arange(21))
+    return Split(np.repeat([0, 1], [20, 1]), np.arange(21))
 
 
 def table(rows, part):
@@ -174,13 +174,13 @@ def test_combinations_of_labels_are_classes_and_rare_ones_one_class():
     ids, test_ids = categories(train, test, merge_below=3)
     assert np.bincount(ids).tolist() == [6, 5, 3]
     assert test_ids.tolist() == [2, 0, 2, 1]
-    rows, _ = Dirichlet(3, 1.0).split(Samples(train, np.arange(14)), Samples(test, np.arange(4)), 0)
+    rows, _ = Dirichlet(3, 1.0).split(Split(train, np.arange(14)), Split(test, np.arange(4)), 0)
     assert sorted(np.concatenate(rows)) == list(range(14))
 
 
 def test_classes_that_only_the_test_set_has_are_left_out():
-    train = Samples(np.repeat([0, 2], 10), np.arange(20))
-    test = Samples(np.repeat([0, 1, 2, 3], 4), np.arange(16))
+    train = Split(np.repeat([0, 2], 10), np.arange(20))
+    test = Split(np.repeat([0, 1, 2, 3], 4), np.arange(16))
     for partition in (Dirichlet(3, 1.0), Shards(2, 1), DominantClass(2)):
         _, rows = partition.split(train, test, 0)
         dealt = test.labels[np.concatenate(rows)]
@@ -190,8 +190,8 @@ def test_classes_that_only_the_test_set_has_are_left_out():
 def test_from_file(tmp_path):
     path = tmp_path / "partition.json"
     path.write_text(json.dumps({"train": [[12, 10], [15]], "test": [[3], []]}))
-    train = Samples(np.zeros(5, int), np.array([10, 11, 12, 15, 17]))
-    rows, test_rows = FromFile(str(path)).split(train, Samples(np.zeros(4, int), np.arange(4)), 0)
+    train = Split(np.zeros(5, int), np.array([10, 11, 12, 15, 17]))
+    rows, test_rows = FromFile(str(path)).split(train, Split(np.zeros(4, int), np.arange(4)), 0)
     assert [own.tolist() for own in rows] == [[2, 0], [3]]
     assert [own.tolist() for own in test_rows] == [[3], []]
 
@@ -199,13 +199,16 @@ def test_from_file(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: IID(0), "num_clients is 0: give at least 1"),
-        (lambda: Dirichlet(5, 0), "alpha is 0: give more than 0"),
-        (lambda: Dirichlet(5, -1.0), r"alpha is -1\.0"),
-        (lambda: Dirichlet(5, float("nan")), "alpha is nan"),
-        (lambda: Dirichlet(5, 1, min_per_client=0), "min_per_client is 0"),
-        (lambda: DominantClass(5, 1.5), r"fraction is 1\.5"),
-        (lambda: Shards(5, 0), "classes_per_client is 0"),
+        (lambda: IID(0), "num_clients=0 cannot be used; give a whole number of 1 or more"),
+        (
+            lambda: Dirichlet(5, 0),
+            "alpha=0 cannot be used; give a finite number above 0 .0.1 is very unequal, 100 even",
+        ),
+        (lambda: Dirichlet(5, -1.0), r"alpha=-1\.0 cannot be used"),
+        (lambda: Dirichlet(5, float("nan")), "alpha=nan cannot be used"),
+        (lambda: Dirichlet(5, 1, min_per_client=0), "min_per_client=0 cannot be used"),
+        (lambda: DominantClass(5, 1.5), r"fraction=1\.5 cannot be used; give a finite number above 0 and up to 1"),
+        (lambda: Shards(5, 0), "classes_per_client=0 cannot be used"),
         (lambda: split(IID(1001)), "1001 clients .* there are 1000: lower num_clients"),
         (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
         (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
@@ -238,12 +241,12 @@ def test_errors(make, words):
 def test_files_that_do_not_fit(tmp_path, text, words):
     path = tmp_path / "partition.json"
     path.write_text(text)
-    part = Samples(np.zeros(5, int), np.arange(5))
+    part = Split(np.zeros(5, int), np.arange(5))
     with pytest.raises(ValueError, match=words):
         FromFile(str(path)).split(part, part, 0)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    part = Samples(np.zeros(5, int), np.arange(5))
+    part = Split(np.zeros(5, int), np.arange(5))
     with pytest.raises(FileNotFoundError, match=r"partition\.json in the folder of an earlier run"):
         FromFile(str(tmp_path / "none")).split(part, part, 0)

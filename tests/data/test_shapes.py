@@ -45,7 +45,10 @@ def test_images_are_on_black_and_neither_empty_nor_full():
     assert 0.1 < lit.mean() < 0.5
 
 
-@pytest.mark.parametrize("options", [{"count": 9}, {"classes": 0}, {"size": 0}])
-def test_nothing_to_draw_is_refused(options):
-    with pytest.raises(ValueError, match="Shapes cannot draw"):
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [({"count": 9}, "10 or more .the test split"), ({"classes": 0}, "1 or"), ({"size": 0}, "1 or")],
+)
+def test_nothing_to_draw_is_refused(options, least):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}=\d cannot be used; give a whole number of {least}"):
         Shapes(**options)

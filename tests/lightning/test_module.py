@@ -22,19 +22,27 @@ from perada.models.slots import make_slot
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "rmsprop"}, "optimizer='rmsprop' is unknown; choose one of sgd, adam, adamw"),
+        ({"optimizer": "rmsprop"}, "optimizer='rmsprop' is unknown; choose one of 'sgd', 'adam', 'adamw'"),
         ({"lr_schedule": "step"}, "lr_schedule='step' is unknown"),
         ({"metric": "f1"}, "metric='f1' is unknown"),
         ({"engine": "vmap"}, "engine='vmap' is unknown"),
-        ({"lr_personal": -0.1}, "lr_personal=-0.1 is not a learning rate"),
-        ({"lr_local": math.nan}, "lr_local=nan is not a learning rate"),
+        ({"lr_personal": -0.1}, "lr_personal=-0.1 cannot be used; give a finite number of 0 or more"),
+        ({"lr_local": math.nan}, "lr_local=nan cannot be used; give a finite number of 0 or more"),
         ({"momentum": -0.5}, "momentum=-0.5"),
-        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"momentum": 1.0}, "momentum=1.0 cannot be used; give a finite number from 0 to below 1"),
+        ({"lr_gamma": math.inf}, "lr_gamma=inf cannot be used; give a finite number of 0 or more"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
-        ({"clip_norm": 0.0}, "clip_norm=0.0"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0 cannot be used; give a finite number above 0, or leave it out"),
+        ({"clip_norm": math.nan}, "clip_norm=nan"),
         ({"lr_every": 0}, "lr_every=0"),
-        ({"global_test_clients": -1}, "global_test_clients=-1 cannot be used; give 0 or more"),
-        ({"clients_per_chunk": 0}, "clients_per_chunk=0 cannot be used; give 1 or more"),
+        (
+            {"global_test_clients": -1},
+            "global_test_clients=-1 cannot be used; give a whole number of 0 or more, or leave it out",
+        ),
+        (
+            {"clients_per_chunk": 0},
+            "clients_per_chunk=0 cannot be used; give a whole number of 1 or more, or leave it out",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, message):

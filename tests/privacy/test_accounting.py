@@ -199,13 +199,13 @@ def test_a_release_composes_both_adapters():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ((-1.0, 0.1, 1), r"noise_multiplier=-1.0 is negative"),
+        ((-1.0, 0.1, 1), r"noise_multiplier=-1.0 cannot be used; give a finite number of 0 or more"),
         ((math.nan, 0.1, 1), r"noise_multiplier=nan"),
         ((math.inf, 0.1, 1), r"noise_multiplier=inf"),
-        ((1.0, 0.0, 1), r"sample_rate=0.0 is not a probability"),
-        ((1.0, 1.5, 1), r"sample_rate=1.5 is not a probability"),
-        ((1.0, 0.1, -1), r"steps=-1 is not a whole number"),
-        ((1.0, 0.1, 1.5), r"steps=1.5 is not a whole number"),
+        ((1.0, 0.0, 1), r"sample_rate=0.0 cannot be used; give a finite number above 0 and up to 1"),
+        ((1.0, 1.5, 1), r"sample_rate=1.5 cannot be used"),
+        ((1.0, 0.1, -1), r"steps=-1 cannot be used; give a whole number of 0 or more"),
+        ((1.0, 0.1, 1.5), r"steps=1.5 cannot be used; give a whole number of 0 or more"),
     ],
 )
 def test_impossible_steps_are_refused(row, message):
@@ -214,9 +214,9 @@ def test_impossible_steps_are_refused(row, message):
 
 
 def test_impossible_questions_are_refused():
-    with pytest.raises(ValueError, match="delta=1 is not between"):
+    with pytest.raises(ValueError, match="delta=1 cannot be used; give a finite number above 0 and below 1"):
         history_epsilon({(1.0, 0.1): 1}, 1)
-    with pytest.raises(ValueError, match="accountant='moments' is unknown; choose 'rdp', 'prv' or 'gdp'"):
+    with pytest.raises(ValueError, match="accountant='moments' is unknown; choose one of 'rdp', 'prv', 'gdp'"):
         history_epsilon({(1.0, 0.1): 1}, DELTA, "moments")
 
 

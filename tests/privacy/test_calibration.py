@@ -26,18 +26,8 @@ def test_noise_is_that_of_opacus():
     assert calibrate(3.0, DELTA, 0.02, 1000) == expected
 
 
-def test_two_runs_of_one_rate_are_one_long_run():
-    both = calibrate(3.0, DELTA, 0.02, 100, second=(0.02, 200))
-    assert both == calibrate(3.0, DELTA, 0.02, 300) > calibrate(3.0, DELTA, 0.02, 200)
-
-
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
-def test_two_runs_of_two_rates_share_the_budget(accountant):
-    sigma = calibrate(2.0, DELTA, 0.02, 100, accountant, second=(0.1, 50))
-    opacus = {"rdp": RDPAccountant, "prv": PRVAccountant}[accountant]()
-    opacus.history = [(sigma, 0.1, 50), (sigma, 0.02, 100)]
-    assert 1.99 <= opacus.get_epsilon(DELTA) <= 2.0
-    assert sigma > calibrate(2.0, DELTA, 0.1, 50, accountant)
+def test_more_steps_need_more_noise():
+    assert calibrate(3.0, DELTA, 0.02, 300) > calibrate(3.0, DELTA, 0.02, 200)
 
 
 @pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
@@ -53,19 +43,17 @@ def test_gdp_too_and_where_opacus_search_fails():
 def test_a_budget_below_the_accountants_reach_is_refused():
     with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
         calibrate(0.05, DELTA, 0.02, 300)
-    with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
-        calibrate(0.05, DELTA, 0.02, 300, second=(0.1, 50))
     assert history_epsilon({(calibrate(0.05, DELTA, 0.02, 3, "prv"), 0.02): 3}, DELTA, "prv") <= 0.05
 
 
 @pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf")])
 def test_impossible_budgets_are_refused(target):
-    with pytest.raises(ValueError, match=r"target_epsilon=.* is not a positive number"):
+    with pytest.raises(ValueError, match=r"target_epsilon=.* cannot be used; give a finite number above 0"):
         calibrate(target, DELTA, 0.02, 300)
 
 
 def test_a_plan_without_steps_is_refused():
     with pytest.raises(ValueError, match="the plan has no steps"):
-        calibrate(1.0, DELTA, 0.02, 0, second=(0.1, 0))
+        calibrate(1.0, DELTA, 0.02, 0)
     with pytest.raises(ValueError, match="sample_rate=0 "):
-        calibrate(1.0, DELTA, 0.02, 1, second=(0, 1))
+        calibrate(1.0, DELTA, 0, 1)

@@ -33,7 +33,7 @@ from perada.privacy.client_level import (
     floor_variances,
     next_norm,
     noisy_share,
-    privatize,
+    noisy_updates,
     split_noise,
 )
 from perada.privacy.client_level_refusals import check_client_level
@@ -143,6 +143,18 @@ def test_without_noise_and_clipping_only_counters_change():
     assert result[COUNTER].tolist() == [7] * 5
 
 
+def privatize(updates, received, max_norm, noise_multiplier, generators):
+    """One round's updates with a share of the noise in each row, so that their sum has all of it."""
+    clipped, norms = clip_updates(updates, received, max_norm)
+    return noisy_updates(updates, received, clipped, max_norm * noise_multiplier / math.sqrt(len(norms)), generators)
+
+
+def counted(level, updates, received, round, clients):
+    """A round, counted and made private."""
+    level.spend(clients)
+    return level.privatized(updates, received, round, clients)
+
+
 def noise_of(result, received, clipped):
     return {key: result[key] - received[key] - clipped[key] for key in clipped}
 
@@ -178,7 +190,7 @@ def test_real_secure_noise_has_no_seed():
     updates, received = problem()
     first, second = (privatize(updates, received, 1.0, 1.0, None) for _ in range(2))
     assert all(bool((first[key] != second[key]).all()) for key in SHAPES)
-    drawn = [ClientLevel(ClientPrivacy(1.0), 1.0, 0).apply(updates, received, 0, range(5)) for _ in range(2)]
+    drawn = [counted(ClientLevel(ClientPrivacy(1.0), 1.0, 0), updates, received, 0, range(5)) for _ in range(2)]
     assert all(bool((drawn[0][key] != drawn[1][key]).all()) for key in SHAPES)
 
 
@@ -239,7 +251,7 @@ def test_adaptive_rounds_equal_a_plain_loop():
     norm = 2.0
     for round in range(6):
         updates, received = problem(round)
-        result = level.apply(updates, received, round, range(5))
+        result = counted(level, updates, received, round, range(5))
         lengths = [np.linalg.norm(change(updates, received, client)) for client in range(5)]
         for client, length in enumerate(lengths):
             expected = change(updates, received, client) * min(1, norm / length)
@@ -259,7 +271,7 @@ def test_the_noise_of_the_count_is_drawn_anew_unless_it_is_a_test():
         options = ClientPrivacy(1.0, clipping="adaptive", count_noise=2.0, secure_rng=secure)
         levels = [ClientLevel(options, 1.0, 4) for _ in range(2)]
         for level in levels:
-            level.apply(updates, received, 0, range(8))
+            counted(level, updates, received, 0, range(8))
         norms[secure] = [level.norm for level in levels]
     assert norms[False][0] == norms[False][1]
     assert norms[True][0] != norms[True][1]
@@ -280,7 +292,7 @@ def test_adaptive_noise_is_the_larger_one():
     clients, values = 16, 20_000
     received = {"w": torch.zeros(clients, values, dtype=torch.float64)}
     options = ClientPrivacy(1.0, clipping="adaptive", count_noise=0.6, max_norm=0.5, secure_rng=False)
-    result = ClientLevel(options, 1.0, 4).apply(received, received, 0, range(clients))
+    result = counted(ClientLevel(options, 1.0, 4), received, received, 0, range(clients))
     std = 0.5 * (1 - 1 / 1.2**2) ** -0.5
     statistic = float((result["w"].sum(0) / std).square().sum())
     assert ALARM < stats.chi2(values).cdf(statistic) < 1 - ALARM
@@ -290,7 +302,7 @@ def test_epsilon_equals_opacus_on_the_same_history():
     level = ClientLevel(ClientPrivacy(2.0, delta=1e-4), 2.0, 0)
     updates, received = problem(clients=2)
     for round, clients in enumerate([(0, 1), (0, 2), (1, 0)]):
-        level.apply(updates, received, round, clients)
+        counted(level, updates, received, round, clients)
     expected = {}
     for client, rounds in {0: 3, 1: 2, 2: 1}.items():
         opacus = RDPAccountant()
@@ -308,7 +320,7 @@ def test_noise_depends_on_seed_round_and_client_alone():
 
     def noise(seed=0, round=0, clients=range(5)):
         options = ClientPrivacy(1.0, secure_rng=False)
-        result = ClientLevel(options, 1.0, seed).apply(updates, received, round, clients)
+        result = counted(ClientLevel(options, 1.0, seed), updates, received, round, clients)
         return noise_of(result, received, clip_updates(updates, received, 1.0)[0])["head.weight"]
 
     assert torch.equal(noise(), noise())
@@ -321,13 +333,13 @@ def test_noise_depends_on_seed_round_and_client_alone():
 def test_going_on_from_a_checkpoint():
     options = ClientPrivacy(1.0, clipping="adaptive", count_noise=1.0, secure_rng=False)
     straight, first = (ClientLevel(options, 1.0, 3) for _ in range(2))
-    whole = [straight.apply(*problem(round), round, range(5)) for round in range(4)]
+    whole = [counted(straight, *problem(round), round, range(5)) for round in range(4)]
     for round in range(2):
-        first.apply(*problem(round), round, range(5))
+        counted(first, *problem(round), round, range(5))
     resumed = ClientLevel(options, 1.0, 3)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for round in (2, 3):
-        for key, value in resumed.apply(*problem(round), round, range(5)).items():
+        for key, value in counted(resumed, *problem(round), round, range(5)).items():
             assert torch.equal(value, whole[round][key])
     assert resumed.state_dict() == straight.state_dict()
     assert resumed.norm != options.max_norm
@@ -340,7 +352,7 @@ def test_going_on_from_a_checkpoint():
 
 def test_what_cannot_be_used_is_refused():
     updates, received = problem()
-    with pytest.raises(ValueError, match=r"max_norm=0.*positive"):
+    with pytest.raises(ValueError, match=r"max_norm=0.0 cannot be used; give a finite number above 0"):
         clip_updates(updates, received, 0.0)
     with pytest.raises(ValueError, match=r"'scale' is sent but was not received"):
         clip_updates(updates, {key: v for key, v in received.items() if key != "scale"}, 1.0)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.privacy import clipped_sum, noisy_mean
-from perada.privacy.clipping import with_noise
+from perada.privacy import noisy_mean
+from perada.privacy.clipping import weighted_sum, with_noise
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -137,13 +137,11 @@ class Widened(nn.Module):
 
 
 def test_parts_for_use_alone_sum_in_single_precision_and_refuse_less():
-    gradients = {"w": torch.ones(1, 5000, 3, dtype=torch.bfloat16)}
-    mask = torch.ones(1, 5000, dtype=torch.bool)
-    summed = clipped_sum(gradients, mask, {"w": torch.full((1, 5000), 0.25)})
-    assert summed["w"].dtype == torch.float32
-    assert summed["w"].tolist() == [[1250.0] * 3]
+    summed = weighted_sum(torch.ones(5000, 3, dtype=torch.bfloat16), torch.full((1, 5000), 0.25))
+    assert summed.dtype == torch.float32
+    assert summed.tolist() == [[1250.0] * 3]
     with pytest.raises(ValueError, match=r"'w' is torch.bfloat16, in which the noise would be rounded away"):
-        noisy_mean({"w": summed["w"].bfloat16()}, 1.0, [1.0], None)
+        noisy_mean({"w": summed.bfloat16()}, 1.0, [1.0], None)
 
 
 def test_the_noise_is_rounded_once_together_with_the_sum():

@@ -82,10 +82,10 @@ def test_expected_batch_size_is_the_mean():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"images": 0}, "images=0: a client without images"),
-        ({"sample_rate": 0.0}, "sample_rate=0.0 is not a probability"),
-        ({"sample_rate": 1.01}, "sample_rate=1.01 is not a probability"),
-        ({"steps": -1}, "steps=-1 is negative"),
+        ({"images": 0}, "images=0 cannot be used; .*a client without images cannot take part"),
+        ({"sample_rate": 0.0}, "sample_rate=0.0 cannot be used; give a finite number above 0 and up to 1"),
+        ({"sample_rate": 1.01}, "sample_rate=1.01 cannot be used; give a finite number above 0 and up to 1"),
+        ({"steps": -1}, "steps=-1 cannot be used; give a whole number of 0 or more"),
     ],
 )
 def test_impossible_draws_are_refused(arguments, message):
@@ -169,9 +169,9 @@ def test_shuffled_draws_depend_on_the_arguments_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"images": 0}, "images=0: a client without images"),
-        ({"batch_size": 0}, "batch_size=0 holds no image"),
-        ({"steps": -1}, "steps=-1 is negative"),
+        ({"images": 0}, "images=0 cannot be used; .*a client without images cannot take part"),
+        ({"batch_size": 0}, "batch_size=0 cannot be used; give a whole number of 1 or more"),
+        ({"steps": -1}, "steps=-1 cannot be used; give a whole number of 0 or more"),
     ],
 )
 def test_impossible_passes_are_refused(arguments, message):

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.cli import main
 from perada.core.seeding import generator
-from perada.results.privacy_card import TEST_MODE
+from perada.results.report import TEST_MODE
 
 from ..algorithms.problems import QUIET
 from .private_loop import once

@@ -68,15 +68,6 @@ def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
     return padded
 
 
-def real_rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """True where a cohort batch holds a sample, (C, B); B is at least 1.
-
-    >>> real_rows((2, 1), torch.device("cpu")).tolist()
-    [[True, True], [True, False]]
-    """
-    return torch.arange(max(1, *counts), device=device) < send(torch.tensor(counts), device)[:, None]
-
-
 class EvalBatches(Dataset[EvalBatch]):
     """All samples of all clients, each once, in order of client.
 

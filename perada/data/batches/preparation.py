@@ -10,8 +10,9 @@ from torch import Tensor
 
 from perada.core.batches import CohortBatch, EvalBatch
 from perada.core.seeding import generator
-from perada.data.batches.loaders import pad, real_rows
+from perada.data.batches.loaders import pad
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
+from perada.engine.losses import real_rows
 
 if TYPE_CHECKING:
     from perada.core.images import ImageConfig
@@ -76,7 +77,7 @@ class Preparation:
             return batch
         x = prepare_images(self._augment(batch, stream), self.image, self.image_size)
         if min(batch.counts) < x.shape[1]:
-            real = real_rows(batch.counts, x.device)
+            real = real_rows(batch.counts, x.shape[1], x.device)
             x = x * real.view(*real.shape, *[1] * (x.ndim - 2))
         return batch._replace(x=x)
 
@@ -98,17 +99,3 @@ class Preparation:
         ]
         crops = pad(torch.cat(own), counts).flatten(0, 1)
         return augment(batch.x.flatten(0, 1), crops, padding).view_as(batch.x)
-
-
-def check_least(least: int, **options: int | str | None) -> None:
-    """Refuse options below ``least``; None fits, and ``batch_size`` may be "full".
-
-    Raises:
-        ValueError: With the option and the remedy.
-    """
-    for name, value in options.items():
-        full = name == "batch_size"
-        if value is None or (full and value == "full"):
-            continue
-        if isinstance(value, str) or value < least:
-            raise ValueError(f"{name} is {value!r}: give at least {least}" + ", or 'full'" * full)

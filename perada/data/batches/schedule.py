@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from perada.core.checks import check_whole
 from perada.core.rounds import BatchSize, Phase, PrivateSampling, RoundPlan, make_plan, sample_cohort
 
 
@@ -41,11 +42,8 @@ class Schedule:
         Raises:
             ValueError: If there are fewer clients than are to be drawn.
         """
-        if self.clients_per_round is not None and not 1 <= self.clients_per_round <= num_clients:
-            raise ValueError(
-                f"clients_per_round is {self.clients_per_round} and there are {num_clients} clients: give 1 to "
-                f"{num_clients}, or null for all"
-            )
+        hint = f"there are {num_clients} clients"
+        check_whole("clients_per_round", self.clients_per_round, most=num_clients, optional=True, hint=hint)
 
     def plan(self, seed: int, round: int, sizes: Sequence[int], batch_size: BatchSize) -> RoundPlan:
         """Draw the clients of a round and count their steps.

@@ -9,19 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
-from perada.data.partitions.apportion import check_enough
+from perada.data.partitions.apportion import Array, check_enough
 
-Array = np.ndarray[Any, Any]
-Division = tuple[list[Array], list[Array]]
+Shares = tuple[list[Array], list[Array]]
 
 
 @dataclass(frozen=True)
-class Samples:
+class Split:
     """What a partition sees of one split.
 
     Args:
@@ -42,7 +41,7 @@ class Partition(ABC):
     """Divides a training set and a test set among clients."""
 
     @abstractmethod
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Choose each client's samples.
 
         Args:
@@ -69,9 +68,10 @@ class IID(Partition):
     """
 
     def __init__(self, num_clients: int = 20) -> None:
-        self.num_clients = at_least("num_clients", num_clients)
+        check_whole("num_clients", num_clients)
+        self.num_clients = num_clients
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Cut a permutation into M parts whose sizes differ by at most one."""
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
@@ -88,10 +88,10 @@ class ByDomain(Partition):
     """
 
     def __init__(self, column: str = "domain", clients_per_domain: int = 1) -> None:
-        self.column = column
-        self.clients_per_domain = at_least("clients_per_domain", clients_per_domain)
+        check_whole("clients_per_domain", clients_per_domain)
+        self.column, self.clients_per_domain = column, clients_per_domain
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Sort the domains by name, and cut each domain's samples into equal shares."""
         if self.column not in train.columns:
             raise ValueError(
@@ -99,7 +99,7 @@ class ByDomain(Partition):
                 "an ImageFolder with domains: true has 'domain'"
             )
         rng = partition_rng(seed)
-        division: Division = ([], [])
+        division: Shares = ([], [])
         for domain in np.unique(train.columns[self.column]):
             rows = np.flatnonzero(train.columns[self.column] == domain)
             if len(rows) < self.clients_per_domain:
@@ -123,7 +123,7 @@ class FromFile(Partition):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Look up the rows of the recorded positions; the seed is not used."""
         path = Path(self.path)
         if not path.is_file():
@@ -145,7 +145,7 @@ class FromFile(Partition):
         return division[0], division[1]
 
 
-def _find(recorded: list[Array], samples: Samples, path: Path) -> list[Array]:
+def _find(recorded: list[Array], samples: Split, path: Path) -> list[Array]:
     """Rows of ``samples`` at the recorded positions of the dataset."""
     row_of = np.full(int(samples.index.max(initial=-1)) + 1, -1)
     row_of[samples.index] = np.arange(len(samples))
@@ -161,13 +161,6 @@ def _find(recorded: list[Array], samples: Samples, path: Path) -> list[Array]:
             )
         division.append(rows)
     return division
-
-
-def at_least(name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` if it is at least ``least``."""
-    if value < least:
-        raise ValueError(f"{name} is {value}: give at least {least}")
-    return value
 
 
 def partition_rng(seed: int) -> np.random.Generator:

@@ -8,8 +8,9 @@ from abc import abstractmethod
 
 import numpy as np
 
-from perada.data.partitions.apportion import apportion, check_enough, deal, even, raise_to_minimum
-from perada.data.partitions.base import Array, Division, Partition, Samples, at_least, partition_rng
+from perada.core.checks import check_number, check_whole
+from perada.data.partitions.apportion import Array, apportion, check_enough, deal, even, raise_to_minimum
+from perada.data.partitions.base import Partition, Shares, Split, partition_rng
 
 
 class LabelPartition(Partition):
@@ -30,7 +31,7 @@ class LabelPartition(Partition):
             Integers (M, K) whose sum over clients is at most ``sizes``.
         """
 
-    def split(self, train: Samples, test: Samples, seed: int) -> Division:
+    def split(self, train: Split, test: Split, seed: int) -> Shares:
         """Deal the samples of each class; of the test set, each client gets the share that it got of the training set.
 
         Every client gets a test sample if there are as many as clients.
@@ -75,13 +76,13 @@ class Dirichlet(LabelPartition):
         min_per_class: int = 0,
         merge_below: int = 0,
     ) -> None:
-        if not alpha > 0:
-            raise ValueError(f"alpha is {alpha}: give more than 0, for example 0.1 (very unequal) or 100 (even)")
-        self.num_clients = at_least("num_clients", num_clients)
-        self.alpha = alpha
-        self.min_per_client = at_least("min_per_client", min_per_client)
-        self.min_per_class = at_least("min_per_class", min_per_class, 0)
-        self.merge_below = at_least("merge_below", merge_below, 0)
+        check_whole("num_clients", num_clients)
+        check_number("alpha", alpha, above=0, hint="0.1 is very unequal, 100 even")
+        check_whole("min_per_client", min_per_client)
+        check_whole("min_per_class", min_per_class, 0)
+        check_whole("merge_below", merge_below, 0)
+        self.num_clients, self.alpha = num_clients, alpha
+        self.min_per_client, self.min_per_class, self.merge_below = min_per_client, min_per_class, merge_below
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Draw the proportions, round them to whole samples, and see to the minimum."""
@@ -108,8 +109,9 @@ class Shards(LabelPartition):
     """
 
     def __init__(self, num_clients: int = 20, classes_per_client: int = 2) -> None:
-        self.num_clients = at_least("num_clients", num_clients)
-        self.classes_per_client = at_least("classes_per_client", classes_per_client)
+        check_whole("num_clients", num_clients)
+        check_whole("classes_per_client", classes_per_client)
+        self.num_clients, self.classes_per_client = num_clients, classes_per_client
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Give each client the classes that lack most clients, then divide each class evenly."""
@@ -149,10 +151,9 @@ class DominantClass(LabelPartition):
     """
 
     def __init__(self, num_clients: int = 20, fraction: float = 0.5) -> None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"fraction is {fraction}: the dominant class's share is above 0 and at most 1")
-        self.num_clients = at_least("num_clients", num_clients)
-        self.fraction = fraction
+        check_whole("num_clients", num_clients)
+        check_number("fraction", fraction, above=0, most=1)
+        self.num_clients, self.fraction = num_clients, fraction
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Give each client its dominant class, then its other samples from the classes that have most left."""

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.data.federated import FederatedData
-from perada.data.partitions.base import Partition, Samples
+from perada.data.partitions.apportion import Array
+from perada.data.partitions.base import Partition, Split
 from perada.data.sets.images import ImageSet
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,7 @@ class Division:
 
     def __post_init__(self) -> None:
         for name in ("public_fraction", "validation_fraction"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}: it is a share of the training data, give 0 to below 1"
-                )
+            check_number(name, getattr(self, name), least=0, below=1, hint="a share of the training images")
         if self.public_fraction + self.validation_fraction >= 1:
             raise ValueError(
                 f"public_fraction={self.public_fraction} and validation_fraction={self.validation_fraction} leave "
@@ -55,9 +52,7 @@ class Division:
         if self.public is not None and self.public_fraction:
             raise ValueError(f"public and public_fraction={self.public_fraction} are both given: leave one out")
         for name in ("train_limit", "test_limit", "public_limit"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} is {limit}: give at least 1, or null for all images")
+            check_whole(name, getattr(self, name), optional=True, hint="by default all images are used")
 
     def download(self) -> None:
         """Fetch what is to be downloaded."""
@@ -82,7 +77,7 @@ class Division:
             self._sample("test", len(parts[1]), self.test_limit),
         ]
         public, validation, used[0] = self._hold_out(used[0])
-        samples = [_samples(part, index) for part, index in zip(parts, used, strict=True)]
+        samples = [_split(part, index) for part, index in zip(parts, used, strict=True)]
         division = self.partition.split(samples[0], samples[1], self.seed)
         positions = [[np.sort(index[rows]) for rows in clients] for index, clients in zip(used, division, strict=True)]
         clients = [
@@ -128,8 +123,8 @@ class Division:
         return self.public if len(chosen) == len(self.public) else Subset(self.public, chosen.tolist())
 
 
-def _samples(images: ImageSet, index: Array) -> Samples:
+def _split(images: ImageSet, index: Array) -> Split:
     """What the partition sees of the images at ``index``."""
     assert images.labels is not None
     columns = {name: np.asarray(column)[index] for name, column in images.columns.items()}
-    return Samples(images.labels.numpy()[index], index, columns)
+    return Split(images.labels.numpy()[index], index, columns)

@@ -3,31 +3,28 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch.utils.data import Subset
 
+from perada.core.checks import check_choice, check_number
 from perada.core.seeding import derive_seed
 from perada.data.batches.samples import length
 from perada.data.federated import FederatedData
+from perada.data.partitions.apportion import Array
 
-Array = np.ndarray[Any, Any]
 EvaluateOn = Literal["test", "validation"]
 
 
-def check_share(share: float, evaluate_on: str) -> None:
+def check_holdout(share: float, evaluate_on: str) -> None:
     """Refuse what cannot be held out.
 
     Raises:
-        ValueError: If ``share`` is no share, or there would be nothing to evaluate on.
+        ValueError: If ``share`` is not a share, or there would be nothing to evaluate on.
     """
-    if not 0 <= share < 1:
-        raise ValueError(
-            f"client_validation is {share}: it is a share of each client's training images, give 0 to below 1"
-        )
-    if evaluate_on not in ("test", "validation"):
-        raise ValueError(f"evaluate_on is {evaluate_on!r}: give 'test' or 'validation'")
+    check_number("client_validation", share, least=0, below=1, hint="a share of each client's training images")
+    check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
     if evaluate_on == "validation" and not share:
         raise ValueError(
             "evaluate_on is 'validation' and client_validation is 0: say what share of their training images clients "

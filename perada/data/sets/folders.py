@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
+from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8, to_image
 from perada.data.sets.images import ImageSet
@@ -22,8 +23,7 @@ class _Files(ImageSet):
 
     def __init__(self, root: str, size: int, in_memory: bool, train: bool) -> None:
         super().__init__(train)
-        if size < 1:
-            raise ValueError(f"size is {size}: give the images' height and width in pixels, at least 1")
+        check_whole("size", size)
         self.root, self.size, self.in_memory = root, size, in_memory
 
     def _paths(self) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import datasets as torchvision_datasets
 
+from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.readers import find_folder, read_cifar, read_idx
@@ -237,11 +238,10 @@ class Photographs(ImageSet):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if count < 1 or size < 1 or not 1 <= smallest <= largest <= 427:
-            raise ValueError(
-                f"Photographs cannot cut {count} images of {size} pixels from squares of {smallest} to {largest}: give "
-                "count >= 1, size >= 1 and 1 <= smallest <= largest <= 427, the photographs' height"
-            )
+        check_whole("count", count)
+        check_whole("size", size)
+        check_whole("largest", largest, most=427, hint="the photographs' height")
+        check_whole("smallest", smallest, most=largest, hint=f"largest is {largest}")
         self.count, self.size, self.smallest, self.largest = count, size, smallest, largest
         self.gray, self.seed = gray, seed
 

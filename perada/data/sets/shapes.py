@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from perada.core.checks import check_whole
 from perada.core.seeding import generator
 from perada.data.sets.images import ImageSet
 
@@ -41,11 +42,9 @@ class Shapes(ImageSet):
         self, count: int = 60_000, classes: int = 200, size: int = 28, seed: int = 0, train: bool = True
     ) -> None:
         super().__init__(train)
-        if count < 10 or classes < 1 or size < 1:
-            raise ValueError(
-                f"Shapes cannot draw {count} images of {size} pixels in {classes} classes: give count >= 10, a tenth "
-                "of which is for testing, size >= 1 and classes >= 1"
-            )
+        check_whole("count", count, 10, hint="the test split has a tenth as many")
+        check_whole("classes", classes)
+        check_whole("size", size)
         self.count, self.classes, self.size, self.seed = count, classes, size, seed
         self.num_classes = classes
 

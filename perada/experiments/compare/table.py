@@ -6,8 +6,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.experiments.compare.results import choose, score
-from perada.results.privacy_card import epsilon_text, mean_and_std
-from perada.results.report import SCORES, percent, printable, table
+from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, printable, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {

@@ -26,6 +26,7 @@ from perada.experiments.studies.local_gd_curves import (
     regression_at,
 )
 from perada.experiments.studies.local_gd_head import HeadSettings, head_curves, load_images
+from perada.results.report import table
 
 NODES, REGRESSION, CLASSIFICATION, HEAD = Nodes(), RegressionSettings(), ClassificationSettings(), HeadSettings()
 """The paper's settings, where it gives them."""
@@ -222,7 +223,7 @@ def _numbers(curve: list[float], start: int = 0) -> list[float]:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """The ends of the curves, in some lines."""
+    """The ends of the curves, as a table."""
     linear, halves, head = found["regression"]["rounds"], found["classification"]["rounds"], found["head"]
     scale = linear["scale"][0]
     rows = [
@@ -237,9 +238,8 @@ def summary(found: dict[str, Any]) -> str:
             head["modified_accuracy"][-1],
         ),
     ]
-    lines = [f"{'':60}{'Local-GD':>12}{'modified':>12}"]
-    lines += [f"{name:60}{plain:12.4g}{'' if other is None else format(other, '12.4g')}" for name, plain, other in rows]
-    return "\n".join(lines)
+    numbers = [[name, *("" if one is None else f"{one:.4g}" for one in ends)] for name, *ends in rows]
+    return table(["", "Local-GD", "modified"], numbers)
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:

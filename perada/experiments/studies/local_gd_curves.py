@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from perada.core.checks import check_whole
 from perada.experiments.studies import local_gd_linear as linear
 from perada.server import ModifiedLocalGD, ServerRule
 
@@ -15,15 +16,11 @@ Advance = Callable[[str], None]
 
 
 def check_counts(settings: object) -> None:
-    """Refuse settings of which a whole number, or one of a tuple of them, is below one.
-
-    Raises:
-        ValueError: With the name and the value.
-    """
+    """Refuse settings of which a whole number, or one of a tuple of them, is below one."""
     for name, value in vars(settings).items():
-        counts = value if isinstance(value, tuple) else (value,)
-        if not counts or any(isinstance(count, int) and not isinstance(count, bool) and count < 1 for count in counts):
-            raise ValueError(f"{type(settings).__name__}: {name}={value!r} cannot be used; give 1 or more")
+        for count in (value or (0,)) if isinstance(value, tuple) else (value,):
+            if type(count) is int:
+                check_whole(f"{type(settings).__name__}: {name}", count)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
 from perada.data.batches.transforms import prepare_images
-from perada.data.partitions.base import Samples
+from perada.data.partitions.base import Split
 from perada.experiments.studies.local_gd_curves import Advance, Curves, check_counts
 from perada.experiments.studies.local_gd_linear import direction_distance
 from perada.models.backbones import build_backbone
@@ -158,9 +158,9 @@ def head_curves(settings: HeadSettings, seed: int, advance: Advance) -> Curves:
     data = vectors(settings)
     advance("features")
     labels, index = data.train_labels.numpy(), np.arange(len(data.train_labels))
-    none = Samples(labels[:0], index[:0])
+    none = Split(labels[:0], index[:0])
     seeded = derive_seed(seed, "local-gd/nodes")
-    shares, _ = DominantClass(settings.nodes).split(Samples(labels, index), none, seeded)
+    shares, _ = DominantClass(settings.nodes).split(Split(labels, index), none, seeded)
     federated = [torch.as_tensor(rows) for rows in shares]
     everything = [torch.cat(federated).sort()[0]]
     network = _network(data, seed)

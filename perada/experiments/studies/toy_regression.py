@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from perada.algorithms.fed_ensemble import mode_schedule
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed, generator
 
 CLIENTS, POINTS, FUNCTIONS = 50, 2, 100
@@ -74,19 +75,14 @@ class Settings:
     init_std: float
 
     def __post_init__(self) -> None:
-        whole = {name: getattr(self, name) for name in ("rounds", "local_steps")}
-        for name, number in (whole | ({} if self.ages is None else {"ages": self.ages})).items():
-            if number < 1:
-                raise ValueError(f"{name}={number} trains nothing; give 1 or more")
-        if self.reruns < 2:
-            raise ValueError(f"reruns={self.reruns} has no variance; give 2 or more")
-        for name in ("strata", "clients_per_round"):
-            if not 1 <= getattr(self, name) <= CLIENTS:
-                raise ValueError(f"{name}={getattr(self, name)} does not fit {CLIENTS} clients; give 1 to {CLIENTS}")
-        if not 0 < self.lr_decay <= 1:
-            raise ValueError(f"lr_decay={self.lr_decay} is no decay; give a factor above 0 and up to 1")
-        if not (math.isfinite(self.init_std) and self.init_std >= 0):
-            raise ValueError(f"init_std={self.init_std} is no standard deviation; give 0 or more")
+        check_whole("reruns", self.reruns, 2, hint="one has no variance")
+        check_whole("rounds", self.rounds)
+        check_whole("ages", self.ages, optional=True)
+        check_whole("strata", self.strata, most=CLIENTS, hint="the number of clients")
+        check_whole("clients_per_round", self.clients_per_round, most=CLIENTS, hint="the number of clients")
+        check_whole("local_steps", self.local_steps)
+        check_number("lr_decay", self.lr_decay, above=0, most=1)
+        check_number("init_std", self.init_std, least=0)
 
     def length(self, modes: int) -> int:
         """Rounds of a training with K modes."""

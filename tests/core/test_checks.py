@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the range checks let pass and what they refuse, and how they say it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from perada.core.checks import check_choice, check_number, check_whole
+
+NEVER = [math.nan, math.inf, -math.inf, True, "1", None, [1], 1 + 0j]
+
+
+def refused(check, *arguments, **options):
+    with pytest.raises(ValueError) as error:
+        check("option", *arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", NEVER)
+def test_what_is_not_a_finite_number_is_refused(value):
+    assert refused(check_number, value).startswith(f"option={value!r} cannot be used; give a finite number")
+    assert refused(check_whole, value, -5).startswith(f"option={value!r} cannot be used; give a whole number of -5")
+
+
+@pytest.mark.parametrize("number", [1, 1.0, np.float32(1), np.int64(1)])
+def test_numbers_of_numpy_count(number):
+    check_number("option", number, least=1, most=1)
+    if not isinstance(number, float | np.floating):
+        check_whole("option", number, 1, most=1)
+
+
+def test_the_ends_of_a_range():
+    check_number("option", 0, least=0, below=1)
+    check_number("option", 1, above=0, most=1)
+    assert "from 0 to below 1" in refused(check_number, 1, least=0, below=1)
+    assert "from 0 to below 1" in refused(check_number, -1e-9, least=0, below=1)
+    assert "above 0 and up to 1" in refused(check_number, 0, above=0, most=1)
+    assert "above 0 and below 1" in refused(check_number, 1, above=0, below=1)
+    assert "from 2 to 3" in refused(check_whole, 4, 2, most=3)
+    assert "from 2 to 3" in refused(check_whole, 1, 2, most=3)
+    assert "a whole number" in refused(check_whole, 2.0)
+
+
+def test_what_else_is_let_pass():
+    check_number("option", None, above=0, optional=True)
+    check_whole("option", None, optional=True)
+    check_whole("option", "full", also=["full"])
+    assert refused(check_whole, "all", also=["full"]).endswith("give a whole number of 1 or more, or 'full'")
+    assert refused(check_number, -1, above=0, optional=True, hint="why").endswith("above 0, or leave it out (why)")
+
+
+def test_choices_are_told_apart_by_their_type():
+    check_choice("option", "a", ["a", "b"])
+    check_choice("option", False, [True, False])
+    assert refused(check_choice, 1, [True, False]) == "option=1 is unknown; choose one of True, False"
+    assert refused(check_choice, "c", ["a", "b"], hint="why") == "option='c' is unknown; choose one of 'a', 'b' (why)"
