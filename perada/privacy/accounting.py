@@ -12,7 +12,7 @@ through its images in shuffled order, each image is used once per pass, so a pas
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from statistics import fmean, pstdev
@@ -265,3 +265,14 @@ def check_step(sigma: float, rate: float, steps: int) -> None:
     check_number("noise_multiplier", sigma, least=0, hint="usual values lie from 0.5 to 5")
     check_number("sample_rate", rate, above=0, most=1, hint="batch size / number of images")
     check_whole("steps", steps, 0, hint="every step counts, empty batches included")
+
+
+def check_plan(section: str, target: float, epsilons: Iterable[float]) -> None:
+    """Refuse to resume with a plan after which the ε of a client is above the target of its noise."""
+    for client, epsilon in enumerate(epsilons):
+        if epsilon > target * ROUNDING:
+            raise ValueError(
+                f"{section}: the noise was calibrated to target_epsilon={target} for another plan: with the rounds "
+                f"planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a higher "
+                "target_epsilon"
+            )

@@ -32,9 +32,9 @@ class PrivateTraining:
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
         """How batches are drawn."""
-        training = self.account.tuning if tuning else self.account.rounds
-        assert training is not None
-        return PrivateSampling(training.streams, self.account.options.sampling, self.account.options.secure_rng)
+        return PrivateSampling(
+            self.account.training(tuning).streams, self.account.options.sampling, self.account.options.secure_rng
+        )
 
     def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> "PrivateRound":
         """Begin the local training of a round, or of the clients' fine-tuning."""
@@ -53,9 +53,7 @@ class PrivateRound:
 
     def __init__(self, training: PrivateTraining, plan: RoundPlan, device: torch.device, tuning: bool) -> None:
         self.training, self.plan, self.tuning = training, plan, tuning
-        kind = training.account.tuning if tuning else training.account.rounds
-        assert kind is not None
-        self._queries = kind.queries
+        self._queries = training.account.training(tuning).queries
         self._asked: Counter[tuple[int, str, int]] = Counter()
         self._noise: dict[str, list[torch.Generator]] = {}
         if not training.account.options.secure_rng:
@@ -71,12 +69,7 @@ class PrivateRound:
         return self.training.account.options.secure_rng
 
     def loss(
-        self,
-        stream: str,
-        states: State,
-        batches: dict[str, CohortBatch],
-        rows: slice,
-        dropout: Streams,
+        self, stream: str, states: State, batches: dict[str, CohortBatch], rows: slice, dropout: Streams
     ) -> Tensor:
         """Losses (C,) that are 0, and whose gradient by ``states`` is the noisy one.
 
@@ -101,19 +94,11 @@ class PrivateRound:
         clients, counts = self.plan.clients[rows], batch.counts[rows]
         width = max(1, *counts)
         noise = self._noise[stream][rows] if self._noise else None
-        gradient = self.training.gradients(
-            Query(
-                states,
-                batch.x[rows, :width],
-                batch.y[rows, :width],
-                counts,
-                dropout,
-                noise,
-                [account.noise_multipliers[client] for client in clients],
-                [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients],
-            )
-        )
+        sigmas = [account.noise_multipliers[client] for client in clients]
+        expected = [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients]
+        x, y = batch.x[rows, :width], batch.y[rows, :width]
         total = torch.zeros(len(counts), device=batch.x.device)
-        for key, value in gradient.items():
+        query = Query(states, x, y, counts, dropout, noise, sigmas, expected)
+        for key, value in self.training.gradients(query).items():
             total = total + (states[key] * value).flatten(1).sum(1)
         return total - total.detach()
