@@ -82,10 +82,9 @@ class Ledger:
 
         Args:
             client: The client.
-            noise_multiplier: σ; 0 for steps without noise, after which the client's epsilon is infinite.
-            sample_rate: q of Poisson sampling, in (0, 1]. For shuffled passes over the data give 1.0, and as steps the
-                number of passes.
-            steps: Number of steps, empty batches included; 0 changes nothing.
+            noise_multiplier: σ; after a step without noise, 0, the client's epsilon is infinite.
+            sample_rate: q of Poisson sampling, in (0, 1]; 1.0 for shuffled passes.
+            steps: Number of steps, empty batches included, or of passes.
 
         Raises:
             ValueError: If a number is out of its range.
@@ -103,13 +102,7 @@ class Ledger:
         return history_epsilon(self.history(client), delta, accountant)
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[int, float]:
-        """Epsilon of each client, in the clients' order.
-
-        Args:
-            delta: Probability of failure, the same for each.
-            accountant: One of ``rdp``, ``prv`` and ``gdp``.
-            clients: The clients to list, where one without a step has 0.0; by default those who took a step.
-        """
+        """Epsilon of each of ``clients``, 0.0 for one without a step; by default of those who took a step, in order."""
         known: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
         result = {}
         for client in sorted(self._clients) if clients is None else clients:
@@ -146,8 +139,8 @@ class Ledger:
         if "rows" not in state:
             raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
         fresh = Ledger()
-        for client, sigma, rate, steps in state["rows"]:
-            fresh.add(client, sigma, rate, steps)
+        for row in state["rows"]:
+            fresh.add(*row)
         self._clients = fresh._clients
 
 
@@ -245,10 +238,7 @@ def _gdp_epsilon(segments: list[tuple[float, float, int]], delta: float) -> floa
 
 @contextmanager
 def quiet_opacus() -> Iterator[None]:
-    """Silence two of Opacus's warnings, about which a user can do nothing.
-
-    One is of log(1 − q) at q = 1, where −inf is meant; the other says that another order would give a tighter bound.
-    """
+    """Silence what Opacus says of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
         warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
 from perada.privacy.client_level import ClientLevel
@@ -43,9 +41,9 @@ class Protection:
         """Whether anything is protected."""
         return self.images is not None or self.clients is not None
 
-    def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> PrivateRound | None:
+    def open(self, plan: RoundPlan, tuning: bool = False) -> PrivateRound | None:
         """Begin local training."""
-        return None if self.images is None else self.images.open(plan, device, tuning)
+        return None if self.images is None else PrivateRound(self.images, plan, tuning)
 
     def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.

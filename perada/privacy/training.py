@@ -17,14 +17,7 @@ from perada.privacy.sampling import expected_batch_size
 
 
 class PrivateTraining:
-    """Gives local steps losses whose value is 0 and whose gradient is private.
-
-    Args:
-        account: Noise and ledgers.
-        engine: Runs the model.
-        multilabel: Kind of labels.
-        seed: The run's seed.
-    """
+    """Gives local steps losses whose value is 0 and whose gradient is private."""
 
     def __init__(self, account: Account, engine: Engine, multilabel: bool, seed: int) -> None:
         self.account, self.seed = account, seed
@@ -36,22 +29,11 @@ class PrivateTraining:
             self.account.training(tuning).streams, self.account.options.sampling, self.account.options.secure_rng
         )
 
-    def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> "PrivateRound":
-        """Begin the local training of a round, or of the clients' fine-tuning."""
-        return PrivateRound(self, plan, device, tuning)
-
 
 class PrivateRound:
-    """The noise of one round: a stream for each client and each stream of batches.
+    """The noise of one round, or of the fine-tuning after the last: a stream for each client and stream of batches."""
 
-    Args:
-        training: Whose round it is.
-        plan: Its clients.
-        device: Where noise is drawn.
-        tuning: Whether it is the fine-tuning after the last round.
-    """
-
-    def __init__(self, training: PrivateTraining, plan: RoundPlan, device: torch.device, tuning: bool) -> None:
+    def __init__(self, training: PrivateTraining, plan: RoundPlan, tuning: bool) -> None:
         self.training, self.plan, self.tuning = training, plan, tuning
         self._queries = training.account.training(tuning).queries
         self._asked: Counter[tuple[int, str, int]] = Counter()
@@ -71,14 +53,9 @@ class PrivateRound:
     def loss(
         self, stream: str, states: State, batches: dict[str, CohortBatch], rows: slice, dropout: Streams
     ) -> Tensor:
-        """Losses (C,) that are 0, and whose gradient by ``states`` is the noisy one.
+        """Losses (C,) that are 0, and whose gradient by ``states`` (C, ...) is the noisy one on a stream's batch.
 
-        Args:
-            stream: Whose batch is meant.
-            states: Stack (C, ...).
-            batches: The step's batch of every stream.
-            rows: Which of the round's clients.
-            dropout: Their random streams.
+        The clients are those of the round in ``rows``; ``dropout`` are their random streams.
 
         Raises:
             RuntimeError: If more gradients are asked for than the ledgers count.
