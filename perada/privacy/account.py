@@ -20,22 +20,11 @@ Row = tuple[int, float, float, int, bool]
 
 @dataclass(frozen=True)
 class Training:
-    """One kind of local training, as it is to be accounted for.
-
-    Attributes:
-        phases: Its phases.
-        queries: What a step of each asks for.
-        unsent: Streams on which nothing depends that a client ever sends.
-    """
+    """Phases of local training, what a step of each asks for, and streams on which nothing that is sent depends."""
 
     phases: tuple[Phase, ...]
     queries: Queries
     unsent: frozenset[str] = frozenset()
-
-    @property
-    def streams(self) -> tuple[tuple[str, ...], ...]:
-        """The streams of each phase."""
-        return tuple(tuple(asked) for asked in self.queries)
 
 
 class _Entry(NamedTuple):
@@ -59,8 +48,7 @@ class Account:
         batch_size: Of the data.
         rounds: What a client trains in a round.
         tuning: What every client trains after the last round, if anything.
-        planned: Gives, from a round on, in how many of the planned ones each client takes part; ``None`` if that is
-            not known.
+        planned: Gives, from a round on, in how many of the planned ones each client takes part, if that is known.
 
     Attributes:
         noise_multipliers: σ of each client.
@@ -101,11 +89,7 @@ class Account:
         return sampling_rate(self.sizes[client], self.batch_size)
 
     def check_data(self, sizes: Sequence[int], batch_size: BatchSize) -> None:
-        """Compare the data with those that the account was made for.
-
-        Raises:
-            ValueError: If they have changed since.
-        """
+        """Refuse data other than those that the account was made for."""
         if tuple(sizes) != self.sizes or batch_size != self.batch_size:
             raise ValueError(
                 f"privacy: the data have batch_size={batch_size} and {sum(sizes)} images, and the ledgers count with "
@@ -142,11 +126,9 @@ class Account:
         """
         limits = (self.options.max_epsilon, self.options.target_epsilon)
         limit = min((given for given in limits if given is not None), default=None)
-        return [
-            client
-            for client in clients
-            if limit is None or self._after(client, rounds=not tuning, tunings=tuning) <= limit * ROUNDING
-        ]
+        if limit is None:
+            return list(clients)
+        return [client for client in clients if self._after(client, not tuning, tuning) <= limit * ROUNDING]
 
     def metrics(self) -> dict[str, float]:
         """Mean, std and maximum of ε over clients in both ledgers; ``epsilon`` alone is the release's."""
@@ -215,20 +197,14 @@ class Account:
         if training is None:
             return ()
         steps = [phase.local_steps(size, self.batch_size) for phase in training.phases]
+        asked_in = list(zip(steps, training.queries, strict=True))
         sent = {stream: not tuning and stream not in training.unsent for asked in training.queries for stream in asked}
         if self.options.sampling == "shuffle":  # a stream goes on from one of its phases to the next
             rows = rows_per_batch(size, self.batch_size)
             looks = {stream: max(asked.get(stream, 0) for asked in training.queries) for stream in sent}
-            taken = {
-                stream: sum(own for own, asked in zip(steps, training.queries, strict=True) if stream in asked)
-                for stream in sent
-            }
+            taken = {stream: sum(own for own, asked in asked_in if stream in asked) for stream in sent}
             return tuple(_Entry(looks[stream], passes(size, rows, taken[stream]), sent[stream]) for stream in sent)
-        return tuple(
-            _Entry(looks, own, sent[stream])
-            for own, asked in zip(steps, training.queries, strict=True)
-            for stream, looks in asked.items()
-        )
+        return tuple(_Entry(looks, own, sent[stream]) for own, asked in asked_in for stream, looks in asked.items())
 
     def _costs(self, client: int, tuning: bool) -> Iterator[tuple[float, float, int, bool]]:
         """(σ, q, steps, sent) of what the client trains at once."""
@@ -294,12 +270,9 @@ class Account:
     def _check_first_round(self) -> None:
         """Name the clients who could not even train once."""
         clients = range(len(self.sizes))
-        able = set(self.affordable(clients))
-        unable = [client for client in clients if client not in able]
+        unable = sorted({*clients} - {*self.affordable(clients)})
         if unable:
-            named = [
-                f"{client} ({self.sizes[client]} images, ε = {self._after(client, 1, 0):.2f})" for client in unable[:5]
-            ]
+            named = [f"{one} ({self.sizes[one]} images, ε = {self._after(one, 1, 0):.2f})" for one in unable[:5]]
             raise ValueError(
                 f"privacy: {len(unable)} of {len(clients)} clients would pass max_epsilon={self.options.max_epsilon} "
                 f"in their first round: client {', '.join(named)}; give more noise (noise_multiplier), smaller batches "

@@ -36,13 +36,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
     - ``gdp``: Gaussian differential privacy in the limit of many steps (Bu et al. 2020). It can report too little,
       as Opacus warns, and knows one σ and q only.
 
-    Args:
-        history: ``{(noise multiplier, sample rate): steps}``; the order of steps does not matter.
-        delta: Probability of failure, in (0, 1); usually below 1 / number of images.
-        accountant: One of ``rdp``, ``prv`` and ``gdp``.
-
-    Returns:
-        Epsilon; 0.0 for no step, infinity for a step without noise.
+    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity.
 
     Raises:
         ValueError: If a number is out of its range, or ``gdp`` is asked about more than one σ and q.
@@ -180,9 +174,7 @@ class Ledgers:
             ValueError: If ``state`` is not from :meth:`state_dict`; both are then as they were.
         """
         if set(state) != {"server", "release"}:
-            raise ValueError(
-                f"the ledgers are {sorted(state)}; load what Ledgers.state_dict() gave: server and release"
-            )
+            raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
         server, release = Ledger(), Ledger()
         server.load_state_dict(state["server"])
         release.load_state_dict(state["release"])

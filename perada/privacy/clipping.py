@@ -108,8 +108,7 @@ def noisy_mean(
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
     when std = noise multiplier · sensitivity. It is computed in double precision and rounded once, with the noise in
-    it. Parameters take their noise in the order of their names, so the result does not depend on the order of the
-    dictionary.
+    it. Parameters take their noise in the order of their names, whatever that of the dictionary.
 
     Args:
         summed: ``{parameter: (C, ...)}``, from :func:`weighted_sum`.
@@ -122,7 +121,7 @@ def noisy_mean(
 
     Raises:
         ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
-            in half precision, in which it has been rounded by more than the noise may be.
+            in half precision.
     """
     clients = len(expected_batch if generators is None else generators)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
@@ -171,7 +170,7 @@ def check_precision(name: str, value: Tensor) -> None:
 
 
 def _shrink(norms: Tensor, bound: float) -> Tensor:
-    """min(1, bound / norm); the 1e-6 is Opacus's, and keeps a zero gradient from dividing by zero."""
+    """min(1, bound / norm), with Opacus's 1e-6 for a zero gradient."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
 
 

@@ -98,10 +98,8 @@ class FoldedGradients:
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
         model = apart(folded.model)
         modules = dict(layers(model))
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
-        for key in trained_keys(engine.model):
-            path, _, name = key.rpartition(".")
-            self._owners[key] = modules[path], name
+        parts = {key: key.rpartition(".") for key in trained_keys(engine.model)}
+        self._owners = {key: (modules[path], name) for key, (path, _, name) in parts.items()}
         self._model = hooked(model)
 
     def __call__(self, query: Query) -> State:
@@ -173,9 +171,7 @@ class OpacusGradients:
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
         parameters = dict(self.engine.model.named_parameters())
-        before = {
-            key: (parameters[key].data, parameters[key].requires_grad) for key in query.states if key in parameters
-        }
+        before = {key: (p.data, p.requires_grad) for key, p in parameters.items() if key in query.states}
         gradients: State = {key: torch.zeros_like(v) for key, v in query.states.items() if v.requires_grad}
         try:
             for client in range(len(query.counts)):

@@ -16,7 +16,6 @@ from perada.server import Mean, Updates, client_weights
 
 REHEARSED = 3
 """Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""
-
 UNPLANNED = 10**6
 """Rounds of a run of which nobody said how many it has."""
 
@@ -68,8 +67,7 @@ def check_unsent(
                 if not torch.equal(one[key], two[key]):
                     raise ValueError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
-                        f"in round {round} depends on it, so that the server's ledger would count too little; leave "
-                        f"{stream!r} out of unsent"
+                        f"in round {round} depends on it: the server's ledger would count too little; leave it out"
                     )
 
 

@@ -25,9 +25,8 @@ class PrivateTraining:
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
         """How batches are drawn."""
-        return PrivateSampling(
-            self.account.training(tuning).streams, self.account.options.sampling, self.account.options.secure_rng
-        )
+        options, queries = self.account.options, self.account.training(tuning).queries
+        return PrivateSampling(tuple(map(tuple, queries)), options.sampling, options.secure_rng)
 
 
 class PrivateRound:
