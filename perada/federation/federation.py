@@ -88,7 +88,7 @@ class Federation:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)
-        private = self.protection.open(own, self._device)
+        private = self.protection.open(own)
         self.cohort = self._cohort(settings.algorithm, settings.phases, own, self.store, factor, private, losses)
         return self.cohort
 
@@ -228,7 +228,7 @@ class Federation:
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
-            private = self.protection.open(shares.trained, self._device, tuning=True)
+            private = self.protection.open(shares.trained, tuning=True)
             cohort = self._cohort(algorithm, [phase], shares.trained, self.tuned, factor, private)
             for batch in loader(shares.own):
                 cohort.step(batch)

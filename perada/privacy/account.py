@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from perada.core.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
-from perada.privacy.accounting import ROUNDING, Ledger, Ledgers, history_epsilon
+from perada.privacy.accounting import ROUNDING, Ledgers, check_plan, history_epsilon
 from perada.privacy.calibration import calibrate
 from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
@@ -20,22 +20,11 @@ Row = tuple[int, float, float, int, bool]
 
 @dataclass(frozen=True)
 class Training:
-    """One kind of local training, as it is to be accounted for.
-
-    Attributes:
-        phases: Its phases.
-        queries: What a step of each asks for.
-        unsent: Streams on which nothing depends that a client ever sends.
-    """
+    """Phases of local training, what a step of each asks for, and streams on which nothing that is sent depends."""
 
     phases: tuple[Phase, ...]
     queries: Queries
     unsent: frozenset[str] = frozenset()
-
-    @property
-    def streams(self) -> tuple[tuple[str, ...], ...]:
-        """The streams of each phase."""
-        return tuple(tuple(asked) for asked in self.queries)
 
 
 class _Entry(NamedTuple):
@@ -59,8 +48,7 @@ class Account:
         batch_size: Of the data.
         rounds: What a client trains in a round.
         tuning: What every client trains after the last round, if anything.
-        planned: Gives, from a round on, in how many of the planned ones each client takes part; ``None`` if that is
-            not known.
+        planned: Gives, from a round on, in how many of the planned ones each client takes part, if that is known.
 
     Attributes:
         noise_multipliers: σ of each client.
@@ -90,16 +78,18 @@ class Account:
         self._before = list(self.noise_multipliers)
         self._check_first_round()
 
+    def training(self, tuning: bool) -> Training:
+        """What is trained in a round, or after the last one."""
+        training = self.tuning if tuning else self.rounds
+        assert training is not None
+        return training
+
     def rate(self, client: int) -> float:
         """Probability q of an image of the client to be in a batch."""
         return sampling_rate(self.sizes[client], self.batch_size)
 
     def check_data(self, sizes: Sequence[int], batch_size: BatchSize) -> None:
-        """Compare the data with those that the account was made for.
-
-        Raises:
-            ValueError: If they have changed since.
-        """
+        """Refuse data other than those that the account was made for."""
         if tuple(sizes) != self.sizes or batch_size != self.batch_size:
             raise ValueError(
                 f"privacy: the data have batch_size={batch_size} and {sum(sizes)} images, and the ledgers count with "
@@ -112,11 +102,9 @@ class Account:
         Raises:
             ValueError: If they take other steps than the ledgers count.
         """
-        training = self.tuning if tuning else self.rounds
-        assert training is not None
         counted = tuple(
             tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients)
-            for phase in training.phases
+            for phase in self.training(tuning).phases
         )
         if plan.steps != counted:
             raise ValueError(
@@ -138,22 +126,26 @@ class Account:
         """
         limits = (self.options.max_epsilon, self.options.target_epsilon)
         limit = min((given for given in limits if given is not None), default=None)
-        return [client for client in clients if limit is None or self._after(client, tuning) <= limit * ROUNDING]
+        if limit is None:
+            return list(clients)
+        return [client for client in clients if self._after(client, not tuning, tuning) <= limit * ROUNDING]
 
     def metrics(self) -> dict[str, float]:
         """Mean, std and maximum of ε over clients in both ledgers; ``epsilon`` alone is the release's."""
         result: dict[str, float] = {}
-        for name, ledger in (("server", self.ledgers.server), ("release", self.ledgers.release)):
+        for name, ledger in vars(self.ledgers).items():
             summary = ledger.summary(self.options.delta, self.options.accountant, range(len(self.sizes)))
             result |= {f"privacy/{name}_epsilon_{part}": value for part, value in summary.items()}
-        return result | {
-            f"privacy/epsilon_{part}": result[f"privacy/release_epsilon_{part}"] for part in ("mean", "max")
-        }
+        release = {f"privacy/epsilon_{part}": result[f"privacy/release_epsilon_{part}"] for part in ("mean", "max")}
+        return result | release
 
     def epsilons(self) -> dict[str, list[float]]:
         """ε of each client by ledger."""
-        ledgers = {"server": self.ledgers.server, "release": self.ledgers.release}
-        return {name: list(self._epsilons(ledger).values()) for name, ledger in ledgers.items()}
+        options, clients = self.options, range(len(self.sizes))
+        return {
+            name: list(ledger.epsilons(options.delta, options.accountant, clients).values())
+            for name, ledger in vars(self.ledgers).items()
+        }
 
     def record(self) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types, for reports and model cards."""
@@ -172,7 +164,7 @@ class Account:
         return [min(pair) for pair in zip(self.noise_multipliers, self._before, strict=True)]
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int, tuned: bool = False) -> None:
-        """Go on from what :meth:`state_dict` gave; a calibrated σ stays what it was.
+        """Resume from what :meth:`state_dict` gave; a calibrated σ stays what it was.
 
         Args:
             state: What it gave.
@@ -182,7 +174,7 @@ class Account:
         Raises:
             ValueError: If batches were drawn in another way, or the rounds that are now planned would pass the target.
         """
-        before = state.get("sampling", self.options.sampling)
+        before = state["sampling"]
         if before != self.options.sampling:
             raise ValueError(
                 f"privacy: the checkpoint's batches were drawn with sampling={before!r}, and here it is "
@@ -190,25 +182,14 @@ class Account:
                 f"sampling={before!r}, or start anew"
             )
         self.ledgers.load_state_dict(state["ledgers"])
-        self.lost.load_state_dict(state.get("lost", Ledgers().state_dict()))
-        self._before = list(state.get("least_noise", state["noise_multipliers"]))
+        self.lost.load_state_dict(state["lost"])
+        self._before = list(state["least_noise"])
         target = self.options.target_epsilon
-        if target is None:
-            return
-        self.noise_multipliers = list(state["noise_multipliers"])
-        left = [0] * len(self.sizes) if self._planned is None else self._planned(rounds_done)
-        for client, rounds in enumerate(left):
-            plan = self._whole_plan(client, rounds, tuned)
-            epsilon = history_epsilon(plan, self.options.delta, self.options.accountant)
-            if epsilon > target * ROUNDING:
-                raise ValueError(
-                    f"privacy: the noise was calibrated to target_epsilon={target} for another plan: with the rounds "
-                    f"planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a higher "
-                    "target_epsilon"
-                )
-
-    def _epsilons(self, ledger: Ledger) -> dict[int, float]:
-        return ledger.epsilons(self.options.delta, self.options.accountant, range(len(self.sizes)))
+        if target is not None:
+            self.noise_multipliers = list(state["noise_multipliers"])
+            left = [0] * len(self.sizes) if self._planned is None else self._planned(rounds_done)
+            planned = (self._after(client, rounds, not tuned, by_plan=True) for client, rounds in enumerate(left))
+            check_plan("privacy", target, planned)
 
     def _entries(self, size: int, tuning: bool) -> tuple[_Entry, ...]:
         """What a client with ``size`` images trains at once."""
@@ -216,20 +197,14 @@ class Account:
         if training is None:
             return ()
         steps = [phase.local_steps(size, self.batch_size) for phase in training.phases]
+        asked_in = list(zip(steps, training.queries, strict=True))
         sent = {stream: not tuning and stream not in training.unsent for asked in training.queries for stream in asked}
         if self.options.sampling == "shuffle":  # a stream goes on from one of its phases to the next
             rows = rows_per_batch(size, self.batch_size)
             looks = {stream: max(asked.get(stream, 0) for asked in training.queries) for stream in sent}
-            taken = {
-                stream: sum(own for own, asked in zip(steps, training.queries, strict=True) if stream in asked)
-                for stream in sent
-            }
+            taken = {stream: sum(own for own, asked in asked_in if stream in asked) for stream in sent}
             return tuple(_Entry(looks[stream], passes(size, rows, taken[stream]), sent[stream]) for stream in sent)
-        return tuple(
-            _Entry(looks, own, sent[stream])
-            for own, asked in zip(steps, training.queries, strict=True)
-            for stream, looks in asked.items()
-        )
+        return tuple(_Entry(looks, own, sent[stream]) for own, asked in asked_in for stream, looks in asked.items())
 
     def _costs(self, client: int, tuning: bool) -> Iterator[tuple[float, float, int, bool]]:
         """(σ, q, steps, sent) of what the client trains at once."""
@@ -245,22 +220,16 @@ class Account:
         """What the ledger that limits refer to says of a client."""
         return Counter((ledgers.release if self.options.ledger == "release" else ledgers.server).history(client))
 
-    def _after(self, client: int, tuning: bool) -> float:
-        """ε of the client if it trains once more."""
+    def _after(self, client: int, rounds: int, tunings: int, by_plan: bool = False) -> float:
+        """ε of the client if it trains so often more; ``by_plan`` without what was lost."""
         history = self._history(self.ledgers, client)
-        for sigma, rate, steps, sent in self._costs(client, tuning):
-            if self._counted(sent):
-                history[sigma, rate] += steps
-        return history_epsilon(history, self.options.delta, self.options.accountant)
-
-    def _whole_plan(self, client: int, rounds: int, tuned: bool) -> Counter[tuple[float, float]]:
-        """What is spent by plan, and what so many rounds more and a fine-tuning will cost."""
-        history = self._history(self.ledgers, client) - self._history(self.lost, client)
-        for tuning, times in ((False, rounds), (True, 0 if tuned else 1)):
+        if by_plan:
+            history -= self._history(self.lost, client)
+        for tuning, times in ((False, rounds), (True, tunings)):
             for sigma, rate, steps, sent in self._costs(client, tuning):
                 if self._counted(sent):
                     history[sigma, rate] += times * steps
-        return history
+        return history_epsilon(history, self.options.delta, self.options.accountant)
 
     def _calibrated(self) -> list[float]:
         """σ of each client for the target."""
@@ -301,12 +270,9 @@ class Account:
     def _check_first_round(self) -> None:
         """Name the clients who could not even train once."""
         clients = range(len(self.sizes))
-        able = set(self.affordable(clients))
-        unable = [client for client in clients if client not in able]
+        unable = sorted({*clients} - {*self.affordable(clients)})
         if unable:
-            named = [
-                f"{client} ({self.sizes[client]} images, ε = {self._after(client, False):.2f})" for client in unable[:5]
-            ]
+            named = [f"{one} ({self.sizes[one]} images, ε = {self._after(one, 1, 0):.2f})" for one in unable[:5]]
             raise ValueError(
                 f"privacy: {len(unable)} of {len(clients)} clients would pass max_epsilon={self.options.max_epsilon} "
                 f"in their first round: client {', '.join(named)}; give more noise (noise_multiplier), smaller batches "

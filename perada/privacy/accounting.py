@@ -12,7 +12,7 @@ through its images in shuffled order, each image is used once per pass, so a pas
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from statistics import fmean, pstdev
@@ -36,13 +36,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
     - ``gdp``: Gaussian differential privacy in the limit of many steps (Bu et al. 2020). It can report too little,
       as Opacus warns, and knows one σ and q only.
 
-    Args:
-        history: ``{(noise multiplier, sample rate): steps}``; the order of steps does not matter.
-        delta: Probability of failure, in (0, 1); usually below 1 / number of images.
-        accountant: One of ``rdp``, ``prv`` and ``gdp``.
-
-    Returns:
-        Epsilon; 0.0 for no step, infinity for a step without noise.
+    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity.
 
     Raises:
         ValueError: If a number is out of its range, or ``gdp`` is asked about more than one σ and q.
@@ -82,10 +76,9 @@ class Ledger:
 
         Args:
             client: The client.
-            noise_multiplier: σ; 0 for steps without noise, after which the client's epsilon is infinite.
-            sample_rate: q of Poisson sampling, in (0, 1]. For shuffled passes over the data give 1.0, and as steps the
-                number of passes.
-            steps: Number of steps, empty batches included; 0 changes nothing.
+            noise_multiplier: σ; after a step without noise, 0, the client's epsilon is infinite.
+            sample_rate: q of Poisson sampling, in (0, 1]; 1.0 for shuffled passes.
+            steps: Number of steps, empty batches included, or of passes.
 
         Raises:
             ValueError: If a number is out of its range.
@@ -103,13 +96,7 @@ class Ledger:
         return history_epsilon(self.history(client), delta, accountant)
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[int, float]:
-        """Epsilon of each client, in the clients' order.
-
-        Args:
-            delta: Probability of failure, the same for each.
-            accountant: One of ``rdp``, ``prv`` and ``gdp``.
-            clients: The clients to list, where one without a step has 0.0; by default those who took a step.
-        """
+        """Epsilon of each of ``clients``, 0.0 for one without a step; by default of those who took a step, in order."""
         known: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
         result = {}
         for client in sorted(self._clients) if clients is None else clients:
@@ -146,8 +133,8 @@ class Ledger:
         if "rows" not in state:
             raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
         fresh = Ledger()
-        for client, sigma, rate, steps in state["rows"]:
-            fresh.add(client, sigma, rate, steps)
+        for row in state["rows"]:
+            fresh.add(*row)
         self._clients = fresh._clients
 
 
@@ -187,9 +174,7 @@ class Ledgers:
             ValueError: If ``state`` is not from :meth:`state_dict`; both are then as they were.
         """
         if set(state) != {"server", "release"}:
-            raise ValueError(
-                f"the ledgers are {sorted(state)}; load what Ledgers.state_dict() gave: server and release"
-            )
+            raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
         server, release = Ledger(), Ledger()
         server.load_state_dict(state["server"])
         release.load_state_dict(state["release"])
@@ -245,10 +230,7 @@ def _gdp_epsilon(segments: list[tuple[float, float, int]], delta: float) -> floa
 
 @contextmanager
 def quiet_opacus() -> Iterator[None]:
-    """Silence two of Opacus's warnings, about which a user can do nothing.
-
-    One is of log(1 − q) at q = 1, where −inf is meant; the other says that another order would give a tighter bound.
-    """
+    """Silence what Opacus says of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
         warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
@@ -265,3 +247,14 @@ def check_step(sigma: float, rate: float, steps: int) -> None:
     check_number("noise_multiplier", sigma, least=0, hint="usual values lie from 0.5 to 5")
     check_number("sample_rate", rate, above=0, most=1, hint="batch size / number of images")
     check_whole("steps", steps, 0, hint="every step counts, empty batches included")
+
+
+def check_plan(section: str, target: float, epsilons: Iterable[float]) -> None:
+    """Refuse to resume with a plan after which the ε of a client is above the target of its noise."""
+    for client, epsilon in enumerate(epsilons):
+        if epsilon > target * ROUNDING:
+            raise ValueError(
+                f"{section}: the noise was calibrated to target_epsilon={target} for another plan: with the rounds "
+                f"planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a higher "
+                "target_epsilon"
+            )

@@ -2,7 +2,7 @@
 """The noise that a budget asks for."""
 
 from perada.core.checks import check_choice, check_number
-from perada.privacy.accounting import ACCOUNTANTS, check_delta, check_step, history_epsilon, quiet_opacus
+from perada.privacy.accounting import ACCOUNTANTS, check_delta, check_step, history_epsilon
 
 
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
@@ -29,51 +29,19 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     if not steps:
         raise ValueError("the plan has no steps, so that any noise would do; give the steps of all rounds together")
     tolerance = min(0.01, target_epsilon / 100)
-    search = _search_noise if accountant == "gdp" else _opacus_noise  # Opacus's search for gdp fails where epsilon is 0
-    sigma = search(target_epsilon, delta, float(sample_rate), steps, accountant, tolerance)
-    if not history_epsilon({(sigma, sample_rate): steps}, delta, accountant) <= target_epsilon:
-        raise _unreachable(target_epsilon, delta, accountant)
-    return sigma
-
-
-def _opacus_noise(target: float, delta: float, rate: float, steps: int, accountant: str, tolerance: float) -> float:
-    """Opacus's search; with steps, because from epochs it would round the steps down."""
-    from opacus.accountants.utils import get_noise_multiplier
-
-    try:
-        with quiet_opacus():
-            found = get_noise_multiplier(
-                target_epsilon=target,
-                target_delta=delta,
-                sample_rate=rate,
-                steps=steps,
-                accountant=accountant,
-                epsilon_tolerance=tolerance,
+    low, high = 0.0, 20.0  # bisection as in Opacus's search, which fails for gdp where epsilon is 0
+    while not (spent := history_epsilon({(high, sample_rate): steps}, delta, accountant)) <= target_epsilon:
+        high = 2 * high
+        if high > 1e6:
+            raise ValueError(
+                f"target_epsilon={target_epsilon} at delta={delta} is below what the {accountant} accountant can show "
+                "with any noise; raise the target, or use 'prv', whose bound goes lower than that of 'rdp'"
             )
-    except ValueError as error:
-        raise _unreachable(target, delta, accountant) from error
-    return float(found)
-
-
-def _search_noise(target: float, delta: float, rate: float, steps: int, accountant: str, tolerance: float) -> float:
-    """Bisection on the epsilon of the plan, which falls as the noise grows."""
-    low, high = 0.0, 1.0
-    while not (spent := history_epsilon({(high, rate): steps}, delta, accountant)) <= target:
-        low, high = high, 2 * high
-        if high > 1e6:  # as in Opacus's search
-            raise _unreachable(target, delta, accountant)
-    while target - spent > tolerance and high - low > 1e-6 * high:
+    while target_epsilon - spent > tolerance and high - low > 1e-6 * high:
         middle = (low + high) / 2
-        epsilon = history_epsilon({(middle, rate): steps}, delta, accountant)
-        if epsilon <= target:
+        epsilon = history_epsilon({(middle, sample_rate): steps}, delta, accountant)
+        if epsilon <= target_epsilon:
             high, spent = middle, epsilon
         else:
             low = middle
     return high
-
-
-def _unreachable(target: float, delta: float, accountant: str) -> ValueError:
-    return ValueError(
-        f"target_epsilon={target} at delta={delta} is below what the {accountant} accountant can show with any noise; "
-        "raise the target, or use 'prv', whose bound goes lower than that of 'rdp'"
-    )

@@ -19,7 +19,7 @@ from perada.core.checks import check_number
 from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import State
-from perada.privacy.accounting import ROUNDING, Ledger, history_epsilon
+from perada.privacy.accounting import ROUNDING, Ledger, check_plan, history_epsilon
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.options import ClientPrivacy
 
@@ -42,8 +42,8 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
         clipping in float64, NaN for a client that is not finite.
 
     Raises:
-        ValueError: If S is not positive and finite, a tensor was not received, or one is in half precision, where
-            rounding would undo what is proved of the sum.
+        ValueError: If S or a tensor cannot be used: it was not received, or is in half precision, where rounding would
+            undo what is proved of the sum.
     """
     sensitivity(max_norm)
     changes = {}
@@ -73,14 +73,9 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
 def noisy_updates(
     updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
 ) -> State:
-    """Received + clipped + noise of the standard deviation ``std`` in each row.
+    """Received + clipped change + noise of the standard deviation ``std`` in each row.
 
-    Args:
-        updates: What the clients send, (C, ...).
-        received: What they were sent, (C, ...).
-        clipped: Their clipped changes, (C, ...).
-        std: Standard deviation of a row's noise.
-        generators: One for each client, on the CPU; ``None`` draws from the operating system's cryptographic generator.
+    All are stacks (C, ...). There is one generator for each client, on the CPU; ``None`` is the cryptographic one.
     """
     clients = len(next(iter(clipped.values())))
     check_number("std", std, least=0)
@@ -98,10 +93,7 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
     """Noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
 
     z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
-
-    Args:
-        noise_multiplier: z, of both together; with 0 there is no noise to split.
-        count_noise: σ_b, the standard deviation of the noise in the count.
+    σ_b is the standard deviation of the noise in the count.
 
     Raises:
         ValueError: If the count alone costs as much as z allows.
@@ -124,16 +116,8 @@ def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: t
     """Share of clients whose update is not longer than S, with noise (Andrew et al., NeurIPS 2021, algorithm 1).
 
     1/2 + (Σ (b_i − 1/2) + noise) / C with b_i = 1 for a short update and 0 for a long one; so a client changes the sum
-    by 1/2 at most. One that is not finite changes nothing.
-
-    Args:
-        norms: Before clipping, (C,); NaN where not finite.
-        max_norm: S.
-        count_noise: Standard deviation of the noise in the sum.
-        generator: Source of the noise, on the CPU; ``None`` for the cryptographic one.
-
-    Returns:
-        The share, which noise may take below 0 or above 1.
+    by 1/2 at most. One that is not finite, whose norm (C,) is NaN, changes nothing. Noise may take the share below 0 or
+    above 1. The generator is on the CPU; ``None`` is the cryptographic one.
     """
     votes = torch.where(norms.isnan(), 0.0, torch.where(norms <= max_norm, 0.5, -0.5))
     return 0.5 + float(with_noise(votes.sum(dtype=torch.float64), count_noise, generator)) / len(norms)
@@ -158,13 +142,11 @@ class ClientLevel:
 
     Args:
         options: What was asked for.
-        noise_multiplier: z.
+        noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
         seed: The run's seed.
         planned: Gives, from a round on, in how many of the planned ones each client takes part; needed with a target.
 
     Attributes:
-        options: What was asked for.
-        noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
         norm: S of the next round.
         ledger: Rounds that each client took part in.
         lost: Those of them that no plan knew of: that a crash took, or that another run trained.
@@ -249,9 +231,6 @@ class ClientLevel:
 
         Returns:
             ``updates`` made private, (c, ...), with the same names, order and dtypes.
-
-        Raises:
-            ValueError: As :func:`clip_updates` and :func:`split_noise`.
         """
         secure, ranks = self.options.secure_rng, ranks or Ranks()
         own = list(range(len(clients)) if places is None else places)
@@ -286,31 +265,20 @@ class ClientLevel:
     def load_state_dict(self, state: Mapping[str, Any], rounds_done: int = 0) -> None:
         """Resume from what :meth:`state_dict` gave; a calibrated z stays what it was.
 
-        Args:
-            state: What it gave.
-            rounds_done: Rounds that it counts.
-
         Raises:
             ValueError: If ``state`` is not from :meth:`state_dict`, and everything is then as it was, or if the rounds
-                that are now planned would pass the target.
+                that are now planned after ``rounds_done`` would pass the target.
         """
         if not {"norm", "ledger"} <= set(state) <= {"norm", "noise_multiplier", "ledger", "lost"}:
             raise ValueError(f"client-level privacy has norm and ledger, not {sorted(state)}; load its state_dict()")
-        norm, noise = float(state["norm"]), state.get("noise_multiplier", self.noise_multiplier)
-        ledger, lost = Ledger(), Ledger()
+        norm, ledger, lost = float(state["norm"]), Ledger(), Ledger()
         sensitivity(norm)
         ledger.load_state_dict(state["ledger"])
-        lost.load_state_dict(state.get("lost", lost.state_dict()))
+        lost.load_state_dict(state["lost"])
         self.norm, self.ledger, self.lost = norm, ledger, lost
         target = self.options.target_epsilon
-        if target is None:
-            return
-        self.noise_multiplier = noise
-        for client, rounds in enumerate([] if self._planned is None else self._planned(rounds_done)):
-            epsilon = self._after(client, rounds, by_plan=True)
-            if epsilon > target * ROUNDING:
-                raise ValueError(
-                    f"client_privacy: the noise was calibrated to target_epsilon={target} for another plan: with the "
-                    f"rounds planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a "
-                    "higher target_epsilon"
-                )
+        if target is not None:
+            self.noise_multiplier = state["noise_multiplier"]
+            left = [] if self._planned is None else self._planned(rounds_done)
+            planned = (self._after(client, rounds, by_plan=True) for client, rounds in enumerate(left))
+            check_plan("client_privacy", target, planned)

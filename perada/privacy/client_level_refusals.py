@@ -19,12 +19,6 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     The mean alone has all of the noise, and it is all that the server's step is given: every row of its updates is the
     noisy mean. So nothing here could leak, but what is refused could not do what it is for.
 
-    Args:
-        algorithm: The algorithm.
-        rule: The server's rule.
-        weighting: ``uniform`` or ``samples``.
-        distils: Whether there are distillation steps.
-
     Raises:
         ValueError: If it cannot be private.
     """

@@ -35,12 +35,12 @@ def factors_of(norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "fla
 
     Args:
         norms: ``{parameter: norm (C, B) of each row's gradient}``.
-        mask: Real rows, bool, (C, B).
+        mask: Real rows, bool, (C, B); the factors of the others are 0, whatever stands there.
         max_norm: Largest norm C of a row; for ``per_layer`` also ``{parameter: bound}``.
-        method: One of ``flat``, ``per_layer`` and ``automatic``.
+        method: As above.
 
     Returns:
-        ``{parameter: factors (C, B)}``, 0 where the row is padding, whatever stands there.
+        ``{parameter: factors (C, B)}``.
 
     Raises:
         ValueError: If a method or a bound is not as above.
@@ -49,13 +49,13 @@ def factors_of(norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "fla
     mask = mask & torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
     if method == "per_layer":
         bounds = _bounds(max_norm, norms)
-        return {name: _known(_shrink(norm, bounds[name]) * mask) for name, norm in norms.items()}
+        return {name: (_shrink(norm, bounds[name]) * mask).nan_to_num(0, 0, 0) for name, norm in norms.items()}
     if isinstance(max_norm, Mapping):
         raise ValueError(f"max_norm has a bound per parameter, which {method!r} cannot use; give one number")
     sensitivity(max_norm)
     joint = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
     factors = _shrink(joint, max_norm) if method == "flat" else max_norm / (joint + GAMMA)
-    return dict.fromkeys(norms, _known(factors * mask))
+    return dict.fromkeys(norms, (factors * mask).nan_to_num(0, 0, 0))
 
 
 def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
@@ -108,8 +108,7 @@ def noisy_mean(
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
     when std = noise multiplier · sensitivity. It is computed in double precision and rounded once, with the noise in
-    it. Parameters take their noise in the order of their names, so the result does not depend on the order of the
-    dictionary.
+    it. Parameters take their noise in the order of their names, whatever that of the dictionary.
 
     Args:
         summed: ``{parameter: (C, ...)}``, from :func:`weighted_sum`.
@@ -122,7 +121,7 @@ def noisy_mean(
 
     Raises:
         ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
-            in half precision, in which it has been rounded by more than the noise may be.
+            in half precision.
     """
     clients = len(expected_batch if generators is None else generators)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
@@ -135,27 +134,24 @@ def noisy_mean(
         raise ValueError(
             "two clients share a generator: their noise would depend on who else is there; give each its own"
         )
-    for deviation, size in zip(stds, expected_batch, strict=True):
+    sources = [None] * clients if generators is None else generators
+    each = list(zip(stds, expected_batch, sources, strict=True))
+    for deviation, size, _ in each:
         check_number("std", deviation, least=0)
         check_number("expected_batch", size, above=0, hint="a client without images cannot take part")
     for name, value in summed.items():
         check_precision(name, value)
     result = {name: torch.empty_like(value) for name, value in summed.items()}
     for name in sorted(summed):
-        for client, (scale, size) in enumerate(zip(stds, expected_batch, strict=True)):
-            source = None if generators is None else generators[client]
-            result[name][client] = with_noise(summed[name][client], scale, source) / size
+        for client, (deviation, size, source) in enumerate(each):
+            result[name][client] = with_noise(summed[name][client], deviation, source) / size
     return result
 
 
 def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
     """``row`` + ``added`` + std · N(0, 1), in double precision: to be rounded by whoever stores it.
 
-    Args:
-        row: Of any shape.
-        std: Standard deviation; with 0 nothing is drawn.
-        source: A generator on the CPU; ``None`` for the cryptographic one.
-        added: Of the same shape, if there is something to add.
+    ``source`` is a generator on the CPU, ``None`` the cryptographic one; with the deviation 0 nothing is drawn.
     """
     exact = double(row) if added is None else double(row) + double(added)
     if not std:
@@ -165,11 +161,7 @@ def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: T
 
 
 def check_precision(name: str, value: Tensor) -> None:
-    """Refuse what is in half precision, where sums are rounded by more than the noise may be.
-
-    Raises:
-        ValueError: If so.
-    """
+    """Refuse what is in half precision, where sums are rounded by more than the noise may be."""
     if value.dtype.itemsize < 4:
         raise ValueError(
             f"privacy: {name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 "
@@ -177,13 +169,8 @@ def check_precision(name: str, value: Tensor) -> None:
         )
 
 
-def _known(factors: Tensor) -> Tensor:
-    """0 in the place of NaN."""
-    return factors.where(factors.isfinite(), 0)
-
-
 def _shrink(norms: Tensor, bound: float) -> Tensor:
-    """min(1, bound / norm); the 1e-6 is Opacus's, and keeps a zero gradient from dividing by zero."""
+    """min(1, bound / norm), with Opacus's 1e-6 for a zero gradient."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
 
 

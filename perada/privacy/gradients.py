@@ -8,10 +8,9 @@ the single model, one client after another.
 Shape suffixes: C clients, B images a client, R = C·B rows.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +59,8 @@ class Query:
             yield self.x[:, start:stop], self.y[:, start:stop], counts
 
 
-class NoisyGradients(Protocol):
-    """Answers a query."""
-
-    def __call__(self, query: Query) -> State:
-        """The noisy gradient (C, ...) of each client's mean loss, for the states that are asked about and used."""
+NoisyGradients = Callable[[Query], State]
+"""Gives the noisy gradient (C, ...) of each client's mean loss, for the states that are asked about."""
 
 
 def make_gradients(options: Privacy, engine: Engine, multilabel: bool) -> NoisyGradients:
@@ -90,17 +86,10 @@ def make_gradients(options: Privacy, engine: Engine, multilabel: bool) -> NoisyG
 
 
 class FoldedGradients:
-    """All clients at once: the stacked model under Opacus's hooks.
-
-    Args:
-        options: Clipping and the physical batch size.
-        engine: Whose model is run; it stays as it is.
-        multilabel: Kind of labels.
-    """
+    """All clients at once: the stacked model under Opacus's hooks; the engine's own model stays as it is."""
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
-        self.options, self.multilabel = options, multilabel
-        self.engine = engine
+        self.options, self.engine, self.multilabel = options, engine, multilabel
         folded = fold(engine.model, prefix=engine.prefix)
         self._context, self._rows = folded.context, folded.row_keys
         for module in folded.model.modules():
@@ -109,20 +98,15 @@ class FoldedGradients:
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
         model = apart(folded.model)
         modules = dict(layers(model))
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
-        for key in trained_keys(engine.model):
-            path, _, name = key.rpartition(".")
-            self._owners[key] = modules[path], name
+        parts = {key: key.rpartition(".") for key in trained_keys(engine.model)}
+        self._owners = {key: (modules[path], name) for key, (path, _, name) in parts.items()}
         self._model = hooked(model)
 
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
         leaves = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
         summed = {key: torch.zeros_like(value) for key, value in leaves.items()}
-        bounds: float | dict[str, float] = self.options.max_norm
-        if self.options.clipping == "per_layer":
-            bounds = dict.fromkeys(leaves, self.options.max_norm / len(leaves) ** 0.5)
-        with self._hooks():
+        try:
             for part, (x, y, counts) in enumerate(query.slices(self.options.physical_batch_size)):
                 real = real_rows(counts, x.shape[1], x.device)
                 samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
@@ -131,9 +115,14 @@ class FoldedGradients:
                     norms = {
                         key: samples[key].squares().sqrt().view_as(real) if key in samples else zeros for key in leaves
                     }
-                    factors = factors_of(norms, real, bounds, self.options.clipping)
+                    factors = factors_of(norms, real, self.options.max_norm, self.options.clipping)
                     for key, sample in samples.items():
                         summed[key] += sample.summed(factors[key].to(summed[key].dtype))
+        finally:  # let go of the query's tensors
+            for module, name in self._owners.values():
+                parameter = module._parameters.get(name)
+                if parameter is not None and hasattr(parameter, "grad_sample"):
+                    module._parameters[name] = nn.Parameter(parameter.detach()[:0])
         return noisy(summed, query, self.options)
 
     def _samples(
@@ -170,26 +159,9 @@ class FoldedGradients:
                     samples[key] = sample
         return samples
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        """Let go of the tensors of a query after it."""
-        try:
-            yield
-        finally:
-            for module, name in self._owners.values():
-                parameter = module._parameters.get(name)
-                if parameter is not None and hasattr(parameter, "grad_sample"):
-                    module._parameters[name] = nn.Parameter(parameter.detach()[:0])
-
 
 class OpacusGradients:
-    """The reference: Opacus on the single model, for one client after another.
-
-    Args:
-        options: Clipping and the physical batch size.
-        engine: Whose model is run; its parameters are put back after each query.
-        multilabel: Kind of labels.
-    """
+    """The reference: Opacus on the engine's single model, whose parameters are put back, one client after another."""
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.engine, self.multilabel = options, engine, multilabel
@@ -199,13 +171,10 @@ class OpacusGradients:
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
         parameters = dict(self.engine.model.named_parameters())
-        before = {
-            key: (parameters[key].data, parameters[key].requires_grad) for key in query.states if key in parameters
-        }
+        before = {key: (p.data, p.requires_grad) for key, p in parameters.items() if key in query.states}
         gradients: State = {key: torch.zeros_like(v) for key, v in query.states.items() if v.requires_grad}
-        clients = list(range(len(query.counts)))
         try:
-            for client in clients:
+            for client in range(len(query.counts)):
                 for key in before:
                     parameters[key].requires_grad_(key in gradients)
                     parameters[key].data = query.states[key][client].detach()
@@ -222,15 +191,12 @@ class OpacusGradients:
         from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 
         leaves: list[Any] = [parameters[key] for key in keys]  # Opacus gives them attributes
-        per_layer = self.options.clipping == "per_layer"
-        kind: Any = DPPerLayerOptimizer if per_layer else DPOptimizer
-        bound = self.options.max_norm
-        optimizer = kind(
-            torch.optim.SGD(leaves, lr=0.0),
-            noise_multiplier=0.0,
-            max_grad_norm=[bound / len(leaves) ** 0.5] * len(leaves) if per_layer else bound,
-            expected_batch_size=1,
-        )
+        kind: Any = DPOptimizer
+        bound: Any = self.options.max_norm
+        if self.options.clipping == "per_layer":
+            kind, bound = DPPerLayerOptimizer, [bound / len(leaves) ** 0.5] * len(leaves)
+        sgd = torch.optim.SGD(leaves, lr=0.0)
+        optimizer = kind(sgd, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=1)
         count = query.counts[client]
         x, y = query.x[client, :count], query.y[client, :count]
         size = self.options.physical_batch_size or max(1, count)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,23 +26,9 @@ from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import left_out, weighted_sum, wide
 
 
-class RowGradients(Protocol):
-    """The gradients of R rows for one parameter."""
-
-    def squares(self) -> Tensor:
-        """Squared norm (R,) of each."""
-
-    def summed(self, factors: Tensor) -> Tensor:
-        """Sum (C, ...) over each client's rows, each multiplied by its factor (C, B); rows of factor 0 are left out."""
-
-
 @dataclass
 class Whole:
-    """Gradients as they are.
-
-    Attributes:
-        rows: (R, ...).
-    """
+    """Gradients (R, ...) of the rows for one parameter, as they are."""
 
     rows: Tensor
 
@@ -51,13 +37,13 @@ class Whole:
         return self.rows.flatten(1).square().sum(1)
 
     def summed(self, factors: Tensor) -> Tensor:
-        """Sum (C, ...) over each client's rows."""
+        """Sum (C, ...) over each client's rows, times their factors (C, B); rows of factor 0 are left out."""
         return weighted_sum(self.rows, factors)
 
 
 @dataclass
 class Factors:
-    """Gradients of a linear map's weight as factors: row r has Σ_n b_rn a_rnᵀ.
+    """Gradients of a linear map's weight (O, I, ...) as factors: row r has Σ_n b_rn a_rnᵀ.
 
     Attributes:
         a: Inputs (R, N, I).
@@ -76,11 +62,14 @@ class Factors:
         return squares.to(self.a.dtype)
 
     def summed(self, factors: Tensor) -> Tensor:
-        """Sum (C, ...) over each client's rows."""
+        """As :meth:`Whole.summed`."""
         clients = len(factors)
         a = left_out(self.a, factors).reshape(clients, -1, self.a.shape[-1])
         b = left_out(self.b, factors) * factors.reshape(-1, 1, 1)
         return torch.bmm(b.reshape(clients, -1, self.b.shape[-1]).transpose(1, 2), a).view(clients, *self.shape)
+
+
+RowGradients = Whole | Factors
 
 
 def row_gradients(parameter: nn.Parameter) -> RowGradients | None:
@@ -97,9 +86,8 @@ def row_gradients(parameter: nn.Parameter) -> RowGradients | None:
 def quiet() -> Iterator[None]:
     """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract", UserWarning)
-        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet", UserWarning)
-        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+        for begins in ("grad and param do not obey", "There is a performance drop", "Full backward hook is firing"):
+            warnings.filterwarnings("ignore", begins, UserWarning)
         yield
 
 
@@ -145,14 +133,12 @@ def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule,
 
     twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
     register_grad_sampler(list(twins))(_sample_gradients)
-    register_grad_sampler(nn.Conv2d)(_convolution_gradients)
+    register_grad_sampler(nn.Conv2d)(_conv_gradients)
     train_mode(model)
     return GradSampleModule(model, loss_reduction="sum", strict=False)
 
 
-def _convolution_gradients(
-    layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
+def _conv_gradients(layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
     """Opacus's sampler of convolutions, which takes channels-last tensors for contiguous ones (seen in 1.6.0)."""
     from opacus.grad_sample.conv import compute_conv_grad_sample
 
@@ -165,9 +151,8 @@ def _convolution_gradients(
 def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
     """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
 
-    It does not depend on the client, so that Opacus's own sampler for the layer's original gives it. Where it has none,
-    every row is taken for a client of its own. Where factors are cheaper they are kept, and Opacus gets an empty
-    tensor.
+    It does not depend on the client, so that Opacus's sampler for the layer's original gives it. Where there is none,
+    every row is taken for a client of its own. Where factors are cheaper they are kept, and Opacus gets an empty one.
     """
     from opacus.grad_sample import GradSampleModule
 

@@ -37,14 +37,8 @@ def check_one_image(
     sees beside. A network that mixes the images of a batch, or remembers those of earlier ones, fails it. All is
     computed in double precision if the network can, without dropout, whose masks go by an image's place.
 
-    Args:
-        options: What is asked for.
-        engine: Runs the model; a copy of it is tried.
-        states: Stack (C, ...) of float32 or float64.
-        x: Images (C, B, ...) of a whole batch.
-        y: Labels (C, B) or (C, B, K).
-        counts: Real rows of each client, at least one.
-        multilabel: Kind of labels.
+    The states (C, ...) are of float32 or float64, ``x`` the images (C, B, ...) of a whole batch, ``y`` their labels
+    (C, B) or (C, B, K), and ``counts`` the real rows of each client, at least one. A copy of the model is tried.
 
     Raises:
         ValueError: If the two differ, or the same batch gives another sum after others were seen.
@@ -68,12 +62,7 @@ def check_one_image(
 
 
 def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
-    """Exchange the images of one client, and look whether the others' outputs stay.
-
-    Args:
-        engine: Runs the model; a copy of it is tried.
-        states: Stack (C, ...).
-        x: Images (C, B, ...).
+    """Exchange the images (C, B, ...) of one client in a copy of the model, and look whether the others' outputs stay.
 
     Raises:
         ValueError: If they change.
@@ -97,12 +86,15 @@ def _outputs_of_others(
     stacked = {key: _as(value, dtype) for key, value in states.items()}
     changed = x.clone()
     changed[0] = 1 - changed[0].flip(-1)
-    outputs = []
-    for images in (x, changed):
-        streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
-        with torch.no_grad(), seeded(0, "probe"):
-            outputs.append(exact.logits(stacked, _as(images, dtype), training=True, streams=streams)[1:])
-    return outputs[0], outputs[1], CLOSE[dtype or torch.float32]
+    before, after = (_logits(exact, stacked, _as(images, dtype))[1:] for images in (x, changed))
+    return before, after, CLOSE[dtype or torch.float32]
+
+
+def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | None = None) -> Tensor:
+    """Outputs (C, B, K) in training; what is drawn for them is the same each time."""
+    streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
+    with torch.no_grad(), seeded(0, "probe"):
+        return engine.logits(states, x, training=True, counts=counts, streams=streams)
 
 
 def _several(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -125,7 +117,6 @@ class _Trial:
     """Clipped sums of a batch, of all of it but one image a client, and of those images.
 
     Attributes:
-        engine: Runs the copy.
         all: Indices of rows (C, B).
         others: Indices (C, B − 1), of those left when one is taken out of each.
         alone: Clipped gradients (C, ...) of the images that are taken out.
@@ -176,9 +167,7 @@ class _Trial:
         """Whether a pass changes what the network's modules hold, beside parameters."""
         seen = []
         for x in (self.x, 1 - self.x.flip(-1)):
-            streams = Streams.derived(0, "probe", clients=range(len(x)), device=x.device)
-            with torch.no_grad(), seeded(0, "probe"):
-                self.engine.logits(self.states, x, training=True, counts=self.counts, streams=streams)
+            _logits(self.engine, self.states, x, self.counts)
             seen.append(_held(self.engine.runs))
         return seen[0] != seen[1]
 

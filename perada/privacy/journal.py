@@ -37,13 +37,7 @@ class Journal:
         self.others = [path for path in dict.fromkeys(path.absolute() for path in others) if path not in self.own]
 
     def write(self, entry: dict[str, Any]) -> list[Path]:
-        """Add an entry to every file; on return it is on disk.
-
-        Args:
-            entry: In plain types.
-
-        Returns:
-            Those of ``others`` that could not be written.
+        """Add an entry to every file, and give those of ``others`` that could not be written; it is then on disk.
 
         Raises:
             OSError: If one of ``own`` cannot be written.
@@ -71,10 +65,6 @@ class Journal:
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
     """The entries of one run, and of those resumed from it, by their ``id``; a line that was cut off was never begun.
 
-    Args:
-        paths: Files, of which some may be missing.
-        run: What its entries have as ``run``.
-
     Raises:
         ValueError: If a whole line of a file is no entry.
     """
@@ -86,14 +76,13 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
                 continue
             try:
                 entry = json.loads(line)
-                whole = FIELDS <= set(entry)
-            except (ValueError, TypeError):
-                whole = False
-            if not whole:
+                if not FIELDS <= set(entry):
+                    raise TypeError(entry)
+            except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
                     "restore the file from a copy, or start anew"
-                )
+                ) from error
             if entry["run"] == run:
                 found[entry["id"]] = entry
     return found

@@ -20,15 +20,8 @@ UNCLIPPED = 1e9
 def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, multilabel: bool) -> None:
     """Compare the sum of all images' gradients, neither clipped nor noisy, with what one backward pass gives.
 
-    They differ where Opacus's hooks do not see how a parameter is used: it would get noise and nothing else.
-
-    Args:
-        options: What is asked for.
-        engine: Runs the model.
-        states: Stack (C, ...); what is trained requires gradients.
-        x: Images (C, B, ...).
-        y: Labels (C, B) or (C, B, K).
-        multilabel: Kind of labels.
+    They differ where Opacus's hooks do not see how a parameter is used: it would get noise and nothing else. Of the
+    states (C, ...) what is trained requires gradients; the images are (C, B, ...), their labels (C, B) or (C, B, K).
 
     Raises:
         ValueError: If they differ or cannot be had, if a pass through the model changes a tensor of it, or if it draws
@@ -86,13 +79,10 @@ def _check_streams(engine: Engine, states: State, x: Tensor, dropout: Streams) -
 
 
 def check_products(device: torch.device) -> None:
-    """Look whether products of float32 matrices have the digits of float32.
+    """Look whether products of float32 matrices on a device have the digits of float32.
 
     A clipped sum is such a product. With fewer digits an image's part in it is longer than the bound, many times so
     where its terms cancel.
-
-    Args:
-        device: Where the sums will be made.
 
     Raises:
         ValueError: If they have not.

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
 from perada.privacy.client_level import ClientLevel
@@ -38,9 +36,14 @@ class Protection:
     run: str = field(default_factory=lambda: secrets.token_hex(16))
     journaled: str | None = None
 
-    def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> PrivateRound | None:
+    @property
+    def private(self) -> bool:
+        """Whether anything is protected."""
+        return self.images is not None or self.clients is not None
+
+    def open(self, plan: RoundPlan, tuning: bool = False) -> PrivateRound | None:
         """Begin local training."""
-        return None if self.images is None else self.images.open(plan, device, tuning)
+        return None if self.images is None else PrivateRound(self.images, plan, tuning)
 
     def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
@@ -56,7 +59,7 @@ class Protection:
         Raises:
             OSError: If it cannot be written down.
         """
-        if self.images is None and self.clients is None:
+        if not self.private:
             return
         costs = {
             "round": plan.round,
@@ -84,13 +87,8 @@ class Protection:
             )
 
     def journal_in(self, path: Path, rounds_done: int) -> None:
-        """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left.
-
-        Args:
-            path: Of the journal.
-            rounds_done: Rounds so far.
-        """
-        if self._repeats or self.journal.own or (self.images is None and self.clients is None):
+        """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left."""
+        if self._repeats or self.journal.own or not self.private:
             return
         self.journal = Journal([path], self.journal.others)
         name, nothing = secrets.token_hex(16), dict[str, Any](images=[], clients=[], noise_multiplier=None)
@@ -105,14 +103,9 @@ class Protection:
             self.clients.spend(entry["clients"], entry["noise_multiplier"], lost)
 
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
-        """Count the rounds that were begun after the checkpoint that this run is resumed from; all ranks call it.
+        """Count and give the rounds that were begun after the checkpoint of which this run is resumed.
 
-        Args:
-            journals: Files that hold them.
-            ranks: The processes.
-
-        Returns:
-            Those rounds.
+        All ranks call it, with the files that hold them.
 
         Raises:
             ValueError: If what this run has written down itself is not in them.
@@ -206,7 +199,7 @@ class Protection:
             saved: What :meth:`state_dict` gave; ``None`` for a run that was not private.
 
         Raises:
-            ValueError: If it was in another way.
+            ValueError: If it was private in another way.
         """
         saved = saved or {"images": None, "clients": None}
         for name, own in (("images", self.images), ("clients", self.clients)):
@@ -215,11 +208,14 @@ class Protection:
                 with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
                 raise ValueError(
                     f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
-                    f"not be accounted for; go on {with_it} {section}, or start anew"
+                    f"not be accounted for; resume {with_it} {section}, or start anew"
                 )
-        secure = saved.get("secure_rng", dict.fromkeys(self._secure_rng, False))  # earlier versions did not say
+        if self.private and "folder" not in saved:
+            raise ValueError(
+                "the checkpoint's ledgers are of an earlier version of perada; resume with that one, or start anew"
+            )
         for section, here in self._secure_rng.items():
-            there = secure[section]
+            there = saved["secure_rng"][section]
             if there != here:
                 raise ValueError(
                     f"{section}: the checkpoint's noise was drawn with secure_rng={there}, and here it is {here}: what "
@@ -227,10 +223,10 @@ class Protection:
                 )
 
     def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Resume from what :meth:`state_dict` gave, ``None`` for a run that was not private.
 
         Args:
-            saved: What it gave; ``None`` for a run that was not private.
+            saved: What it gave.
             rounds_done: Rounds that it counts.
             tuned: Whether it counts a fine-tuning after them.
 
@@ -238,10 +234,9 @@ class Protection:
             ValueError: If what was trained so far was private in another way, or would pass its target.
         """
         self.check_alike(saved)
-        if saved is None:
+        if saved is None or not self.private:
             return
-        self.counted = list(saved.get("counted", []))
-        self.run, self.journaled = str(saved.get("run", self.run)), saved.get("journaled")
+        self.counted, self.run, self.journaled = list(saved["counted"]), str(saved["run"]), saved["journaled"]
         if not re.fullmatch("[0-9a-f]{32}", self.run):  # it is written into files
             raise ValueError(f"the checkpoint's id of the private run is {self.run!r}, which perada did not write")
         if self.images is not None:

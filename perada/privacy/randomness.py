@@ -18,13 +18,7 @@ _BLOCK = 2**18  # normal draws made at a time: up to 8 MiB of random bytes
 
 
 def secure_uniform(shape: tuple[int, ...]) -> Tensor:
-    """Draw numbers from [0, 1), each of 53 random bits.
-
-    Args:
-        shape: Shape of the result.
-
-    Returns:
-        Multiples of 2**-53, float64, on the CPU.
+    """Draw numbers of 53 random bits from [0, 1): multiples of 2**-53 in float64, on the CPU.
 
     Raises:
         ValueError: If a side of the shape is negative.
@@ -63,10 +57,8 @@ def _normal(count: int, draws: int) -> Tensor:
 def secure_permutation(n: int) -> Tensor:
     """Draw an order of ``range(n)``, each as likely as any other: that of n random keys of 64 bits.
 
-    Where two keys are equal all are drawn again, since a sort would prefer one order of the two.
-
-    Returns:
-        Indices (n,), int64, on the CPU.
+    Where two keys are equal all are drawn again, since a sort would prefer one order of the two. The indices (n,) are
+    int64, on the CPU.
 
     Raises:
         ValueError: If n is negative.

@@ -16,7 +16,6 @@ from perada.server import Mean, Updates, client_weights
 
 REHEARSED = 3
 """Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""
-
 UNPLANNED = 10**6
 """Rounds of a run of which nobody said how many it has."""
 
@@ -26,16 +25,6 @@ Queries = tuple[dict[str, int], ...]
 
 def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], num_clients: int) -> Queries:
     """Go through one local step of every phase without images, and count the gradients it asks for.
-
-    Args:
-        algorithm: The algorithm.
-        slot: Names of the trained tensors.
-        initial: The first global state.
-        phases: The phases of local training.
-        num_clients: Clients M of the federation.
-
-    Returns:
-        ``{stream: gradients asked for}`` of each phase.
 
     Raises:
         ValueError: If a step asks for what private training cannot give.
@@ -62,16 +51,8 @@ def check_unsent(
 ) -> None:
     """Rehearse the first rounds and the last one, once more with other gradients from one stream; compare what is sent.
 
-    The made-up gradients depend on the states at which they are asked for, as real ones do.
-
-    Args:
-        algorithm: The algorithm.
-        slot: Names of the trained tensors.
-        initial: The first global state.
-        phases: The phases of local training.
-        queries: What :func:`rehearse` found.
-        num_clients: Clients M of the federation.
-        rounds: Rounds that are planned, if that is known.
+    The made-up gradients depend on the states at which they are asked for, as real ones do. ``queries`` is what
+    :func:`rehearse` found.
 
     Raises:
         ValueError: If what is sent depends on a stream that ``algorithm.unsent`` names.
@@ -86,8 +67,7 @@ def check_unsent(
                 if not torch.equal(one[key], two[key]):
                     raise ValueError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
-                        f"in round {round} depends on it, so that the server's ledger would count too little; leave "
-                        f"{stream!r} out of unsent"
+                        f"in round {round} depends on it: the server's ledger would count too little; leave it out"
                     )
 
 
@@ -115,19 +95,9 @@ def _sent(
         kept, update = algorithm.close(step.finished(), kept, received, slot)
         sent.append({key: value.detach().clone() for key, value in update.items()})
         if update:
-            server = ServerStep(
-                round,
-                clients,
-                num_clients,
-                slot,
-                0,
-                global_state,
-                Updates(update),
-                client_weights("uniform", clients),
-                server_state,
-                Mean(),
-                lambda student, teachers, average_from=None: student,
-            )
+            weights = client_weights("uniform", clients)
+            turn = round, clients, num_clients, slot, 0, global_state, Updates(update), weights, server_state, Mean()
+            server = ServerStep(*turn, lambda student, teachers, average_from=None: student)
             global_state = global_state | algorithm.server_step(server)
             server_state = server.state
     return sent
@@ -136,16 +106,7 @@ def _sent(
 class _Rehearsal:
     """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
 
-    Args:
-        algorithm: Whose steps they are.
-        opened: What it trains, (C, ...) by role.
-        kept: What the clients kept.
-        received: What the server sent.
-        round: Counted from 0.
-        changed: A stream whose gradients are others than usual.
-
-    Attributes:
-        queries: Gradients that were asked for, by stream.
+    It counts by stream the ``queries``, gradients that were asked for; those of ``changed`` are others than usual.
     """
 
     def __init__(

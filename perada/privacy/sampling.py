@@ -25,12 +25,11 @@ def poisson_batches(
         images: Number of the client's images, n.
         sample_rate: Probability q of an image to be in a batch, in (0, 1].
         steps: Number of batches.
-        seed: The run's seed. Whoever knows it knows the batches: it is part of what a client keeps to itself.
-        role: What is trained, for example ``"local"`` or ``"personal"``. Two runs on the same images need independent
-            batches: the composition of their costs assumes it.
+        seed: The run's seed. Whoever knows it knows the batches: a client must keep it to itself.
+        role: What is trained, for example ``"local"``: the composition of costs assumes independent batches of each.
         round: The round.
         client: The client.
-        secure: Draw from the operating system's cryptographic generator instead; no draw can then be repeated.
+        secure: Draw from a cryptographic generator instead; no draw can then be repeated.
 
     Returns:
         ``steps`` tensors of ascending indices below ``images``, int64, each of shape (batch,), where batch may be 0.
@@ -60,17 +59,8 @@ def shuffled_batches(
 
     The last batch of a pass may be smaller, and none spans two passes: an image is used at most once in each pass. That
     earns no amplification. A pass is counted as one step at rate 1, for a neighbour in which an image is made void; an
-    image that is taken out would move others from batch to batch. There are :func:`passes` of them.
-
-    Args:
-        images: Number of the client's images, n.
-        batch_size: Images in a batch, B; all n where it is larger.
-        steps: Number of batches.
-        seed: The run's seed.
-        role: What is trained: each role has orders of its own.
-        round: The round. It begins with a new pass.
-        client: The client.
-        secure: Draw from the operating system's cryptographic generator instead; no draw can then be repeated.
+    image that is taken out would move others from batch to batch. There are :func:`passes` of them, and each round
+    begins with a new one. The arguments are those of :func:`poisson_batches`, with batches of B images, or of all n.
 
     Returns:
         ``steps`` tensors of indices below ``images``, int64, each of shape (batch,), batch from 1 to B.
@@ -89,12 +79,7 @@ def shuffled_batches(
 
 
 def passes(images: int, batch_size: int, steps: int) -> int:
-    """Passes over a client's images that ``steps`` batches begin: ⌈steps / ⌈n / B⌉⌉, the steps counted at rate 1.
-
-    Args:
-        images: Number of the client's images, n.
-        batch_size: Images in a batch, B.
-        steps: Number of batches.
+    """Passes over a client's n images that ``steps`` batches of B begin: ⌈steps / ⌈n / B⌉⌉, counted at rate 1.
 
     Raises:
         ValueError: If a number is out of its range.

@@ -17,14 +17,7 @@ from perada.privacy.sampling import expected_batch_size
 
 
 class PrivateTraining:
-    """Gives local steps losses whose value is 0 and whose gradient is private.
-
-    Args:
-        account: Noise and ledgers.
-        engine: Runs the model.
-        multilabel: Kind of labels.
-        seed: The run's seed.
-    """
+    """Gives local steps losses whose value is 0 and whose gradient is private."""
 
     def __init__(self, account: Account, engine: Engine, multilabel: bool, seed: int) -> None:
         self.account, self.seed = account, seed
@@ -32,30 +25,16 @@ class PrivateTraining:
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
         """How batches are drawn."""
-        training = self.account.tuning if tuning else self.account.rounds
-        assert training is not None
-        return PrivateSampling(training.streams, self.account.options.sampling, self.account.options.secure_rng)
-
-    def open(self, plan: RoundPlan, device: torch.device, tuning: bool = False) -> "PrivateRound":
-        """Begin the local training of a round, or of the clients' fine-tuning."""
-        return PrivateRound(self, plan, device, tuning)
+        options, queries = self.account.options, self.account.training(tuning).queries
+        return PrivateSampling(tuple(map(tuple, queries)), options.sampling, options.secure_rng)
 
 
 class PrivateRound:
-    """The noise of one round: a stream for each client and each stream of batches.
+    """The noise of one round, or of the fine-tuning after the last: a stream for each client and stream of batches."""
 
-    Args:
-        training: Whose round it is.
-        plan: Its clients.
-        device: Where noise is drawn.
-        tuning: Whether it is the fine-tuning after the last round.
-    """
-
-    def __init__(self, training: PrivateTraining, plan: RoundPlan, device: torch.device, tuning: bool) -> None:
+    def __init__(self, training: PrivateTraining, plan: RoundPlan, tuning: bool) -> None:
         self.training, self.plan, self.tuning = training, plan, tuning
-        kind = training.account.tuning if tuning else training.account.rounds
-        assert kind is not None
-        self._queries = kind.queries
+        self._queries = training.account.training(tuning).queries
         self._asked: Counter[tuple[int, str, int]] = Counter()
         self._noise: dict[str, list[torch.Generator]] = {}
         if not training.account.options.secure_rng:
@@ -71,21 +50,11 @@ class PrivateRound:
         return self.training.account.options.secure_rng
 
     def loss(
-        self,
-        stream: str,
-        states: State,
-        batches: dict[str, CohortBatch],
-        rows: slice,
-        dropout: Streams,
+        self, stream: str, states: State, batches: dict[str, CohortBatch], rows: slice, dropout: Streams
     ) -> Tensor:
-        """Losses (C,) that are 0, and whose gradient by ``states`` is the noisy one.
+        """Losses (C,) that are 0, and whose gradient by ``states`` (C, ...) is the noisy one on a stream's batch.
 
-        Args:
-            stream: Whose batch is meant.
-            states: Stack (C, ...).
-            batches: The step's batch of every stream.
-            rows: Which of the round's clients.
-            dropout: Their random streams.
+        The clients are those of the round in ``rows``; ``dropout`` are their random streams.
 
         Raises:
             RuntimeError: If more gradients are asked for than the ledgers count.
@@ -101,19 +70,11 @@ class PrivateRound:
         clients, counts = self.plan.clients[rows], batch.counts[rows]
         width = max(1, *counts)
         noise = self._noise[stream][rows] if self._noise else None
-        gradient = self.training.gradients(
-            Query(
-                states,
-                batch.x[rows, :width],
-                batch.y[rows, :width],
-                counts,
-                dropout,
-                noise,
-                [account.noise_multipliers[client] for client in clients],
-                [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients],
-            )
-        )
+        sigmas = [account.noise_multipliers[client] for client in clients]
+        expected = [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients]
+        x, y = batch.x[rows, :width], batch.y[rows, :width]
         total = torch.zeros(len(counts), device=batch.x.device)
-        for key, value in gradient.items():
+        query = Query(states, x, y, counts, dropout, noise, sigmas, expected)
+        for key, value in self.training.gradients(query).items():
             total = total + (states[key] * value).flatten(1).sum(1)
         return total - total.detach()

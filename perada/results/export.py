@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters as PEFT folders, written and read."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -26,13 +24,8 @@ _CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada 
 def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str = "") -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
-    Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter.
-
-    Args:
-        adapted: Whose names the state has; its own adapter is left as it was.
-        state: The adapter.
-        folder: Where to write; made if need be.
-        section: Markdown to add to the model card that PEFT writes, in the place of what was added to it before.
+    Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The model's own
+    adapter is left as it was. ``section`` is Markdown for the model card, as in :func:`write_section`.
     """
     before = get_state(adapted.model)
     try:
@@ -46,12 +39,7 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str
 
 
 def write_section(path: Path, section: str) -> None:
-    """Put ``section`` at the end of a text file, in the place of the one that an earlier call put there.
-
-    Args:
-        path: The file; made if need be.
-        section: Markdown; nothing takes the earlier one away.
-    """
+    """Put a section of Markdown, or none, at the end of a file, in the place of what an earlier call put there."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     ours = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
     rest = "\n\n".join(filter(None, ours.split(text)))
@@ -64,39 +52,29 @@ def write_section(path: Path, section: str) -> None:
 @contextmanager
 def contiguous(model: nn.Module) -> Iterator[None]:
     """Lay out the tensors of ``model`` plainly meanwhile: files hold no channels-last memory format."""
-    last = [
-        parameter
-        for parameter in model.parameters()
-        if not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
-    ]
+    channels_last = torch.channels_last
+    last = [p for p in model.parameters() if not p.is_contiguous() and p.is_contiguous(memory_format=channels_last)]
     try:
         for parameter in last:
             parameter.data = parameter.data.contiguous()
         yield
     finally:
         for parameter in last:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+            parameter.data = parameter.data.contiguous(memory_format=channels_last)
 
 
 def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None) -> State:
     """Read a PEFT folder into a state; the model's own adapter is left as it was.
 
-    Args:
-        adapted: The model whose adapter it is.
-        folder: What :func:`save_adapter` wrote.
-        config: What the folder's configuration must equal.
-
     Raises:
         FileNotFoundError: If there is no adapter in ``folder``.
-        ValueError: If it is broken, or belongs to another backbone or adapter.
+        ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
     """
     foreign = f"the adapter in {str(folder)!r} belongs to another backbone or adapter"
     remedy = "load it with the configuration it was made with"
     own = read_config(folder)
-    if config is not None:
-        difference = _first_difference(own, config)
-        if difference is not None:
-            raise ValueError(f"{foreign}: its {difference}; {remedy}")
+    if config is not None and (difference := _first_difference(own, config)):
+        raise ValueError(f"{foreign}: its {difference}; {remedy}")
     before = get_state(adapted.model)
     try:
         weights = load_peft_weights(str(folder), device="cpu")
@@ -183,12 +161,7 @@ def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_ba
 
 
 def _load_tensors(adapted: AdaptedModel, path: Path, expected: set[str]) -> None:
-    """Read ``expected`` tensors of the model from a file.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        ValueError: If it is broken, or of another backbone.
-    """
+    """Read ``expected`` tensors of the model from a file."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
     what = f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}"
@@ -202,8 +175,3 @@ def _load_tensors(adapted: AdaptedModel, path: Path, expected: set[str]) -> None
         raise ValueError(f"{what}: {' '.join(str(error).split())}; load it with the one it was made with") from error
     if lost:
         raise ValueError(f"{what}: it lacks {lost[0]!r}; load it with the one it was made with")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write readable JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n")

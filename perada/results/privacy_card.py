@@ -48,25 +48,16 @@ def is_test_mode(record: Record | None) -> bool:
 
 
 def privacy_card(record: Record | None, client: int | None) -> str:
-    """The section "Privacy" of an adapter's model card, as Markdown.
+    """The section "Privacy" of the model card of a client's adapter, or of the global one, as Markdown.
 
-    Args:
-        record: See above; ``None`` or empty where training was not private.
-        client: Whose personal adapter it is; ``None`` for the global one.
-
-    Returns:
-        The section without a line break at its end, or nothing where training was not private.
+    There is no line break at its end, and nothing at all where training was not private.
     """
     if not record:
         return ""
-    parts = []
-    if "sample" in record:
-        parts += _sample(record["sample"], client)
-    if "client" in record:
-        parts += _whole_clients(record["client"], client)
-    levels = [record[part] for part in ("sample", "client") if part in record]
     warning = [f"> **{TEST_MODE}**"] if is_test_mode(record) else []
-    return "\n\n".join(["## Privacy", *warning, *parts, _limits(levels)])
+    sample = _sample(record["sample"], client) if "sample" in record else []
+    whole = _whole_clients(record["client"], client) if "client" in record else []
+    return "\n\n".join(["## Privacy", *warning, *sample, *whole, _limits(record)])
 
 
 def privacy_lines(record: Record | None) -> str:
@@ -131,7 +122,7 @@ def _dp_sgd(sample: Record, client: int | None) -> str:
     """The mechanism."""
     options = sample["options"]
     chosen = slice(None) if client is None else slice(client, client + 1)
-    noise, rates = sample["noise_multipliers"][chosen], sample["sample_rates"][chosen]
+    noise, rates = _floats(sample["noise_multipliers"][chosen]), _floats(sample["sample_rates"][chosen])
     drawn = {
         "poisson": f"draws each image with probability {_range(rates)} (Poisson sampling)",
         "shuffle": "takes images in random order (no amplification is claimed; a pass counts as one step with all)",
@@ -142,11 +133,9 @@ def _dp_sgd(sample: Record, client: int | None) -> str:
         "per_layer": f"clips each image's gradient to the norm {bound} / √L for each of L parameters",
         "automatic": f"scales each image's gradient to about the norm {bound}",
     }[options["clipping"]]
-    nothing = " **There was no noise, so that nothing is guaranteed.**" if min(map(float, noise)) == 0 else ""
     return (
         f"Mechanism: DP-SGD. A step {drawn}, {clipped} and adds Gaussian noise to their sum, whose standard deviation "
-        f"is {bound} times the noise multiplier {_range(noise)}. ε is of Opacus's accountant "
-        f"`{options['accountant']}`.{nothing}"
+        f"is {bound} times the noise multiplier {_range(noise)}. {_accounted(options, min(noise))}"
     )
 
 
@@ -170,19 +159,23 @@ def _whole_clients(level: Record, client: int | None) -> list[str]:
         "fixed": f"to the norm {options['max_norm']:g}",
         "adaptive": f"to a norm that follows the quantile {options['quantile']:g} of the clients'",
     }[options["clipping"]]
-    nothing = " **There was no noise, so that nothing is guaranteed.**" if noise == 0 else ""
     mechanism = (
         f"Mechanism: the change that a client sends is clipped {bound}, and the sum over the clients of a round gets "
-        f"Gaussian noise; noise multiplier {noise:g}, without amplification. ε is of Opacus's accountant "
-        f"`{options['accountant']}`.{nothing}"
+        f"Gaussian noise; noise multiplier {noise:g}, without amplification. {_accounted(options, noise)}"
     )
     return [intro, figures, whose, mechanism]
 
 
-def _limits(levels: Sequence[Record]) -> str:
+def _accounted(options: Mapping[str, Any], noise: float) -> str:
+    """By what, and a warning where there was nothing to account for."""
+    nothing = "" if noise else " **There was no noise, so that nothing is guaranteed.**"
+    return f"ε is of Opacus's accountant `{options['accountant']}`.{nothing}"
+
+
+def _limits(record: Record) -> str:
     """What is not covered."""
     points = ["The numbers of clients and of each client's images are taken as known."]
-    if any(level["options"]["accountant"] == "gdp" for level in levels):
+    if any(level["options"]["accountant"] == "gdp" for level in record.values()):
         points.append("The accountant `gdp` is an approximation, which can report too little.")
     points += [
         "ε is of this one run. Settings chosen by several runs on the same images cost more.",
@@ -191,11 +184,11 @@ def _limits(levels: Sequence[Record]) -> str:
     return "\n".join(["Not covered:", "", *(f"- {point}" for point in points)])
 
 
-def _range(values: Sequence[float | str]) -> str:
+def _range(values: Sequence[float]) -> str:
     """The numbers' range.
 
     >>> _range([0.5, 0.25]), _range([0.5, 0.5])
     ('0.25 to 0.5', '0.5')
     """
-    low, high = (f"{bound:.4g}" for bound in (min(_floats(values)), max(_floats(values))))
+    low, high = (f"{bound:.4g}" for bound in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

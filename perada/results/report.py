@@ -133,11 +133,7 @@ def run_report(folder: Path) -> str:
     shown = [name for name in (*SCORES, *MODES, *ROUND_EPSILONS) if any(name in values for values in rounds.values())]
     losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
     body = [
-        [
-            str(round),
-            *(f"{float(values[name]):.4f}" if name in values else "" for name in losses),
-            *(_cell(name, float(values[name])) if name in values else "" for name in shown),
-        ]
+        [str(round), *(_cell(name, float(values[name])) if name in values else "" for name in [*losses, *shown])]
         for round, values in sorted(rounds.items())
     ]
     header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
@@ -152,6 +148,8 @@ def mode_line(scores: Mapping[str, float]) -> str:
 def _cell(name: str, value: float) -> str:
     if name.startswith(PRIVACY):
         return epsilon_text(value)
+    if name.startswith("train/"):
+        return f"{value:.4f}"
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 
 

@@ -25,7 +25,6 @@ from perada.results.export import (
     read_config,
     save_adapter,
     save_backbone,
-    write_json,
 )
 from perada.results.privacy_card import check_record, is_test_mode, privacy_card
 from perada.results.report import TEST_MODE
@@ -35,13 +34,7 @@ FORMAT = 1
 
 
 class Ensemble(nn.Module):
-    """Several networks whose outputs are averaged.
-
-    Args:
-        members: Networks that map images to logits.
-        average: ``logits`` or ``probabilities``; the outcome are logits either way.
-        multilabel: Whether each class has a Bernoulli probability of its own.
-    """
+    """Several networks whose ``logits`` or ``probabilities`` are averaged; the outcome are logits either way."""
 
     def __init__(
         self, members: Sequence[nn.Module], average: Literal["logits", "probabilities"], multilabel: bool
@@ -79,36 +72,25 @@ class Run:
         self.num_clients, self.metrics, self.info = num_clients, metrics, info
 
     def state(self, role: str, client: int | None = None) -> State:
-        """A copy of one state; :meth:`states` gives all of an ensemble.
+        """A copy ``{name in the single model: tensor}`` of one state; :meth:`states` gives all of an ensemble.
 
         Args:
             role: ``"global"`` or ``"personal"``; where clients have no state of their own, their personal state is the
                 global one.
             client: Index of the client, for ``"personal"``.
 
-        Returns:
-            ``{name in the single model: tensor}``.
-
         Raises:
-            ValueError: If the role is unknown, or the client is missing or does not exist.
+            ValueError: If the role is unknown, the client is missing or does not exist, or there are several states.
         """
-        if role == "global":
-            return _contiguous(self._single())
-        if role != "personal":
+        if role not in ("global", "personal"):
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
-        check_whole("client", client, 0, most=self.num_clients - 1)
-        assert client is not None
-        return _contiguous(self._single() if self._personal is None else self._personal(client))
-
-    def _single(self) -> State:
-        """The one global state.
-
-        Raises:
-            ValueError: If there are several.
-        """
+        if role == "personal":
+            check_whole("client", client, 0, most=self.num_clients - 1)
+            if self._personal is not None and client is not None:
+                return _contiguous(self._personal(client))
         if len(self._global) > 1:
             raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
-        return self._global[0]
+        return _contiguous(self._global[0])
 
     def states(self, role: str) -> list[State]:
         """Copies of all states of a role, those of an ensemble or of every client.
@@ -153,14 +135,9 @@ class Run:
     def save(self, folder: str | Path) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
-        An ensemble is written as ``global_0`` …; clients that predict with it have no folder.
-
-        The frozen backbone is written only where its weights cannot be had elsewhere (random, or a network of
-        your own). Adapters of a private run have a section on it in their ``README.md``. Of several processes only
-        rank 0 writes.
-
-        Returns:
-            The folder.
+        An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
+        written only where its weights cannot be had elsewhere (random, or a network of your own). Adapters of a private
+        run have a section on it in their ``README.md``. Of several processes only rank 0 writes.
         """
         folder = Path(folder)
         if this_rank():
@@ -182,10 +159,10 @@ class Run:
             "num_clients": self.num_clients,
             "global_models": len(self._global),
             "shared": not personal,
-            "info": self.info | ({"privacy": _replace(privacy, _to_json)} if privacy else {}),
+            "info": _replace(self.info, _to_json),
             "metrics": _replace(self.metrics, _to_json),
         }
-        write_json(folder / RUN_FILE, content)
+        (folder / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
         return folder
 
     @classmethod
@@ -236,12 +213,8 @@ class Run:
                 "the whole folder"
             )
         pretrained = False if _own_weights(info) else info["pretrained"]
-        built = build_backbone(
-            backbone if backbone is not None else info["backbone"],
-            info["num_classes"],
-            pretrained=pretrained,
-            image_size=info["image_size"],
-        )
+        network = info["backbone"] if backbone is None else backbone
+        built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["image_size"])
         if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
             raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
         names = _global_folders(models)
