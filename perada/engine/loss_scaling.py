@@ -51,13 +51,7 @@ class LossScaling:
 
 
 class LossScales:
-    """The loss scales of C clients while they train.
-
-    Args:
-        options: How they change.
-        clients: C.
-        start: What all start from; the options' initial scale by default.
-        device: Where the clients train.
+    """The loss scales of C clients while they train; all begin at ``start``, by default the options' initial scale.
 
     Attributes:
         scale: (C,).
@@ -94,11 +88,7 @@ class LossScales:
         return logits
 
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
-        """Change the scales by what came of a backward pass.
-
-        Args:
-            gradients: (C, ...), in single precision at least.
-            rows: Which clients.
+        """Change the scales of some clients by their gradients (C, ...), in single precision at least.
 
         Returns:
             Which clients' gradients are all finite (C,): who is to take the step.
@@ -118,13 +108,10 @@ class LossScales:
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
-        """What the clients of the next round start from: what the one with the smallest scale ended with.
+        """What the clients of the next round start from: what the one with the smallest scale ended with, on any rank.
 
-        Those are asked that took a step, or all where none did: a client that overflows at any scale has no say.
-
-        Args:
-            sound: (C,) whose training stayed finite.
-            ranks: Whose clients are asked.
+        Only clients that are ``sound`` (C,), whose training stayed finite, are asked. Those are preferred that took a
+        step: a client that overflows at any scale has no say.
         """
         columns = (value[sound].tolist() for value in (self.stepped, self.scale, self.good_steps))
         ends = [end for part in ranks.gather(list(zip(*columns, strict=True))) for end in part]
@@ -135,8 +122,7 @@ class LossScales:
 class KeptScales:
     """What the clients and the student of the next round start from: scales that began afresh would cost skipped steps.
 
-    Args:
-        options: How scales change; ``None`` where losses are not scaled.
+    Without ``options`` losses are not scaled.
     """
 
     def __init__(self, options: LossScaling | None) -> None:

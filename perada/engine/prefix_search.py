@@ -53,8 +53,6 @@ def _find(
     least_share: float,
 ) -> Prefix | None:
     shapes = _constant(model, x_R, random)
-    if not shapes:
-        return None
     prefix = Prefix(shapes, tuple(shapes), x_R.shape[1:])
     prefix.spoil = True
     module = build(prefix)
@@ -135,13 +133,9 @@ def _constant(model: nn.Module, x_R: Tensor, random: Callable[[nn.Module], bool]
 def _outputs(
     model: nn.Module, x_R: Tensor, random: Callable[[nn.Module], bool], training: bool
 ) -> dict[str, _Output | None]:
-    """What modules give in a pass that leaves no trace, by path; ``None`` where they are no one's features.
+    """What modules give in a pass that leaves no trace, by path; ``None`` where it cannot be a feature.
 
-    Args:
-        model: The single model.
-        x_R: Images.
-        random: Whether a module draws random numbers in training.
-        training: Whether to run it in training mode, with other values of all that is trained.
+    In training mode all that is trained has other values.
     """
     outputs: dict[str, _Output | None] = {}
     cuda = x_R.is_cuda
