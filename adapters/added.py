@@ -110,7 +110,7 @@ class AddingModel(BaseTuner):
                 f"the {self.method} adapter cannot follow {current_key!r}, a {type(target).__name__}: "
                 f"let target_modules name {self.follows} only"
             )
-        layer = self.tuner_layer_cls(target, adapter_name, peft_config)
+        layer = cast(type[AddedLayer], self.tuner_layer_cls)(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)

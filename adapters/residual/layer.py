@@ -2,6 +2,7 @@
 """The residual adapter around one convolution."""
 
 import math
+from typing import cast
 
 from torch import nn
 
@@ -18,12 +19,12 @@ class ResidualLayer(AddedLayer):
 
     def build(self, config: ResidualConfig) -> tuple[nn.Module, ...]:
         """Return normalisation (with as many groups as divide the channels, 32 at most), dropout and 1x1 weights."""
-        channels = self.base_layer.out_channels
+        channels = cast(nn.Conv2d, self.base_layer).out_channels
         projection = nn.Conv2d(channels, channels, kernel_size=1, bias=False)
         nn.init.normal_(projection.weight, std=config.init_std)
-        norms = {
-            "batch": lambda: nn.BatchNorm2d(channels),
-            "group": lambda: nn.GroupNorm(math.gcd(32, channels), channels),
-            "none": nn.Identity,
-        }
-        return norms[config.norm](), nn.Dropout(config.dropout), projection
+        norm: nn.Module = nn.Identity()
+        if config.norm == "batch":
+            norm = nn.BatchNorm2d(channels)
+        elif config.norm == "group":
+            norm = nn.GroupNorm(math.gcd(32, channels), channels)
+        return norm, nn.Dropout(config.dropout), projection

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from perada.core.checks import check_choice
 from perada.core.seeding import Streams
 from perada.core.states import State, train_mode
-from perada.engine.fold import draws, fold
+from perada.engine.fold import fold
 from perada.engine.prefix import Prefix
 from perada.engine.prefix_search import find_prefix
 
@@ -78,14 +78,10 @@ class Engine:
         """
         if self.prefix is not None:  # whatever was built since then knows it
             return self.prefix
-
-        def build(prefix: Prefix) -> nn.Module:
-            return fold(self.model, random_only=True, prefix=prefix).model
-
-        self.prefix = find_prefix(self.model, build, image, draws, least_share)
+        self.prefix = find_prefix(self.model, image, least_share)
         if self.prefix is not None:
             self._fold = fold(self.model, random_only=self.kind == "loop", prefix=self.prefix)
-            self._single = build(self.prefix)
+            self._single = fold(self.model, random_only=True, prefix=self.prefix).model
         return self.prefix
 
     def features(self, x: Tensor) -> Tensor:
@@ -129,7 +125,7 @@ class Engine:
                 whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones.
         """
         rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // x[0].numel()
-        chunks = {key: value.split(max(1, rows // len(x))) for key, value in states.items()}
+        chunks = {key: torch.split(value, max(1, rows // len(x))) for key, value in states.items()}
         sizes = map(len, next(iter(chunks.values())))
         with torch.no_grad():
             return torch.cat(

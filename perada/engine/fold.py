@@ -50,8 +50,8 @@ class Fold:
         model: Shares every frozen module with the single model.
         context: To be set before each forward pass.
         row_keys: State names of parameters that are repeated over each client's rows before the forward pass.
-        missing: ``{module path: class name}`` of modules with trained parameters for which there is no twin; where there
-            are any, the model cannot be run stacked.
+        missing: ``{module path: class name}`` of modules with trained parameters and no twin; where it is
+            not empty, the model cannot be run stacked.
     """
 
     model: nn.Module
