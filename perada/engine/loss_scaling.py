@@ -71,21 +71,14 @@ class LossScales:
     def enter(self, states: State, rows: slice) -> State:
         """Tensors to hand to the network in the place of ``states`` (C, ...): gradients leave it divided."""
         inverse = 1 / self.scale[rows]
-
-        def entered(value: Tensor) -> Tensor:
-            value = value.view_as(value)
-            if value.requires_grad:
-                value.register_hook(lambda gradient: gradient * _like(inverse, gradient))  # type: ignore[no-untyped-call]  # torch has no types there
-            return value
-
-        return {key: entered(value) if value.requires_grad else value for key, value in states.items()}
+        return {
+            key: _scaled(value.view_as(value), inverse) if value.requires_grad else value
+            for key, value in states.items()
+        }
 
     def leave(self, logits: Tensor, rows: slice) -> Tensor:
         """The network's logits (C, ...): gradients enter it multiplied."""
-        scale = self.scale[rows].clone()  # of now: the backward pass may come after a change
-        if logits.requires_grad:
-            logits.register_hook(lambda gradient: gradient * _like(scale, gradient))  # type: ignore[no-untyped-call]  # as above
-        return logits
+        return _scaled(logits, self.scale[rows].clone())  # of now: the backward pass may come after a change
 
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
         """Change the scales of some clients by their gradients (C, ...), in single precision at least.
@@ -147,6 +140,9 @@ class KeptScales:
         self._kept = {whose: LossScale(*kept) for whose, kept in saved.items()}
 
 
-def _like(rows: Tensor, value: Tensor) -> Tensor:
-    """(C,) in a shape that broadcasts over (C, ...)."""
-    return rows.view(-1, *[1] * (value.dim() - 1))
+def _scaled(value: Tensor, factors: Tensor) -> Tensor:
+    """``value`` (C, ...), whose gradient will be multiplied by ``factors`` (C,)."""
+    if value.requires_grad:
+        rows = factors.view(-1, *[1] * (value.dim() - 1))
+        value.register_hook(lambda gradient: gradient * rows)  # type: ignore[no-untyped-call]  # torch has no types there
+    return value
