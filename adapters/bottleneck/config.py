@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the bottleneck adapter."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from peft import PeftConfig
@@ -27,21 +27,17 @@ class BottleneckConfig(PeftConfig):
         modules_to_save: Modules trained whole and saved beside the adapters, such as the classification head.
     """
 
-    reduction: int = field(default=16, metadata={"help": "features per feature of the bottleneck"})
-    bottleneck_dim: int | None = field(default=None, metadata={"help": "features of the bottleneck"})
-    activation: Literal["relu", "gelu", "silu", "tanh"] = field(default="gelu", metadata={"help": "nonlinearity"})
-    dropout: float = field(default=0.0, metadata={"help": "dropout probability"})
-    placement: Literal["pfeiffer", "houlsby"] = field(default="pfeiffer", metadata={"help": "pfeiffer or houlsby"})
-    target_modules: list[str] | str | None = field(default=None, metadata={"help": "modules to adapt"})
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "modules to leave out"})
-    modules_to_save: list[str] | None = field(default=None, metadata={"help": "modules trained and saved whole"})
+    reduction: int = 16
+    bottleneck_dim: int | None = None
+    activation: Literal["relu", "gelu", "silu", "tanh"] = "gelu"
+    dropout: float = 0.0
+    placement: Literal["pfeiffer", "houlsby"] = "pfeiffer"
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: If a value is out of range.
-        """
+        """Check the values; raise a ValueError if one is out of range."""
         super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
         self.peft_type = "PERADA_BOTTLENECK"
         if self.reduction < 1:
@@ -51,6 +47,6 @@ class BottleneckConfig(PeftConfig):
         if self.activation not in ("relu", "gelu", "silu", "tanh"):
             raise ValueError(f"activation={self.activation!r} is unknown: choose 'relu', 'gelu', 'silu' or 'tanh'")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} is no probability: give a number from 0 up to, not with, 1")
+            raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
         if self.placement not in ("pfeiffer", "houlsby"):
             raise ValueError(f"placement={self.placement!r} is unknown: choose 'pfeiffer' or 'houlsby'")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the residual adapter."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from peft import PeftConfig
@@ -28,24 +28,20 @@ class ResidualConfig(PeftConfig):
         modules_to_save: Modules trained whole and saved beside the adapters, such as the classification head.
     """
 
-    dropout: float = field(default=0.3, metadata={"help": "dropout probability"})
-    norm: Literal["batch", "group", "none"] = field(default="batch", metadata={"help": "batch, group or none"})
-    init_std: float = field(default=0.01, metadata={"help": "standard deviation of the initial weights"})
-    train_norms: bool = field(default=True, metadata={"help": "train the network's own norms too"})
-    target_modules: list[str] | str | None = field(default=None, metadata={"help": "convolutions to adapt"})
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "convolutions to leave out"})
-    modules_to_save: list[str] | None = field(default=None, metadata={"help": "modules trained and saved whole"})
+    dropout: float = 0.3
+    norm: Literal["batch", "group", "none"] = "batch"
+    init_std: float = 0.01
+    train_norms: bool = True
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: If a value is out of range.
-        """
+        """Check the values; raise a ValueError if one is out of range."""
         super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
         self.peft_type = "PERADA_RESIDUAL"
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} is no probability: give a number from 0 up to, not with, 1")
+            raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
         if self.norm not in ("batch", "group", "none"):
             raise ValueError(f"norm={self.norm!r} is unknown: choose 'batch', 'group' or 'none'")
         if self.init_std < 0:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from ..added import AddingModel
 from .config import ResidualConfig
 from .layer import ResidualLayer
 
@@ -31,13 +31,12 @@ def block_convolutions(model: nn.Module) -> list[str]:
     block. EfficientNets of timm (whose 3x3 convolutions are depthwise): the pointwise and expanding ones. Any other
     network: none.
     """
-    names = []
-    for name, module in _own_modules(model):
-        if isinstance(module, nn.Conv2d) and (
-            (RESNET_BLOCK.fullmatch(name) and module.kernel_size == (3, 3)) or EFFICIENTNET_BLOCK.fullmatch(name)
-        ):
-            names.append(name)
-    return names
+    convolutions = [(name, module) for name, module in _own_modules(model) if isinstance(module, nn.Conv2d)]
+    return [
+        name
+        for name, conv in convolutions
+        if (RESNET_BLOCK.fullmatch(name) and conv.kernel_size == (3, 3)) or EFFICIENTNET_BLOCK.fullmatch(name)
+    ]
 
 
 def main_norms(model: nn.Module) -> list[str]:
@@ -51,49 +50,26 @@ def main_norms(model: nn.Module) -> list[str]:
     ]
 
 
-class ResidualModel(BaseTuner):
+class ResidualModel(AddingModel):
     """Put a residual adapter after each targeted convolution."""
 
     prefix = "perada_residual_"
     tuner_layer_cls = ResidualLayer
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
+    method = "residual"
+    families = "ResNets (timm, torchvision) and EfficientNets (timm)"
+    follows = "nn.Conv2d modules"
+
+    def targets(self, config: ResidualConfig) -> list[str]:
+        """Return the convolutions of the blocks."""
+        return block_convolutions(self.model)
+
+    def fits(self, target: nn.Module) -> bool:
+        """Whether it is a convolution."""
+        return isinstance(target, nn.Conv2d)
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
         """Fill in the convolutions and the network's own norms."""
-        config = cast(ResidualConfig, peft_config)
-        if config.target_modules is None:
-            config.target_modules = block_convolutions(self.model)
-            if not config.target_modules:
-                raise ValueError(
-                    f"the residual adapter fits ResNets (timm, torchvision) and EfficientNets (timm), not "
-                    f"{type(self.model).__name__}: choose another adapter, or name its convolutions in target_modules"
-                )
+        config = cast(ResidualConfig, super()._prepare_adapter_config(peft_config, model_config))
         if config.train_norms:
-            saved = config.modules_to_save or []
-            config.modules_to_save = saved + [name for name in main_norms(self.model) if name not in saved]
+            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or []), *main_norms(self.model)]))
         return config
-
-    def _create_and_replace(
-        self,
-        peft_config: PeftConfig,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
-    ) -> None:
-        """Wrap one convolution, or add a second adapter to a wrapped one."""
-        config = cast(ResidualConfig, peft_config)
-        if isinstance(target, ResidualLayer):
-            target.update_layer(adapter_name, config)
-            return
-        if not isinstance(target, nn.Conv2d):
-            raise ValueError(
-                f"the residual adapter cannot follow {current_key!r}, a {type(target).__name__}: "
-                "let target_modules name nn.Conv2d modules only"
-            )
-        layer = ResidualLayer(target, adapter_name, config)
-        if adapter_name not in self.active_adapters:
-            layer.requires_grad_(False)
-        self._replace_module(parent, target_name, layer, target)

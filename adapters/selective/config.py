@@ -18,15 +18,11 @@ class SelectiveConfig(PeftConfig):
         modules: Full names of modules whose parameters are all selected, such as the classification head.
     """
 
-    select: list[str] = field(default_factory=list, metadata={"help": "any of all, bias, norm"})
-    modules: list[str] = field(default_factory=list, metadata={"help": "full names of modules trained whole"})
+    select: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: If ``select`` holds an unknown word, or nothing is selected.
-        """
+        """Check the values; raise a ValueError for an unknown word, or if nothing is selected."""
         super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
         self.peft_type = "PERADA_SELECTIVE"
         unknown = sorted(set(self.select) - {"all", "bias", "norm"})

@@ -17,15 +17,15 @@ def _owned(model: nn.Module, config: SelectiveConfig) -> Iterator[tuple[str, nn.
     """Yield (path, module, names of its own selected parameters) for each module that owns one."""
     for path, module in model.named_modules():
         parts = path.split(".")
-        whole = (
-            "all" in config.select
-            or ("norm" in config.select and "Norm" in type(module).__name__)
-            or any(".".join(parts[:depth]) in config.modules for depth in range(1, len(parts) + 1))
-        )
+        named = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)} & set(config.modules)
+        norm = "norm" in config.select and "Norm" in type(module).__name__
         own = [
             name
             for name, parameter in module.named_parameters(recurse=False)
-            if whole or ("bias" in config.select and parameter.ndim == 1 and (f"_{name}").endswith("_bias"))
+            if named
+            or norm
+            or "all" in config.select
+            or ("bias" in config.select and parameter.ndim == 1 and f"_{name}".endswith("_bias"))
         ]
         if own:
             yield path, module, own
@@ -51,14 +51,7 @@ class SelectiveModel(BaseTuner):
     tuner_layer_cls = BaseTunerLayer
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
 
-    def inject_adapter(
-        self,
-        model: nn.Module,
-        adapter_name: str,
-        autocast_adapter_dtype: bool = True,
-        low_cpu_mem_usage: bool = False,
-        state_dict: dict[str, Tensor] | None = None,
-    ) -> None:
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *_: object, **__: object) -> None:
         """Freeze ``model`` but for the selected parameters.
 
         Raises:
@@ -86,19 +79,11 @@ class SelectiveModel(BaseTuner):
                 module.get_parameter(parameter).requires_grad_(requires_grad)
 
     def disable_adapter_layers(self) -> None:
-        """Refuse: the network's former values are not kept.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError: the network's former values are not kept."""
         self._refuse("be disabled")
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Refuse: the network's former values are not kept.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise a ValueError: the network's former values are not kept."""
         self._refuse("be deleted")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -106,16 +91,7 @@ class SelectiveModel(BaseTuner):
             f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {what}: build the backbone anew"
         )
 
-    def _create_and_replace(
-        self,
-        peft_config: PeftConfig,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
-    ) -> None:
+    def _create_and_replace(self, *_: object, **__: object) -> None:
         """Do nothing: no module is replaced."""
 
     @classmethod
@@ -125,7 +101,8 @@ class SelectiveModel(BaseTuner):
         config: PeftConfig,
         adapter_name: str,
         state_dict: dict[str, Tensor],
-        unwanted_adapter_names: list[str],
+        *_: object,
+        **__: object,
     ) -> dict[str, Tensor]:
         """Pick the selected tensors out of the whole state."""
         return {key: state_dict[key] for key in _full_keys(model, cast(SelectiveConfig, config))}
@@ -139,11 +116,7 @@ class SelectiveModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return ``state_dict`` under the model's names.
-
-        Raises:
-            ValueError: If it lacks a selected tensor.
-        """
+        """Return ``state_dict`` under the model's names; raise a ValueError if it lacks a selected tensor."""
         keys = _full_keys(model, cast(SelectiveConfig, config))
         found = {key.removeprefix(PEFT_PREFIX): value for key, value in state_dict.items()}
         missing = [key for key in keys if key.removeprefix(PEFT_PREFIX) not in found]

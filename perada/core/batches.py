@@ -8,11 +8,10 @@ from torch import Tensor
 
 
 class CohortBatch(NamedTuple):
-    """One local step of every active client.
+    """One local step of every active client, of whom :func:`~perada.core.rounds.share_out` may leave none.
 
     ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
-    the others are zero padding at the end. ``step`` is the index within the round. There may be no
-    clients at all, see :func:`share_out`.
+    the others are zero padding at the end. ``step`` is the index within the round.
     """
 
     clients: tuple[int, ...]

@@ -20,20 +20,12 @@ def check_number(
     optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Refuse what is not a finite number in a range.
+    """Refuse what is not a finite number in a range, or ``None`` where it is ``optional``.
 
-    Args:
-        name: The option.
-        value: What was given; NumPy's numbers count, ``True`` and ``False`` do not.
-        least: Smallest number allowed.
-        above: The number must be greater than it.
-        most: Largest number allowed.
-        below: The number must be less than it.
-        optional: Whether ``None`` is allowed.
-        hint: What the message ends with, such as what a value means.
+    NumPy's numbers count, ``True`` and ``False`` do not. Of the bounds, ``least`` and ``most`` are allowed themselves.
 
     Raises:
-        ValueError: With the value and the remedy.
+        ValueError: With the value and the remedy; it ends with ``hint``, such as what a value means.
 
     >>> check_number("lr", 0.1, above=0)
     >>> check_number("lr", -1, above=0)
@@ -57,19 +49,12 @@ def check_whole(
     optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Refuse what is not a whole number of at least ``least``.
+    """Refuse what is not a whole number from ``least`` to ``most``, one of the words ``also``, or ``None`` if optional.
 
-    Args:
-        name: The option.
-        value: What was given; NumPy's integers count, ``True`` and ``False`` do not.
-        least: Smallest number allowed.
-        most: Largest number allowed.
-        also: Words that are allowed too, such as ``"full"``.
-        optional: Whether ``None`` is allowed.
-        hint: What the message ends with.
+    NumPy's integers count, ``True`` and ``False`` do not.
 
     Raises:
-        ValueError: With the value and the remedy.
+        ValueError: With the value and the remedy; it ends with ``hint``.
 
     >>> check_whole("batch_size", "full", also=["full"])
     >>> check_whole("batch_size", 0, also=["full"])
@@ -98,16 +83,12 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
 
 
 def _range(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
-    if least is not None and most is not None:
-        return f" from {least} to {most}"
-    if least is not None and below is not None:
-        return f" from {least} to below {below}"
+    upper = f"below {below}" if most is None else f"{most}"
+    if most is None and below is None:
+        return f" of {least} or more" if least is not None else f" above {above}" if above is not None else ""
     if least is not None:
-        return f" of {least} or more"
-    if above is not None:
-        upper = f" and up to {most}" if most is not None else f" and below {below}" if below is not None else ""
-        return f" above {above}{upper}"
-    return ""
+        return f" from {least} to {upper}"
+    return "" if above is None else f" above {above} and {upper if most is None else f'up to {most}'}"
 
 
 def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """What images must look like for a backbone.
-
-    Attributes:
-        input_size: Channels, height and width.
-        mean: Mean that each channel, scaled to [0, 1], is normalised with.
-        std: Standard deviation, likewise.
-    """
+    """Images of a backbone: (channels, height, width), each channel in [0, 1] normalised by ``mean`` and ``std``."""
 
     input_size: tuple[int, int, int]
     mean: tuple[float, ...]

@@ -40,7 +40,7 @@ class Ranks:
         return [value]
 
     def collect(self, value: T) -> list[T]:
-        """As :meth:`gather`, on rank 0 only; an empty list on the others."""
+        """Every rank's value on rank 0; an empty list on the others."""
         return [value]
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:

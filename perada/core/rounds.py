@@ -10,7 +10,7 @@ of the round to the next. Shape suffixes: C clients, B batch, K classes.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,15 +23,10 @@ BatchSize = int | Literal["full"]
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of local training within a round, measured in epochs or in steps.
+    """One stretch of local training within a round, by the name that the algorithm gives it.
 
-    Args:
-        name: What the algorithm calls it.
-        epochs: Passes over the client's samples, fractions allowed. 1 when neither is given.
-        steps: The same number of local steps for every client.
-
-    Raises:
-        ValueError: If both are given, or the one given is not positive.
+    It takes ``epochs`` passes over the client's samples, fractions allowed, 1 by default, or the same number of local
+    ``steps`` for every client; a ValueError if both are given, or the one given is not positive.
 
     >>> Phase("local").epochs, Phase("local", steps=5).epochs
     (1.0, None)
@@ -43,10 +38,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError(
-                f"phase {self.name!r} has epochs={self.epochs} and steps={self.steps}: its length is one or the other, "
-                "leave one out"
-            )
+            raise ValueError(f"phase {self.name!r} has epochs={self.epochs} and steps={self.steps}; leave one out")
         check_whole(f"phase {self.name!r}: steps", self.steps, optional=True)
         check_number(f"phase {self.name!r}: epochs", self.epochs, above=0, optional=True)
         if self.epochs is None and self.steps is None:
@@ -59,8 +51,7 @@ class Phase:
         [2, 2, 3, 5]
         """
         if self.epochs is None:
-            assert self.steps is not None
-            return self.steps
+            return cast(int, self.steps)
         # Rounded first: 0.1 · 30 is 3.0000000000000004 in floating point, and means 3.
         return max(1, math.ceil(round(self.epochs * size / rows_per_batch(size, batch_size), 9)))
 
@@ -85,6 +76,12 @@ class RoundPlan:
     def __post_init__(self) -> None:
         if not self.lengths:
             object.__setattr__(self, "lengths", tuple(max(phase) for phase in self.steps))
+
+    def part(self, places: Sequence[int]) -> "RoundPlan":
+        """The plan of the clients that stand at ``places``."""
+        clients = tuple(self.clients[place] for place in places)
+        steps = tuple(tuple(phase[place] for place in places) for phase in self.steps)
+        return RoundPlan(self.round, clients, steps, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,8 @@ def sample_cohort(
 
     Args:
         seed: The run's seed.
-        round: Index of the round.
-        num_clients: Number of clients.
+        round: Index of the round, from 0.
+        num_clients: Of the run.
         clients_per_round: Clients to draw; None takes all.
         eligible: Gives those of the given clients that may be drawn; None where all may. The place of one that may not
             goes to the next in the order that was drawn, so there are fewer only where no more are eligible.
@@ -146,24 +143,15 @@ def sample_cohort(
         allowed = set(eligible(order))
         order = [client for client in order if client in allowed]
         if not order:
-            raise ValueError(
-                f"round {round}: none of the {num_clients} clients may still take part; stop training, or raise the "
-                "budget (max_epsilon) that they have spent"
-            )
+            reason = f"round {round}: none of the {num_clients} clients may still take part"
+            raise ValueError(f"{reason}; stop training, or raise the budget (max_epsilon) that they have spent")
     return order[:clients_per_round]
 
 
 def make_plan(
     round: int, clients: Sequence[int], sizes: Sequence[int], phases: Sequence[Phase], batch_size: BatchSize
 ) -> RoundPlan:
-    """Order the clients, longest first, and count their steps.
-
-    Args:
-        round: Index of the round.
-        clients: Ids in any order.
-        sizes: Number of training samples of every client, indexed by id.
-        phases: The stretches of training in the round, in order.
-        batch_size: Rows in a batch, or "full".
+    """Order the ``clients``, longest first, and count their steps; ``sizes[id]`` is a client's number of samples.
 
     >>> make_plan(0, [0, 1, 2], [4, 9, 9], [Phase(epochs=1)], 4)
     RoundPlan(round=0, clients=(1, 2, 0), steps=((3, 3, 1),))
@@ -178,15 +166,8 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
 
     The client with the most steps left to give comes first, and goes to the rank with the fewest so far (Graham, 1969,
     "longest processing time": the busiest has at most 4/3 of what the best division gives it). Ties go to the client
-    that stands first, and to the lower rank.
-
-    Args:
-        plan: The whole round.
-        ranks: Number of processes.
-
-    Returns:
-        The plan of each rank, whose clients stand in the order of ``plan``, if it has any. All have as many cohort
-        batches as the whole round, some of them without clients.
+    that stands first, and to the lower rank. In the plan of each rank, its clients, if any, stand in the order of
+    ``plan``. All have as many cohort batches as the whole round, some of them without clients.
 
     >>> [own.clients for own in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
     [(4,), (7, 1)]
@@ -197,26 +178,12 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
         rank = loads.index(min(loads))
         loads[rank] += work[place]
         shares[rank].append(place)
-    return [
-        RoundPlan(
-            plan.round,
-            tuple(plan.clients[place] for place in places),
-            tuple(tuple(phase[place] for place in places) for phase in plan.steps),
-            plan.lengths,
-        )
-        for places in map(sorted, shares)
-    ]
+    return [plan.part(sorted(places)) for places in shares]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """A round's clients and who trains them: divided once, and handed on.
-
-    Attributes:
-        plan: The whole round.
-        parts: The plan of each rank, as :func:`share_out` gives them.
-        rank: This process.
-    """
+    """A round's clients and who trains them: the whole plan, and the part of each rank, this process's among them."""
 
     plan: RoundPlan
     parts: tuple[RoundPlan, ...]
@@ -235,9 +202,7 @@ class Shares:
     @property
     def trained(self) -> RoundPlan:
         """This rank's clients, or the round's first as a stand-in that takes no step."""
-        plan = self.plan
-        stand_in = RoundPlan(plan.round, plan.clients[:1], tuple(phase[:1] for phase in plan.steps), plan.lengths)
-        return self.own if self.own.clients else stand_in
+        return self.own if self.own.clients else self.plan.part([0])
 
     @property
     def places(self) -> list[int]:
@@ -247,18 +212,9 @@ class Shares:
 
 
 def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
-    """Cut a stream of permutations of ``range(size)`` into ``steps`` batches.
+    """Cut a stream of permutations of ``range(size)`` into ``steps`` batches: indices (steps, min(B, n)).
 
-    Args:
-        size: Number of samples n.
-        batch_size: Rows B in a batch; n when it is larger than n or "full".
-        steps: Number of batches.
-        seed: The run's seed.
-        purpose: What the stream is for; with ``ids`` it tells streams apart.
-        *ids: For example the round and the client.
-
-    Returns:
-        Indices (steps, min(B, n)).
+    The seed, the purpose and the ids tell streams apart, as in :func:`~perada.core.seeding.derive_seed`.
 
     >>> batch_indices(3, 2, 3, 0, "batches", 0, 0).flatten()[:3].sort().values.tolist()
     [0, 1, 2]
@@ -275,6 +231,6 @@ def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
     >>> list(active_steps(RoundPlan(0, (5, 2), ((2, 1), (1, 1)))))
     [(0, 0, 2), (0, 1, 1), (1, 0, 2)]
     """
-    for phase, steps in enumerate(plan.steps):
-        for step in range(plan.lengths[phase]):
+    for phase, (steps, length) in enumerate(zip(plan.steps, plan.lengths, strict=True)):
+        for step in range(length):
             yield phase, step, sum(own > step for own in steps)

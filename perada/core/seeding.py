@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of SplitMix64
-_WORDS = 624
-"""Words of 32 bits in the state of torch's generator on the CPU, the Mersenne Twister mt19937."""
-_START = 24
-"""Bytes before them: the seed, two flags and a position."""
+_WORDS = 624  # of 32 bits, in the state of torch's generator on the CPU, the Mersenne Twister mt19937
+_START = 24  # bytes before them: the seed, two flags and a position
 
 
 def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
@@ -30,17 +28,9 @@ def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
 
 
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
-    """Hash the run's seed, a purpose and any indices into a seed of 128 bits.
+    """Hash the run's seed, a purpose such as ``"cohort"``, and indices such as round and client into 128 bits.
 
-    NumPy's and Python's generators take it whole. torch's would keep 32 bits of it: see :func:`generator`.
-
-    Args:
-        seed: The run's seed.
-        purpose: What is drawn, for example ``"cohort"`` or ``"dropout"``.
-        *ids: Indices that tell draws of one purpose apart, for example the round and the client.
-
-    Returns:
-        A non-negative integer below 2**128.
+    NumPy's and Python's generators take the number whole. torch's would keep 32 bits of it: see :func:`generator`.
 
     >>> derive_seed(0, "batches", 3, 7) == derive_seed(0, "batches", 3, 7)
     True
@@ -94,11 +84,7 @@ def _state(seed: int, purpose: str, *ids: int) -> Tensor:
 
 @cache
 def _fresh_state() -> Tensor:
-    """State of a generator that has drawn nothing, after a look whether its words are where they are expected.
-
-    Raises:
-        RuntimeError: If this torch lays its state out in another way.
-    """
+    """State of a generator that has drawn nothing; a RuntimeError if this torch lays it out in another way."""
     seed = 5489
     state = torch.Generator().manual_seed(seed).get_state()
     words = [seed]  # Matsumoto and Nishimura (1998), as revised in 2002: init_genrand
@@ -107,8 +93,8 @@ def _fresh_state() -> Tensor:
     found = state[_START : _START + 8 * _WORDS].clone().view(torch.int64).tolist() if len(state) > 8 * _WORDS else []
     if found != words or sys.byteorder != "little":
         raise RuntimeError(
-            f"torch {torch.__version__} keeps the state of its generator in another way than perada expects, so that "
-            "no stream can be derived; use a version of torch that perada was tested with"
+            f"torch {torch.__version__} lays out the state of its generator in a way that perada does not know; "
+            "use a version of torch that perada was tested with"
         )
     return state
 
@@ -135,10 +121,8 @@ class Streams:
     ) -> "Streams":
         """Streams of ``clients``, whose s and γ are hashed as in :func:`derive_seed`."""
         keys = [_digest(16, seed, purpose, *ids, client) for client in clients]
-        table = (
-            torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 2) if keys else torch.empty(0, 2)
-        )
-        seeds, gammas = table.to(device, torch.int64).unbind(1)
+        table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64) if keys else torch.empty(0).long()
+        seeds, gammas = table.view(-1, 2).to(device).unbind(1)
         return cls(seeds, gammas | 1)
 
     def __len__(self) -> int:

@@ -28,19 +28,14 @@ def trained_keys(model: nn.Module) -> tuple[str, ...]:
     >>> trained_keys(model)
     ('1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked')
     """
-    return tuple(
-        f"{path}.{name}" if path else name for path, module in model.named_modules() for name in _trained_names(module)
-    )
-
-
-def _trained_names(module: nn.Module) -> list[str]:
-    """Names in ``module`` itself (not its children) that are part of a state."""
-    own = dict(module.named_parameters(recurse=False))
-    names = [name for name, parameter in own.items() if parameter.requires_grad]
-    if names:
-        persistent = set(module.state_dict().keys())
-        names += [name for name, _ in module.named_buffers(recurse=False) if name in persistent]
-    return names
+    keys = []
+    for path, module in model.named_modules():
+        names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+        if names:
+            persistent = set(module.state_dict().keys())
+            names += [name for name, _ in module.named_buffers(recurse=False) if name in persistent]
+        keys += [f"{path}.{name}" if path else name for name in names]
+    return tuple(keys)
 
 
 def get_state(model: nn.Module) -> State:
@@ -50,18 +45,12 @@ def get_state(model: nn.Module) -> State:
 
 
 def set_state(model: nn.Module, state: State) -> None:
-    """Copy ``state`` into ``model`` in place.
-
-    Raises:
-        KeyError: If a name of ``state`` is not in the model.
-    """
+    """Copy ``state`` into ``model`` in place; raise a KeyError if one of its names is not in the model."""
     full = model.state_dict()
     with torch.no_grad():
         for key, value in state.items():
             if key not in full:
-                raise KeyError(
-                    f"the model has no tensor named {key!r}; was the state made with another backbone or adapter?"
-                )
+                raise KeyError(f"the model has no tensor named {key!r}; give a state of this backbone and adapter")
             full[key].copy_(value)
 
 

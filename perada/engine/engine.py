@@ -7,7 +7,7 @@ when a trained layer has no stacked twin.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +17,7 @@ from torch.func import functional_call
 from perada.core.checks import check_choice
 from perada.core.seeding import Streams
 from perada.core.states import State, train_mode
-from perada.engine.fold import draws, fold
+from perada.engine.fold import fold
 from perada.engine.prefix import Prefix
 from perada.engine.prefix_search import find_prefix
 
@@ -61,9 +61,7 @@ class Engine:
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
         self.prefix: Prefix | None = None
         self._single = model
-        self._compiled: Callable[[nn.Module, State, Tensor], Tensor] | None = (
-            None if compile is None else torch.compile(_call, **compile)
-        )
+        self._full_batch = _call if compile is None else torch.compile(_call, **compile)
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
 
     @property
@@ -80,15 +78,10 @@ class Engine:
         """
         if self.prefix is not None:  # whatever was built since then knows it
             return self.prefix
-        looped = self.kind == "loop"
-
-        def build(prefix: Prefix) -> nn.Module:
-            return fold(self.model, random_only=True, prefix=prefix).model
-
-        self.prefix = find_prefix(self.model, build, image, draws, least_share)
+        self.prefix = find_prefix(self.model, image, least_share)
         if self.prefix is not None:
-            self._fold = fold(self.model, random_only=looped, prefix=self.prefix)
-            self._single = build(self.prefix)
+            self._fold = fold(self.model, random_only=self.kind == "loop", prefix=self.prefix)
+            self._single = fold(self.model, random_only=True, prefix=self.prefix).model
         return self.prefix
 
     def features(self, x: Tensor) -> Tensor:
@@ -117,15 +110,9 @@ class Engine:
         Returns:
             Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
         """
-        ragged = counts is not None and any(count != x.shape[1] for count in counts)
-        real = tuple(counts) if ragged and counts is not None else None
-        module = self._fold.model
-        if training:
-            train_mode(module)
-        else:
-            module.eval()
-        run = self._folded if self.kind == "folded" else self._loop
-        logits = run(module, states, x, real, streams)
+        real = None if counts is None or all(count == x.shape[1] for count in counts) else tuple(counts)
+        (train_mode if training else nn.Module.eval)(self._fold.model)
+        logits = (self._folded if self.kind == "folded" else self._loop)(states, x, real, streams)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def shared_logits(self, states: State, x: Tensor, rows: int | None = None) -> Tensor:
@@ -138,35 +125,27 @@ class Engine:
                 whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones.
         """
         rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // x[0].numel()
-        clients = len(next(iter(states.values())))
-        size = max(1, rows // len(x))
+        chunks = {key: torch.split(value, max(1, rows // len(x))) for key, value in states.items()}
+        sizes = map(len, next(iter(chunks.values())))
         with torch.no_grad():
             return torch.cat(
                 [
-                    self.logits(part, x.unsqueeze(0).expand(len(next(iter(part.values()))), *x.shape))
-                    for start in range(0, clients, size)
-                    for part in [{key: value[start : start + size] for key, value in states.items()}]
+                    self.logits({key: chunk[index] for key, chunk in chunks.items()}, x.expand(size, *x.shape))
+                    for index, size in enumerate(sizes)
                 ]
             )
 
-    def _folded(
-        self,
-        module: nn.Module,
-        states: State,
-        x: Tensor,
-        counts: tuple[int, ...] | None,
-        streams: Streams | None,
-    ) -> Tensor:
+    def _folded(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:
         clients, rows = x.shape[:2]
         # Batches with padding, each of another shape, would be compiled again and again.
-        call = self._compiled if self._compiled is not None and counts is None else _call
+        call = self._full_batch if counts is None else _call
         self._fold.context.begin(clients, counts, streams)
         self._fold.context.together = x.is_cuda or call is not _call
         tensors = {
             key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
             for key, value in states.items()
         }
-        logits = call(module, tensors, self.format(x.flatten(0, 1)))
+        logits = call(self._fold.model, tensors, self.format(x.flatten(0, 1)))
         return logits.view(clients, rows, *logits.shape[1:])
 
     def format(self, x: Tensor) -> Tensor:
@@ -175,20 +154,13 @@ class Engine:
             x = self.prefix.feed(x)
         return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
 
-    def _loop(
-        self,
-        module: nn.Module,
-        states: State,
-        x: Tensor,
-        counts: tuple[int, ...] | None,
-        streams: Streams | None,
-    ) -> Tensor:
+    def _loop(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:
         outputs = []
         for client, images in enumerate(x):
             real = images if counts is None else images[: counts[client]]
             self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
-            call = self._compiled or _call
-            logits = call(module, {key: value[client] for key, value in states.items()}, self.format(real))
+            own = {key: value[client] for key, value in states.items()}
+            logits = self._full_batch(self._fold.model, own, self.format(real))
             padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
             outputs.append(torch.cat([logits, padding]) if len(padding) else logits)
         return torch.stack(outputs)

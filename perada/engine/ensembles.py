@@ -15,15 +15,9 @@ from perada.engine.losses import client_losses
 
 
 def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:
-    """Logits of the ensemble of K models.
+    """Logits (..., classes) of the ensemble of K models, from theirs (K, ..., classes).
 
-    Args:
-        logits: (K, ..., classes).
-        average: ``logits``, or ``probabilities``: those of the result are the mean of the models' probabilities.
-        multilabel: Whether each class has a Bernoulli probability of its own.
-
-    Returns:
-        (..., classes).
+    Either ``logits`` are averaged, or ``probabilities``: those of each class's own Bernoulli if ``multilabel``.
 
     >>> ensemble(torch.tensor([[0.0, 2.0], [2.0, 0.0]]), "probabilities", False).softmax(-1).tolist()
     [0.5, 0.5]
@@ -38,17 +32,9 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
 
 
 def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, multilabel: bool) -> Tensor:
-    """Mean loss of each of K models on each client's images, in evaluation mode.
+    """Mean losses (C, K) of K models, a stack (K, ...), on each of C clients' images, in evaluation mode.
 
-    Args:
-        engine: Runs the states.
-        members: Stack (K, ...).
-        batches: Of C clients, whose active ones are a prefix; rows beyond a client's count are not looked at.
-        clients: C.
-        multilabel: Whether labels are 0/1 per class.
-
-    Returns:
-        Losses (C, K).
+    In each batch, the active clients are a prefix of all; rows beyond a client's count are not looked at.
     """
     states = unstack(members)
     device = next(iter(members.values())).device

@@ -50,7 +50,8 @@ class Fold:
         model: Shares every frozen module with the single model.
         context: To be set before each forward pass.
         row_keys: State names of parameters that are repeated over each client's rows before the forward pass.
-        missing: ``{module path: class name}`` of modules with trained parameters for which there is no twin.
+        missing: ``{module path: class name}`` of modules with trained parameters and no twin; where it is
+            not empty, the model cannot be run stacked.
     """
 
     model: nn.Module
@@ -60,16 +61,13 @@ class Fold:
 
 
 def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None = None) -> Fold:
-    """Build the stacked twin of ``model``, sharing all its frozen modules.
+    """Build the stacked twin of ``model``, sharing all its frozen modules; ``requires_grad`` tells what is trained.
 
     Args:
-        model: The single model; ``requires_grad`` tells what is trained.
+        model: The single model.
         random_only: Replace only the layers that draw random numbers (for the loop over clients, which runs the single
             model but must draw from the same streams).
         prefix: Modules whose outputs may be given instead of computed.
-
-    Returns:
-        The folded model. Where ``missing`` is not empty the model cannot be run stacked.
     """
     context = FoldContext()
     rows: set[str] = set()
@@ -95,18 +93,16 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
         elif kind in TWINS and trained == {n for n, p in module.named_parameters() if p.requires_grad}:
             return TWINS[kind](module, context)
         elif trained <= ROW_PARAMETERS.get(kind, frozenset()):
-            rows.update(f"{path}.{name}" if path else name for name in trained)
+            rows.update(f"{path}.{name}".lstrip(".") for name in trained)
         else:
             missing[path or "the model itself"] = kind.__name__
         children = {
-            name: child and visit(child, f"{path}.{name}" if path else name) for name, child in module._modules.items()
+            name: child and visit(child, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items()
         }
-        if all(children[name] is child for name, child in module._modules.items()):
-            return module
-        return shell(module, children)
+        same = all(children[name] is child for name, child in module._modules.items())
+        return module if same else shell(module, children)
 
-    folded = visit(model, "")
-    return Fold(folded, context, frozenset(rows), missing)
+    return Fold(visit(model, ""), context, frozenset(rows), missing)
 
 
 def draws(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_Context = Any  # torch gives it no type
+
 
 class FrozenBatchNorm(nn.Module):
     """A BatchNorm of which nothing is trained, in evaluation mode: a scale and a shift for each channel.
@@ -35,23 +37,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch gives it no type
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        eps: float,
+        ctx: _Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
     ) -> Tensor:
         ctx.save_for_backward(weight, mean, var)
         ctx.eps = eps
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 - as above
-        gradient: Tensor,
-    ) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, mean, var = ctx.saved_tensors
         inputs, *_ = torch.ops.aten.native_batch_norm_backward(
             gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]

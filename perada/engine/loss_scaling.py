@@ -51,13 +51,7 @@ class LossScaling:
 
 
 class LossScales:
-    """The loss scales of C clients while they train.
-
-    Args:
-        options: How they change.
-        clients: C.
-        start: What all start from; the options' initial scale by default.
-        device: Where the clients train.
+    """The loss scales of C clients while they train; all begin at ``start``, by default the options' initial scale.
 
     Attributes:
         scale: (C,).
@@ -77,28 +71,17 @@ class LossScales:
     def enter(self, states: State, rows: slice) -> State:
         """Tensors to hand to the network in the place of ``states`` (C, ...): gradients leave it divided."""
         inverse = 1 / self.scale[rows]
-
-        def entered(value: Tensor) -> Tensor:
-            value = value.view_as(value)
-            if value.requires_grad:
-                value.register_hook(lambda gradient: gradient * _like(inverse, gradient))  # type: ignore[no-untyped-call]  # torch has no types there
-            return value
-
-        return {key: entered(value) if value.requires_grad else value for key, value in states.items()}
+        return {
+            key: _scaled(value.view_as(value), inverse) if value.requires_grad else value
+            for key, value in states.items()
+        }
 
     def leave(self, logits: Tensor, rows: slice) -> Tensor:
         """The network's logits (C, ...): gradients enter it multiplied."""
-        scale = self.scale[rows].clone()  # of now: the backward pass may come after a change
-        if logits.requires_grad:
-            logits.register_hook(lambda gradient: gradient * _like(scale, gradient))  # type: ignore[no-untyped-call]  # as above
-        return logits
+        return _scaled(logits, self.scale[rows].clone())  # of now: the backward pass may come after a change
 
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
-        """Change the scales by what came of a backward pass.
-
-        Args:
-            gradients: (C, ...), in single precision at least.
-            rows: Which clients.
+        """Change the scales of some clients by their gradients (C, ...), in single precision at least.
 
         Returns:
             Which clients' gradients are all finite (C,): who is to take the step.
@@ -118,13 +101,10 @@ class LossScales:
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
-        """What the clients of the next round start from: what the one with the smallest scale ended with.
+        """What the clients of the next round start from: what the one with the smallest scale ended with, on any rank.
 
-        Those are asked that took a step, or all where none did: a client that overflows at any scale has no say.
-
-        Args:
-            sound: (C,) whose training stayed finite.
-            ranks: Whose clients are asked.
+        Only clients that are ``sound`` (C,), whose training stayed finite, are asked. Those are preferred that took a
+        step: a client that overflows at any scale has no say.
         """
         columns = (value[sound].tolist() for value in (self.stepped, self.scale, self.good_steps))
         ends = [end for part in ranks.gather(list(zip(*columns, strict=True))) for end in part]
@@ -135,8 +115,7 @@ class LossScales:
 class KeptScales:
     """What the clients and the student of the next round start from: scales that began afresh would cost skipped steps.
 
-    Args:
-        options: How scales change; ``None`` where losses are not scaled.
+    Without ``options`` losses are not scaled.
     """
 
     def __init__(self, options: LossScaling | None) -> None:
@@ -161,6 +140,9 @@ class KeptScales:
         self._kept = {whose: LossScale(*kept) for whose, kept in saved.items()}
 
 
-def _like(rows: Tensor, value: Tensor) -> Tensor:
-    """(C,) in a shape that broadcasts over (C, ...)."""
-    return rows.view(-1, *[1] * (value.dim() - 1))
+def _scaled(value: Tensor, factors: Tensor) -> Tensor:
+    """``value`` (C, ...), whose gradient will be multiplied by ``factors`` (C,)."""
+    if value.requires_grad:
+        rows = factors.view(-1, *[1] * (value.dim() - 1))
+        value.register_hook(lambda gradient: gradient * rows)  # type: ignore[no-untyped-call]  # torch has no types there
+    return value

@@ -11,15 +11,9 @@ from perada.core.states import send
 
 
 def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
-    """Loss of every image.
+    """Losses (C, B) of every image, padding included, for logits (C, B, K).
 
-    Args:
-        logits: (C, B, K).
-        y: Classes (C, B), or 0/1 labels (C, B, K) if ``multilabel``.
-        multilabel: Binary cross-entropy, mean over labels, instead of cross-entropy.
-
-    Returns:
-        Losses (C, B), those of padding included.
+    Cross-entropy of classes (C, B); if ``multilabel`` binary cross-entropy of 0/1 labels (C, B, K), mean over labels.
     """
     if multilabel:
         return F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none").mean(-1)
@@ -27,17 +21,7 @@ def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
 
 
 def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
-    """Each client's task loss, the mean over its real rows.
-
-    Args:
-        logits: (C, B, K).
-        y: Classes (C, B), or 0/1 labels (C, B, K) if ``multilabel``.
-        counts: Real rows of each client.
-        multilabel: Binary cross-entropy, mean over labels, instead of cross-entropy.
-
-    Returns:
-        Losses (C,).
-    """
+    """Each client's task loss (C,): the mean of :func:`row_losses` over its first ``counts`` rows, the real ones."""
     losses = row_losses(logits, y, multilabel)
     if all(count == y.shape[1] for count in counts):
         return losses.mean(1)

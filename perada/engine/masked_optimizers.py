@@ -13,11 +13,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     """An optimiser that steps the clients it is told."""
 
     def step_rows(self, stepping: Tensor) -> None:
-        """Take a step.
-
-        Args:
-            stepping: (C,) which clients do; the others' gradients may be anything.
-        """
+        """Take a step for the clients ``stepping`` (C,); the others' gradients may be anything."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -32,14 +28,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
 
 class MaskedSGD(MaskedOptimizer):
-    """``torch.optim.SGD`` with momentum and weight decay.
-
-    Args:
-        parameters: Stacked leaves (C, ...).
-        lr: Learning rate.
-        momentum: 0 for none.
-        weight_decay: Times the parameters, it is added to the gradient.
-    """
+    """``torch.optim.SGD`` with momentum and weight decay, of stacked leaves (C, ...)."""
 
     def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -56,17 +45,10 @@ class MaskedSGD(MaskedOptimizer):
 
 
 class MaskedAdam(MaskedOptimizer):
-    """``torch.optim.Adam``, or ``AdamW``.
-
-    Args:
-        parameters: Stacked leaves (C, ...).
-        lr: Learning rate.
-        weight_decay: Times the parameters, it is added to the gradient, or if decoupled, times the rate, subtracted.
-        decoupled: AdamW.
-    """
+    """``torch.optim.Adam`` of stacked leaves (C, ...), or ``AdamW`` if the weight decay is ``decoupled``."""
 
     def __init__(
-        self, parameters: list[Tensor], lr: float, weight_decay: float = 0.0, *, decoupled: bool = False
+        self, parameters: list[Tensor], lr: float, weight_decay: float = 0, *, decoupled: bool = False
     ) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
         self.betas, self.eps, self.decoupled = (0.9, 0.999), 1e-8, decoupled

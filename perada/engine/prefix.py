@@ -6,6 +6,7 @@ All of the backbone where only a head is trained; the stem and the first frozen 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,13 +22,11 @@ class Prefix:
 
     *Features* of an image are the needed outputs, flattened and laid side by side: (F,).
 
-    Args:
+    Attributes:
         shapes: Output of each constant module for one image, by path.
         needed: Paths of those whose outputs are the features.
         image: Shape of one image.
         share: Share of a forward pass's floating-point operations that features save.
-
-    Attributes:
         size: F.
         spoil: Whether outputs that nobody should look at are NaN, and blank images, while that is tried out.
     """
@@ -63,18 +62,10 @@ class Prefix:
         return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
-        """Features (R, F) of images (R, ...).
-
-        Args:
-            model: A model with this prefix's :class:`Constant` modules.
-            x_R: Images.
-        """
+        """Features (R, F) of images (R, ...), through a model with this prefix's :class:`Constant` modules."""
         self._given, self._seen = None, {}
-        try:
-            with torch.no_grad():
-                model.eval()(x_R)
-        except _Enough:
-            pass
+        with suppress(_Enough), torch.no_grad():
+            model.eval()(x_R)
         seen, self._seen = self._seen, None
         self._kinds = {path: (value.dtype, _layout(value)) for path, value in seen.items()}
         return torch.cat([seen[path].flatten(1) for path in self.needed], 1)

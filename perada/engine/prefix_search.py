@@ -7,7 +7,6 @@ the logits change. In the end features must give the logits of their images.
 """
 
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,24 +15,17 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from perada.core.states import train_mode
+from perada.engine.fold import draws, fold
 from perada.engine.prefix import Prefix
 from perada.engine.stacked_layers import StackedDropout
 
 
-def find_prefix(
-    model: nn.Module,
-    build: Callable[[Prefix], nn.Module],
-    image: Tensor,
-    random: Callable[[nn.Module], bool],
-    least_share: float = 0.0,
-) -> Prefix | None:
+def find_prefix(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Prefix | None:
     """Find the constant modules of a model, and which of them are needed.
 
     Args:
         model: The single model; ``requires_grad`` tells what is trained.
-        build: The model with a prefix's :class:`Constant` modules in their places.
         image: An example (channels, height, width), prepared.
-        random: Whether a module draws random numbers in training.
         least_share: Share of a forward pass's floating-point operations that features must save.
 
     Returns:
@@ -41,26 +33,20 @@ def find_prefix(
     """
     x_R = torch.stack([image, image.flip(-1), 0.5 * image])
     try:
-        return _find(model, build, x_R, random, least_share)
+        return _find(model, x_R, least_share)
     except Exception as error:  # the model does something else between its modules, each in its own way
         failed = f"{type(error).__name__}: {error}"
         logging.getLogger(__name__).info("features of the model's frozen part cannot stand for images: %s", failed)
         return None
 
 
-def _find(
-    model: nn.Module,
-    build: Callable[[Prefix], nn.Module],
-    x_R: Tensor,
-    random: Callable[[nn.Module], bool],
-    least_share: float,
-) -> Prefix | None:
-    shapes = _constant(model, x_R, random)
+def _find(model: nn.Module, x_R: Tensor, least_share: float) -> Prefix | None:
+    shapes = _constant(model, x_R)
     if not shapes:
         return None
     prefix = Prefix(shapes, tuple(shapes), x_R.shape[1:])
     prefix.spoil = True
-    module = build(prefix)
+    module = fold(model, random_only=True, prefix=prefix).model
     with FlopCounterMode(display=False) as whole, torch.no_grad():
         expected = module.eval()(x_R)
     with FlopCounterMode(display=False) as saved:
@@ -70,7 +56,7 @@ def _find(
     found = Prefix(shapes, needed, x_R.shape[1:], share)
     if not needed or (x_R.dim() == 2 and found.size == x_R.shape[1]):
         return None  # in the second case features could not be told from images
-    module = build(found)
+    module = fold(model, random_only=True, prefix=found).model
     features = found.features(module, x_R)
     alone = found.features(module, x_R[:2])
     same = torch.allclose(alone, features[:2], 1e-3, 1e-3 * float(features.abs().max()))
@@ -114,12 +100,12 @@ class _Output(NamedTuple):
     changing: bool
 
 
-def _constant(model: nn.Module, x_R: Tensor, random: Callable[[nn.Module], bool]) -> dict[str, torch.Size]:
+def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     """Shape of one image's output of the outermost modules that depend on nothing trained, in order of their calls.
 
     Their outputs have no gradient, and are the same in training mode, with fewer images and with other trained tensors.
     """
-    first, again = (_outputs(model, x, random, training) for x, training in ((x_R, False), (x_R[:2], True)))
+    first, again = (_outputs(model, x, training) for x, training in ((x_R, False), (x_R[:2], True)))
 
     def constant(path: str) -> bool:
         one, two = first[path], again.get(path)
@@ -135,16 +121,10 @@ def _constant(model: nn.Module, x_R: Tensor, random: Callable[[nn.Module], bool]
     return {path: out.shape[1:] for path in found if modules[path] not in inner and (out := first[path]) is not None}
 
 
-def _outputs(
-    model: nn.Module, x_R: Tensor, random: Callable[[nn.Module], bool], training: bool
-) -> dict[str, _Output | None]:
-    """What modules give in a pass that leaves no trace, by path; ``None`` where they are no one's features.
+def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
+    """What modules give in a pass that leaves no trace, by path; ``None`` where it cannot be a feature.
 
-    Args:
-        model: The single model.
-        x_R: Images.
-        random: Whether a module draws random numbers in training.
-        training: Whether to run it in training mode, with other values of all that is trained.
+    In training mode all that is trained has other values.
     """
     outputs: dict[str, _Output | None] = {}
     cuda = x_R.is_cuda
@@ -159,7 +139,7 @@ def _outputs(
             if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or path in outputs:
                 outputs[path] = None
                 return out
-            if random(module):
+            if draws(module):
                 out = (1 - out if training else out).detach().requires_grad_()  # as if trained: another one each time
             rows = out.detach().flatten(1).double() if out.dim() > 1 else out.detach().double().unsqueeze(1)
             number = rows @ torch.arange(rows.shape[1], device=rows.device).double().cos()
@@ -173,7 +153,7 @@ def _outputs(
         if value.requires_grad:
             tensors[key] = (0.1 - value if training else value).detach().requires_grad_()
     for module in (train_mode(model) if training else model.eval()).modules():
-        module.training &= not random(module)
+        module.training &= not draws(module)
     try:
         with torch.enable_grad(), torch.random.fork_rng([x_R.device] if cuda else []):
             before = drawn()

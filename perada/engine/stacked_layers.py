@@ -23,7 +23,7 @@ class FoldContext:
     """What the twins need to know of the forward pass under way, set by the engine before it.
 
     Attributes:
-        clients: Number of clients C in the batch.
+        clients: C.
         counts: Real rows of each client, the rest being padding; ``None`` when every row is real.
         streams: The clients' random streams, for dropout.
         draws: How many layers have drawn from them in this pass.
@@ -42,11 +42,7 @@ class FoldContext:
         self.clients, self.counts, self.streams, self.draws = clients, counts, streams, 0
 
     def next_streams(self) -> Streams:
-        """The streams of the next layer that draws.
-
-        Raises:
-            RuntimeError: If the pass was given none.
-        """
+        """The streams of the next layer that draws; a RuntimeError where the pass was given none."""
         if self.streams is None:
             raise RuntimeError("the model drops at random in training, and no streams were given to draw from")
         self.draws += 1
@@ -123,22 +119,13 @@ class StackedConv2d(Twin):
             out = conv._conv_forward(x_R, self.weight, None)
             return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
         x_CB = _per_client(x_R, self.context.clients)
-        if (
-            conv.kernel_size == (1, 1)
-            and conv.stride == (1, 1)
-            and conv.groups == 1
-            and conv.padding in ((0, 0), "valid")
-        ):
-            return self._pointwise(x_CB, bias)
+        shape = conv.kernel_size, conv.stride, conv.groups
+        if shape == ((1, 1), (1, 1), 1) and conv.padding in ((0, 0), "valid"):  # a linear map of the pixels
+            pixels = x_CB.permute(0, 1, 3, 4, 2)
+            out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
+            return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
         biases = [None] * len(x_CB) if bias is None else bias
         return torch.cat([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
-
-    def _pointwise(self, x_CB: Tensor, bias: Tensor | None) -> Tensor:
-        """A 1×1 convolution is a linear map of the pixels: (C, B·H·W, in) to (C, B·H·W, out)."""
-        clients, rows, _, height, width = x_CB.shape
-        pixels = x_CB.permute(0, 1, 3, 4, 2).flatten(1, 3)
-        out = _batched_linear(pixels, self.weight.flatten(2), bias)
-        return out.view(clients * rows, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -181,8 +168,15 @@ class StackedBatchNorm(Twin):
         use_batch = self.training or means is None
         clients, counts = self.context.clients, self.context.counts
         if self.context.together and counts is None and clients > 1:
-            stacks = means, variances, weights, biases
-            return batch_norm_together(x_R, clients, *stacks, use_batch, momentum, norm.eps)
+            # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
+            x_RSD = x_R.movedim(1, -1)
+            x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
+            mean, variance = (v if v is None else v.view(-1) if use_batch else v.flatten() for v in (means, variances))
+            weight, bias = (None if value is None else value.flatten() for value in (weights, biases))
+            x = x_BSCD.flatten(-2).movedim(-1, 1)
+            out = F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum, norm.eps)
+            out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
+            return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
         outputs = []
         for index, x in enumerate(x_R.chunk(clients)):
             real = x if counts is None else x[: counts[index]]
@@ -192,42 +186,6 @@ class StackedBatchNorm(Twin):
             out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
         return torch.cat(outputs)
-
-
-def batch_norm_together(
-    x_R: Tensor,
-    clients: int,
-    means: Tensor | None,
-    variances: Tensor | None,
-    weights: Tensor | None,
-    biases: Tensor | None,
-    use_batch: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """C batch normalisations as one over C·D channels.
-
-    Args:
-        x_R: Rows (R, D, ...), all of them real.
-        clients: C.
-        means: Running means (C, D).
-        variances: Running variances (C, D).
-        weights: Scales (C, D).
-        biases: Shifts (C, D).
-        use_batch: Normalise by the statistics of the batch, and update the running ones in place.
-        momentum: Of the running statistics.
-        eps: Added to the variance.
-
-    Returns:
-        (R, D, ...).
-    """
-    x_RSD = x_R.movedim(1, -1)  # channels last, so that those of all clients can lie side by side
-    x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
-    mean, variance = (v if v is None else v.view(-1) if use_batch else v.flatten() for v in (means, variances))
-    weight, bias = (None if value is None else value.flatten() for value in (weights, biases))
-    out = F.batch_norm(x_BSCD.flatten(-2).movedim(-1, 1), mean, variance, weight, bias, use_batch, momentum, eps)
-    out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
-    return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
 
 
 class StackedLayerNorm(Twin):

@@ -104,8 +104,7 @@ def insert_adapter(
         backbone: A backbone without adapter.
         adapter: One of ``adapter_names()``, or any PEFT configuration of a method that changes layers.
         train_backbone: Train the backbone's own parameters beside the adapter's.
-        **options: Fields of the named method's configuration, such as ``dropout`` of ``"residual"`` or ``r`` of
-            ``"lora"``.
+        **options: Fields of the named method's configuration, such as ``r`` of ``"lora"``.
 
     Returns:
         The adapted model. ``requires_grad`` is true in it for what is trained, and for nothing else.
@@ -133,18 +132,16 @@ def insert_adapter(
         reason = " ".join(str(error).split())
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
     adapted = AdaptedModel(backbone, peft_model, config)
+    if not train_backbone and (lost := _not_saved(adapted)):
+        raise ValueError(
+            f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, but PEFT "
+            "would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
+        )
     if not train_backbone:
-        lost = _not_saved(adapted)
-        if lost:
-            raise ValueError(
-                f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, "
-                "but PEFT would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
-            )
         return adapted
     if isinstance(config, SelectiveConfig):
         raise ValueError(
-            f"train_backbone=True cannot be used with adapter {method!r}, which adds nothing to the backbone: choose "
-            "'full' to train all of it"
+            f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it"
         )
     for name, parameter in adapted.model.named_parameters():
         parameter.requires_grad_("original_module" not in name.split("."))  # PEFT's copy, which is not run
@@ -160,14 +157,18 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config.inference_mode = False
     elif not isinstance(adapter, str):
         raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {adapter_names()} or a PeftConfig")
-    elif adapter in SELECTIONS:
-        _check_options(adapter, options, set())
-        config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head])
-    elif adapter in METHODS:
-        _check_options(adapter, options, {field.name for field in fields(METHODS[adapter])} - INTERNAL)
-        config = METHODS[adapter](**cast(dict[str, Any], options))
-    else:
+    elif adapter not in adapter_names():
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
+    else:
+        known = {field.name for field in fields(METHODS[adapter])} - INTERNAL if adapter in METHODS else set()
+        unknown = sorted(set(options) - known)
+        if unknown:
+            choice = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"adapter {adapter!r} has no option {unknown[0]!r}: its options are {choice}")
+        if adapter in METHODS:
+            config = METHODS[adapter](**cast(dict[str, Any], options))
+        else:
+            config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head])
     if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
@@ -183,21 +184,15 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     return config
 
 
-def _check_options(adapter: str, options: dict[str, object], known: set[str]) -> None:
-    unknown = sorted(set(options) - known)
-    if unknown:
-        choice = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"adapter {adapter!r} has no option {unknown[0]!r}: its options are {choice}")
-
-
 def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config) -> None:
     """Choose the layers for LoRA and IA3: attention of transformers, main convolutions of ResNets and EfficientNets."""
     linears = [name for name, module in backbone.model.named_modules() if isinstance(module, nn.Linear)]
-    if isinstance(config, LoraConfig):
-        targets = [name for name in linears if ATTENTION.fullmatch(name)]
-    else:
+    targets = [
+        name for name in linears if (ATTENTION if isinstance(config, LoraConfig) else IA3_SCALED).fullmatch(name)
+    ]
+    if isinstance(config, IA3Config):
         feedforward = [name for name in linears if IA3_FEEDFORWARD.fullmatch(name)]
-        targets = [name for name in linears if IA3_SCALED.fullmatch(name)] + feedforward
+        targets += feedforward
         if config.feedforward_modules is None:
             config.feedforward_modules = feedforward
     targets = targets or block_convolutions(backbone.model)
@@ -210,11 +205,7 @@ def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config) -> None:
 
 
 def _check_head_name(backbone: Backbone) -> None:
-    """Refuse a head whose name PEFT, which compares the ends and the parts of names, would find elsewhere too.
-
-    Raises:
-        ValueError: If so.
-    """
+    """Refuse a head whose name PEFT, which compares the ends and the parts of names, would find elsewhere too."""
     head = backbone.head
     for name, _ in backbone.model.named_modules():
         inside = name == head or name.startswith(f"{head}.")

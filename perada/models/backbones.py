@@ -19,7 +19,7 @@ from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
 from perada.models.twins import register_transformers
-from perada.models.weight_files import cached_file, hub_problem, load_weights, no_weights
+from perada.models.weight_files import cached_file, load_weights, no_weights, require_hub
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -130,9 +130,7 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
     """Return changes to timm's weights configuration, after checking that weights asked for can be had."""
     if isinstance(pretrained, str):
         described = Path(pretrained) / "config.json"
-        if not described.is_file():
-            return {}
-        saved = json.loads(described.read_text()).get("pretrained_cfg", {})
+        saved = json.loads(described.read_text()).get("pretrained_cfg", {}) if described.is_file() else {}
         return {key: saved[key] for key in ("input_size", "mean", "std") if key in saved}
     if not pretrained:
         return {}
@@ -143,14 +141,11 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
         cached = cached_file(config.hf_hub_id, names)
         if cached:
             return {"file": cached}
-        problem = hub_problem()
-        if problem:
-            raise no_weights(name, problem)
+        require_hub(name)
     return {}
 
 
 def _timm_image_config(model: nn.Module, image_size: int | None, in_chans: int) -> ImageConfig:
-    """Return the model's own data configuration, with the size and channels asked for."""
     data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]  # timm has no types
     height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
     return ImageConfig((in_chans, height, width), _channels(data["mean"], in_chans), _channels(data["std"], in_chans))
@@ -202,18 +197,12 @@ def _from_transformers(
 
 
 def _transformers_local(name: str, source: str, weights: bool) -> bool:
-    """Return whether the hub need not be asked for ``source``.
-
-    Raises:
-        FileNotFoundError: If it would have to be, and cannot.
-    """
+    """Return whether the hub need not be asked for ``source``; a FileNotFoundError if it has to be, and cannot."""
     needed: list[tuple[str, ...]] = [("config.json",)]
     needed += [("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")] if weights else []
     if Path(source).is_dir() or all(cached_file(source, names) for names in needed):
         return True
-    problem = hub_problem()
-    if problem:
-        raise no_weights(name, problem)
+    require_hub(name)
     return False
 
 
@@ -244,25 +233,15 @@ def _quiet_load(source: str, config: "PretrainedConfig", where: dict[str, Any]) 
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        loaded = AutoModelForImageClassification.from_pretrained(
-            source,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **where,
-        )
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True, **where}
+        loaded = AutoModelForImageClassification.from_pretrained(source, config=config, **options)
     finally:
         logger.setLevel(level)
     return cast(tuple[Any, dict[str, Any]], loaded)
 
 
 def _check_loaded(name: str, head: str, report: dict[str, Any]) -> None:
-    """Refuse weights that leave a part of the backbone random.
-
-    Raises:
-        ValueError: If so.
-    """
+    """Refuse weights that leave a part of the backbone random."""
     mismatched = [entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]]
     lost = [key for key in [*report["missing_keys"], *mismatched] if not key.startswith(f"{head}.")]
     if lost:

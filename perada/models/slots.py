@@ -26,7 +26,7 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         keys,
         parameters,
         head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
-        norms=frozenset(key for key in keys if key.startswith(norms)) if norms else frozenset(),
+        norms=frozenset(key for key in keys if key.startswith(norms)),
         input=frozenset(key for key in keys if key.startswith(f"{first}.")),
         adapter=frozenset(key for key in keys if is_adapter_key(key)),
     )

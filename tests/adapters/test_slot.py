@@ -135,7 +135,7 @@ def test_torchvision_resnets_are_known():
         ({"reduction": 0}, r"reduction=0 is too small"),
         ({"bottleneck_dim": 0}, r"bottleneck_dim=0 is too small"),
         ({"activation": "relu6"}, r"activation='relu6' is unknown"),
-        ({"dropout": -0.1}, r"dropout=-0\.1 is no probability"),
+        ({"dropout": -0.1}, r"dropout=-0\.1 is not a probability"),
         ({"placement": "both"}, r"placement='both' is unknown"),
     ],
 )

@@ -72,7 +72,7 @@ def test_stacks_come_apart_as_they_were_put_together():
     assert states.prefix(stacked, 2)["w"].data_ptr() == stacked["w"].data_ptr()
 
 
-def test_gather_copies_the_rows_named():
+def test_gather_copies_only_the_rows_named():
     store = {"w": torch.arange(5.0)}
     rows = states.gather(store, [4, 1])
     assert rows["w"].tolist() == [4, 1]

@@ -145,10 +145,10 @@ def test_public_stream_is_permutations():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"epochs": 1, "steps": 2}, "one or the other"),
-        ({"epochs": 0}, "phase 'local': epochs=0 cannot be used; give a finite number above 0"),
+        ({"epochs": 1, "steps": 2}, "leave one out"),
+        ({"epochs": 0}, "epochs=0 cannot be used; give a finite number above 0"),
         ({"epochs": float("nan")}, "epochs=nan cannot be used"),
-        ({"steps": 1.5}, "steps=1.5 cannot be used; give a whole number of 1 or more"),
+        ({"steps": 1.5}, "steps=1.5 cannot be used; give a whole number"),
     ],
 )
 def test_phases_have_one_length(options, words):

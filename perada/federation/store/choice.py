@@ -9,6 +9,7 @@ from typing import get_args
 import torch
 
 from perada.algorithms.base import Stacks
+from perada.core.checks import check_choice
 from perada.federation.store.disk import DiskStore
 from perada.federation.store.memory import ClientStore, HostStore, StoreKind
 
@@ -21,13 +22,10 @@ class Storage:
     """Where the clients' states are held.
 
     Attributes:
-        kind: ``device``, ``host`` or ``disk``; ``auto`` takes the first of these in which all fit.
+        kind: ``device``, ``host`` or ``disk``; ``auto`` takes the first of these in which all fit. Others are refused.
         folder: Of the files; ``None`` for a temporary one.
         prune: Delete files that no checkpoint needs any more.
         clients: At most so many clients are ever written.
-
-    Raises:
-        ValueError: If the kind is unknown.
     """
 
     kind: StoreKind = "auto"
@@ -36,8 +34,7 @@ class Storage:
     clients: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(StoreKind):
-            raise ValueError(f"client_store={self.kind!r} is unknown; choose one of {', '.join(get_args(StoreKind))}")
+        check_choice("client_store", self.kind, get_args(StoreKind))
 
     def open(self, initial: Stacks, name: str = "") -> ClientStore:
         """Make a store; ``name`` tells the folders of several apart."""

@@ -19,13 +19,9 @@ from perada.federation.store.memory import ClientStore
 class DiskStore(ClientStore):
     """States in files: a safetensors file for each client and version, never changed once it has its name.
 
-    A checkpoint names the files, which are in the same run folder. A file that is outdated is deleted once two newer
-    checkpoints do without it, since one of these is complete.
-
-    Args:
-        initial: What every client keeps before its first round, by role (no client axis).
-        folder: Where to write; ``None`` for a temporary folder, whose states a checkpoint then holds itself.
-        prune: Delete outdated files; otherwise a checkpoint of any age finds its own.
+    A checkpoint names the files, which are in the same run folder; it holds the states itself where there is no
+    ``folder`` and so a temporary one. With ``prune`` a file that is outdated is deleted once two newer checkpoints do
+    without it, since one of these is complete; otherwise a checkpoint of any age finds its own.
     """
 
     kind = "disk"
@@ -81,19 +77,17 @@ class DiskStore(ClientStore):
             return super().state_dict()
         for client, path in self.written.items():
             if path.parent != self.folder:
-                own = self.folder / path.name
+                self.written[client] = own = self.folder / path.name
                 if not own.exists():
                     link_file(path, own)
-                self.written[client] = own
         self._named = [self._named[1], set(self.written.values())]
         needed = set.union(*self._named)
-        for path in self._outdated:
-            if path not in needed:
-                path.unlink(missing_ok=True)
+        for path in set(self._outdated) - needed:
+            path.unlink(missing_ok=True)
         self._outdated = [path for path in self._outdated if path in needed]
         files = {client: path.name for client, path in self.written.items()}
-        kept = {"header": self.layout.header, "initial": self._initial}
-        return kept | {"folder": str(self.folder), "files": files}
+        whole = {"header": self.layout.header, "initial": self._initial}
+        return whole | {"folder": str(self.folder), "files": files}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind; its files are read where they are."""

@@ -18,12 +18,7 @@ _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside
 
 
 def read_row(path: Path, layout: Layout) -> Tensor:
-    """Map a client's file into memory.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it was cut off, or holds other tensors.
-    """
+    """Map a client's file into memory, once :func:`check_row` has looked at it."""
     check_row(path, layout)
     begin = len(layout.header)
     return torch.from_file(str(path), shared=False, size=begin + layout.size, dtype=torch.uint8)[begin:]
@@ -79,19 +74,14 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
     """What a saved store says of some clients."""
-    return saved | {
-        name: {client: held for client, held in saved[name].items() if client in clients}
-        for name in ("rows", "files")
-        if name in saved
-    }
+    parts = {name: saved[name] for name in ("rows", "files") if name in saved}
+    return saved | {name: {c: held for c, held in part.items() if c in clients} for name, part in parts.items()}
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of the clients, with the folder of their files where it now is.
+    """What :meth:`ClientStore.state_dict` saved in a checkpoint, with the folder of the clients' files.
 
-    Args:
-        saved: What :meth:`ClientStore.state_dict` gave.
-        checkpoint: The checkpoint's path; a run folder that was moved or copied is found by it.
+    A run folder that was moved or copied is found by the checkpoint's path.
 
     Raises:
         ValueError: If they are not there, and are said to be in no folder of a run's clients.

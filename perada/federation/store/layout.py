@@ -34,10 +34,7 @@ class _Field(NamedTuple):
 
 
 class Layout:
-    """Order of a client's tensors in its row.
-
-    Args:
-        states: What a client keeps, by role (no client axis).
+    """Order of a client's tensors in its row, given what a client keeps by role (no client axis).
 
     Attributes:
         size: Bytes of a row.
@@ -52,12 +49,8 @@ class Layout:
             self._fields.append(_Field(role, key, value.dtype, tuple(value.shape), start, self.size))
         self._order = {role: tuple(state) for role, state in states.items()}
         names = {
-            f"{field.role}/{field.key}": {
-                "dtype": _DTYPES[field.dtype],
-                "shape": field.shape,
-                "data_offsets": (field.start, field.stop),
-            }
-            for field in self._fields
+            f"{role}/{key}": {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": (start, stop)}
+            for role, key, dtype, shape, start, stop in self._fields
         }
         text = json.dumps({"__metadata__": {"format": "pt"}, **names}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes

@@ -2,7 +2,7 @@
 """What the clients keep between rounds, in the device's memory or in the host's."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,9 @@ StoreKind = Literal["auto", "device", "host", "disk"]
 
 
 class ClientStore:
-    """States that M clients keep, on the device; a client never written has the initial ones, which are held once.
+    """States that M clients keep, on the device.
 
-    Args:
-        initial: What every client keeps before its first round, by role (no client axis).
-
-    Attributes:
-        written: What is held of each client that was written.
+    A client that was not ``written`` has the initial ones, by role (no client axis), which are held once.
     """
 
     kind: StoreKind = "device"
@@ -63,8 +59,7 @@ class ClientStore:
 
     def _read(self, client: int) -> Tensor:
         """The row of a client that was written; not a copy."""
-        row: Tensor = self.written[client]
-        return row
+        return cast(Tensor, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
         """What a client keeps that was never written, and the clients written so far, for a checkpoint."""
@@ -81,8 +76,7 @@ class ClientStore:
         self.written = {}
         if saved["header"] != self.layout.header:
             raise ValueError(
-                "the checkpoint's clients keep other tensors than this run's; go on with the configuration that "
-                "wrote it"
+                "the checkpoint's clients keep other tensors than this run's; resume with its configuration"
             )
         if "initial" in saved:
             self._initial.copy_(saved["initial"])
@@ -102,9 +96,8 @@ class HostStore(ClientStore):
 
     def _write(self, client: int, row: Tensor) -> None:
         if client not in self.written:
-            self.written[client] = torch.empty(
-                self.layout.size, dtype=torch.uint8, pin_memory=self._initial.device.type == "cuda"
-            )
+            pinned = self._initial.device.type == "cuda"
+            self.written[client] = torch.empty(self.layout.size, dtype=torch.uint8, pin_memory=pinned)
         self.written[client].copy_(row, non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,9 +19,7 @@ TOGETHER = 64
 class SharedStore:
     """The rank that trained a client last holds its state; one never written is client % ranks's, and nowhere stored.
 
-    Args:
-        local: The part of this rank.
-        ranks: The processes.
+    ``local`` is the part of this rank.
     """
 
     def __init__(self, local: ClientStore, ranks: Ranks) -> None:
@@ -33,17 +31,12 @@ class SharedStore:
         return self._holders.get(client, client % self.ranks.size)
 
     def gather(self, clients: Sequence[int]) -> Stacks:
-        """Copy out what ``clients`` keep, stacked in that order.
-
-        Raises:
-            ValueError: If another rank holds one of them.
-        """
+        """Copy out what ``clients`` keep, stacked in that order; a ValueError if another rank holds one of them."""
         for client in clients:
             if client in self._holders and self.holder(client) != self.ranks.rank:
                 raise ValueError(
-                    f"the state of client {client} is held by process {self.holder(client)} of {self.ranks.size}, and "
-                    f"this is process {self.ranks.rank}; after training ask for it in process 0 "
-                    "(if trainer.is_global_zero)"
+                    f"the state of client {client} is held by process {self.holder(client)}, and this is process "
+                    f"{self.ranks.rank}; after training ask for it in process 0 (if trainer.is_global_zero)"
                 )
         return self.local.gather(clients)
 
@@ -56,12 +49,9 @@ class SharedStore:
         self._move(dict.fromkeys(self._holders, 0))
 
     def scatter(self, shares: Sequence[RoundPlan], broken: Collection[int], rows: Stacks) -> None:
-        """Store what clients keep from now on; every rank gives those of its own share.
+        """Store what clients keep from now on; every rank gives the ``rows`` of its own share, stacked in its order.
 
-        Args:
-            shares: Who trained whom.
-            broken: Those who keep what they had.
-            rows: What the clients of this rank's share keep, stacked in its order.
+        The ``broken`` ones keep what they had.
         """
         broken = set(broken)
         for rank, share in enumerate(shares):

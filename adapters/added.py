@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the methods share that add layers behind a module."""
+
+from typing import Any, ClassVar, cast
+
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+
+
+class AddedLayer(nn.Module, BaseTunerLayer):
+    """A module followed by one adapter for each active PEFT adapter name: ``x + last(... first(x))``.
+
+    Each part is a dictionary of its own, keyed by adapter name: PEFT can then strip the name from the keys it saves.
+    PEFT finds ``modules_to_save`` by the ends of names, so no dictionary's name ends as a module's may (``norm``).
+
+    Args:
+        base_layer: The module, whose output has D features or channels; it stays as it is.
+        adapter_name: PEFT's name of the adapter.
+        config: What to build.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    """Names of the dictionaries, in the order of the forward pass."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: PeftConfig) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        for part in self.parts:
+            setattr(self, part, nn.ModuleDict())
+        self._disable_adapters = False
+        self._active_adapter = adapter_name
+        self.merged_adapters = []
+        self.update_layer(adapter_name, config)
+
+    def build(self, config: Any) -> tuple[nn.Module, ...]:  # noqa: ANN401  # the method's own
+        """Return a new module for each of ``parts``, initialised from torch's global random stream."""
+        raise NotImplementedError
+
+    def update_layer(self, adapter_name: str, config: PeftConfig) -> None:
+        """Add an adapter."""
+        for part, module in zip(self.parts, self.build(config), strict=True):
+            getattr(self, part)[adapter_name] = module
+        self._move_adapter_to_device_of_base_layer(adapter_name, next(self.base_layer.parameters()).device)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the adapted output of the module, in its own shape."""
+        x = self.base_layer(x)
+        if self.disable_adapters:
+            return x
+        for name in self.active_adapters:
+            if name in getattr(self, self.parts[0]):
+                hidden = x
+                for part in self.parts:
+                    hidden = getattr(self, part)[name](hidden)
+                x = x + hidden
+        return x
+
+
+class AddingModel(BaseTuner):
+    """Put an adapter behind each targeted module.
+
+    Attributes:
+        method: What errors call it.
+        families: Networks in which :meth:`targets` finds modules.
+        follows: Modules that an adapter can follow.
+    """
+
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
+    method: ClassVar[str]
+    families: ClassVar[str]
+    follows: ClassVar[str]
+
+    def targets(self, config: Any) -> list[str]:  # noqa: ANN401  # the method's own
+        """Return the modules to adapt where the user names none."""
+        raise NotImplementedError
+
+    def fits(self, target: nn.Module) -> bool:
+        """Whether an adapter can follow ``target``."""
+        raise NotImplementedError
+
+    def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
+        config = cast(Any, peft_config)
+        if config.target_modules is None:
+            config.target_modules = self.targets(config)
+            if not config.target_modules:
+                raise ValueError(
+                    f"the {self.method} adapter fits {self.families}, not {type(self.model).__name__}: "
+                    "choose another adapter, or name the modules in target_modules"
+                )
+        return peft_config
+
+    def _create_and_replace(
+        self,
+        peft_config: PeftConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        *_: object,
+        **__: object,
+    ) -> None:
+        if isinstance(target, AddedLayer):
+            target.update_layer(adapter_name, peft_config)
+            return
+        if not self.fits(target):
+            raise ValueError(
+                f"the {self.method} adapter cannot follow {current_key!r}, a {type(target).__name__}: "
+                f"let target_modules name {self.follows} only"
+            )
+        layer = cast(type[AddedLayer], self.tuner_layer_cls)(target, adapter_name, peft_config)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
