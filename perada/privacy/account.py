@@ -164,12 +164,9 @@ class Account:
         return [min(pair) for pair in zip(self.noise_multipliers, self._before, strict=True)]
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int, tuned: bool = False) -> None:
-        """Resume from what :meth:`state_dict` gave; a calibrated σ stays what it was.
+        """Resume from what :meth:`state_dict` gave after ``rounds_done`` rounds, or the fine-tuning that follows.
 
-        Args:
-            state: What it gave.
-            rounds_done: Rounds that it counts.
-            tuned: Whether it counts a fine-tuning after them.
+        A calibrated σ stays what it was.
 
         Raises:
             ValueError: If batches were drawn in another way, or the rounds that are now planned would pass the target.

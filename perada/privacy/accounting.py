@@ -125,7 +125,7 @@ class Ledger:
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by what :meth:`state_dict` gave; ``state`` is copied.
+        """Replace everything by what :meth:`state_dict` gave, of which a copy is taken.
 
         Raises:
             ValueError: If ``state`` is not from :meth:`state_dict`; the ledger is then as it was.

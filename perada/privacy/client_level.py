@@ -23,7 +23,7 @@ from perada.privacy.accounting import ROUNDING, Ledger, check_plan, history_epsi
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.options import ClientPrivacy
 
-VARIANCE = "running_var"
+Planned = Callable[[int], Sequence[int]]
 
 
 def clip_updates(updates: State, received: State, max_norm: float) -> tuple[State, Tensor]:
@@ -32,14 +32,8 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     δ ← δ · min(1, S / ‖δ‖) with the norm over all floating tensors together (McMahan et al., ICLR 2018, section 2.2,
     flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
 
-    Args:
-        updates: What the clients send, (C, ...).
-        received: What they were sent, (C, ...).
-        max_norm: S.
-
-    Returns:
-        The clipped changes of the floating tensors, (C, ...) in the dtype of ``updates``, and the norms (C,) before
-        clipping in float64, NaN for a client that is not finite.
+    The states are stacks (C, ...). The clipped changes of the floating tensors come in the dtype of ``updates``, the
+    norms (C,) before clipping in float64, NaN for a client that is not finite.
 
     Raises:
         ValueError: If S or a tensor cannot be used: it was not received, or is in half precision, where rounding would
@@ -134,7 +128,7 @@ def next_norm(max_norm: float, share: float, quantile: float, lr: float) -> floa
 
 def floor_variances(state: State) -> State:
     """``state`` with running variances that noise took below 0 set to 0; post-processing, which costs nothing."""
-    return {key: value.clamp(min=0) if key.endswith(VARIANCE) else value for key, value in state.items()}
+    return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
 
 
 class ClientLevel:
@@ -153,22 +147,14 @@ class ClientLevel:
     """
 
     def __init__(
-        self,
-        options: ClientPrivacy,
-        noise_multiplier: float,
-        seed: int,
-        planned: Callable[[int], Sequence[int]] | None = None,
+        self, options: ClientPrivacy, noise_multiplier: float, seed: int, planned: Planned | None = None
     ) -> None:
         self.options, self.noise_multiplier, self._seed, self._planned = options, noise_multiplier, seed, planned
         self.norm, self.ledger, self.lost = options.max_norm, Ledger(), Ledger()
         self._count_noise = options.count_noise
 
     def check(self, clients: int) -> None:
-        """Settle the count's noise for rounds of so many clients, and refuse it if that of the updates is too much.
-
-        Raises:
-            ValueError: If so.
-        """
+        """Settle the count's noise for rounds of so many clients, and refuse it if that of the updates is too much."""
         if self.options.count_noise is None:
             self._count_noise = clients / 20
         self._split(clients)
@@ -221,8 +207,7 @@ class ClientLevel:
         A single row has less noise than that. Integer tensors are those received.
 
         Args:
-            updates: What clients of the round sent, (c, ...); those that are not finite too, as whether they are
-                depends on data.
+            updates: What clients of the round sent, (c, ...), also what is not finite: whether it is depends on data.
             received: What they were sent, (c, ...).
             round: Counted from 0.
             clients: Ids of all C clients of the round, in order.

@@ -78,8 +78,7 @@ def only_the_mean_counts(rule: ServerRule) -> bool:
                     f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "
                     f"where that is tried ({type(error).__name__}: {error})"
                 ) from error
-        results.append(
-            {f"{name}/{key}": v for name, part in ({"": previous} | state).items() for key, v in part.items()}
-        )
+        parts = {"": previous} | state
+        results.append({f"{name}/{key}": value for name, part in parts.items() for key, value in part.items()})
     one, other = results
     return one.keys() == other.keys() and all(torch.allclose(one[key], other[key], 1e-9, 1e-12) for key in one)

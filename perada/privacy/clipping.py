@@ -6,7 +6,7 @@ model; the mask (C, B) is true where a row is a real image. Two data sets are ne
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import torch
 from torch import Tensor
@@ -33,14 +33,8 @@ def factors_of(norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "fla
 
     An image whose gradient is not finite is left out, factor 0: else it alone would decide what the sum is.
 
-    Args:
-        norms: ``{parameter: norm (C, B) of each row's gradient}``.
-        mask: Real rows, bool, (C, B); the factors of the others are 0, whatever stands there.
-        max_norm: Largest norm C of a row; for ``per_layer`` also ``{parameter: bound}``.
-        method: As above.
-
-    Returns:
-        ``{parameter: factors (C, B)}``.
+    The norms and factors (C, B) are of each parameter and row. A row that is not in the mask, bool (C, B), has the
+    factor 0, whatever stands there. ``max_norm`` is the C above; for ``per_layer`` also ``{parameter: bound}``.
 
     Raises:
         ValueError: If a method or a bound is not as above.
@@ -125,15 +119,12 @@ def noisy_mean(
     """
     clients = len(expected_batch if generators is None else generators)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
-    lengths = {"std": len(stds), "expected_batch": len(expected_batch)}
-    lengths |= {name: len(value) for name, value in summed.items()}
-    for name, length in lengths.items():
-        if length != clients:
-            raise ValueError(f"{name} has {length} clients, but there are {clients} generators; give one for each")
+    given: dict[str, Sized] = {"std": stds, "expected_batch": expected_batch, **summed}
+    for name, values in given.items():
+        if len(values) != clients:
+            raise ValueError(f"{name} has {len(values)} clients, but there are {clients} generators; give one for each")
     if generators is not None and len({id(source) for source in generators}) < clients:
-        raise ValueError(
-            "two clients share a generator: their noise would depend on who else is there; give each its own"
-        )
+        raise ValueError("two clients share a generator: their noise would depend on one another; give each its own")
     sources = [None] * clients if generators is None else generators
     each = list(zip(stds, expected_batch, sources, strict=True))
     for deviation, size, _ in each:

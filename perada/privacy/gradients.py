@@ -36,7 +36,7 @@ class Query:
         y: Labels (C, B) or (C, B, K).
         counts: Real rows of each client, 0 for a batch without images.
         dropout: The clients' random streams.
-        noise: One random stream per client; ``None`` for the operating system's generator.
+        noise: One random stream per client; ``None`` for the cryptographic generator.
         noise_multipliers: σ of each client.
         expected: Images expected in each client's batch.
     """
@@ -111,10 +111,8 @@ class FoldedGradients:
                 real = real_rows(counts, x.shape[1], x.device)
                 samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
                 with torch.autocast(x.device.type, enabled=False):
-                    zeros = torch.zeros(real.shape, device=real.device)  # of what no image passed
-                    norms = {
-                        key: samples[key].squares().sqrt().view_as(real) if key in samples else zeros for key in leaves
-                    }
+                    norms = dict.fromkeys(leaves, torch.zeros(real.shape, device=real.device))  # no image passed some
+                    norms |= {key: sample.squares().sqrt().view_as(real) for key, sample in samples.items()}
                     factors = factors_of(norms, real, self.options.max_norm, self.options.clipping)
                     for key, sample in samples.items():
                         summed[key] += sample.summed(factors[key].to(summed[key].dtype))

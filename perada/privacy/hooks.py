@@ -142,9 +142,8 @@ def _conv_gradients(layer: nn.Conv2d, activations: list[Tensor], backprops: Tens
     """Opacus's sampler of convolutions, which takes channels-last tensors for contiguous ones (seen in 1.6.0)."""
     from opacus.grad_sample.conv import compute_conv_grad_sample
 
-    found: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(
-        layer, [activations[0].contiguous()], backprops.contiguous()
-    )
+    plain = [activations[0].contiguous()], backprops.contiguous()
+    found: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(layer, *plain)
     return found
 
 

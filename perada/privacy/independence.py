@@ -18,6 +18,8 @@ from perada.privacy.gradients import Query, make_gradients
 from perada.privacy.options import Privacy
 from perada.privacy.probe import UNCLIPPED, without_noise
 
+Batch = tuple[Tensor, Tensor, tuple[int, ...]]
+"""Images (C, B, ...), labels (C, B) or (C, B, K), and the real rows of each client."""
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """How far sums over a batch may be from the sums of their parts, relative to the largest number among them."""
 SEVERAL = 8
@@ -43,11 +45,11 @@ def check_one_image(
     Raises:
         ValueError: If the two differ, or the same batch gives another sum after others were seen.
     """
-    x, y, counts = _several(x, y, counts)
+    batch = _several(x, y, counts)
     try:
-        trial = _Trial(options, engine, states, x, y, counts, multilabel, torch.float64)
+        trial = _Trial(options, engine, states, batch, multilabel, torch.float64)
     except Exception:  # of a network that names a number format, or has several
-        trial = _Trial(options, engine, states, x, y, counts, multilabel, None)
+        trial = _Trial(options, engine, states, batch, multilabel, None)
     everyone, rest = trial.sums(trial.all), trial.sums(trial.others)
     if trial.remembers() or not trial.close(everyone, trial.sums(trial.all)):
         raise ValueError(
@@ -97,7 +99,7 @@ def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | 
         return engine.logits(states, x, training=True, counts=counts, streams=streams)
 
 
-def _several(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+def _several(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> Batch:
     """At least so many images of every client that a network could mix them; where it has fewer, others made of them.
 
     A Poisson sample may hold more images than are expected, and more than one where one is.
@@ -123,21 +125,12 @@ class _Trial:
     """
 
     def __init__(
-        self,
-        options: Privacy,
-        engine: Engine,
-        states: State,
-        x: Tensor,
-        y: Tensor,
-        counts: tuple[int, ...],
-        multilabel: bool,
-        dtype: torch.dtype | None,
+        self, options: Privacy, engine: Engine, states: State, batch: Batch, multilabel: bool, dtype: torch.dtype | None
     ) -> None:
-        self.engine, self.x, self.y, self.counts = _exact(engine, dtype), _as(x, dtype), y, counts
+        x, self.y, self.counts = batch
+        self.engine, self.x, counts = _exact(engine, dtype), _as(x, dtype), self.counts
         self._close = CLOSE[dtype or torch.float32]
-        self.states = {
-            key: _as(value, dtype).detach().requires_grad_(value.requires_grad) for key, value in states.items()
-        }
+        self.states = {key: _as(v, dtype).detach().requires_grad_(v.requires_grad) for key, v in states.items()}
         rows = torch.arange(x.shape[1]).expand(len(counts), -1)
         out = torch.tensor(counts).unsqueeze(1) // 2  # from the middle: those behind it move up
         self.all, self.others = rows, rows[rows != out].view(len(counts), -1)

@@ -27,9 +27,8 @@ def _no_link(path: str, flags: int) -> int:
 class Journal:
     """Files with a line of JSON for every round that was begun.
 
-    Args:
-        own: Files of this run; they must be writable.
-        others: Those of the runs that it is resumed from, which are to know of its rounds too.
+    Those of this run, ``own``, must be writable; ``others``, of the runs that it is resumed from, are to know of its
+    rounds too.
     """
 
     def __init__(self, own: Iterable[Path], others: Iterable[Path] = ()) -> None:

@@ -81,10 +81,8 @@ class Protection:
         if self.journal.own:
             self.journaled = entry["id"]
         if lost:
-            names = ", ".join(map(str, lost))
-            warnings.warn(
-                f"privacy: {names} cannot be written: who resumes from there does not know of it", stacklevel=2
-            )
+            unaware = f"{', '.join(map(str, lost))} cannot be written: who resumes from there does not know of it"
+            warnings.warn(f"privacy: {unaware}", stacklevel=2)
 
     def journal_in(self, path: Path, rounds_done: int) -> None:
         """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left."""
@@ -193,27 +191,17 @@ class Protection:
         }
 
     def check_alike(self, saved: dict[str, Any] | None) -> None:
-        """Compare how a run was private with how this one is.
-
-        Args:
-            saved: What :meth:`state_dict` gave; ``None`` for a run that was not private.
-
-        Raises:
-            ValueError: If it was private in another way.
-        """
+        """Refuse the ``saved`` state, or ``None``, of a run that was private in another way than this one."""
         saved = saved or {"images": None, "clients": None}
-        for name, own in (("images", self.images), ("clients", self.clients)):
+        for name, section, own in (("images", "privacy", self.images), ("clients", "client_privacy", self.clients)):
             if (saved[name] is None) != (own is None):
-                section = {"images": "privacy", "clients": "client_privacy"}[name]
                 with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
                 raise ValueError(
                     f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
                     f"not be accounted for; resume {with_it} {section}, or start anew"
                 )
         if self.private and "folder" not in saved:
-            raise ValueError(
-                "the checkpoint's ledgers are of an earlier version of perada; resume with that one, or start anew"
-            )
+            raise ValueError("the checkpoint's ledgers are of an earlier perada; resume with that one, or start anew")
         for section, here in self._secure_rng.items():
             there = saved["secure_rng"][section]
             if there != here:
@@ -225,10 +213,7 @@ class Protection:
     def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
         """Resume from what :meth:`state_dict` gave, ``None`` for a run that was not private.
 
-        Args:
-            saved: What it gave.
-            rounds_done: Rounds that it counts.
-            tuned: Whether it counts a fine-tuning after them.
+        ``saved`` counts ``rounds_done`` rounds and, if ``tuned``, a fine-tuning after them.
 
         Raises:
             ValueError: If what was trained so far was private in another way, or would pass its target.

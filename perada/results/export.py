@@ -91,9 +91,7 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
         if shapes[0] != shapes[1]:
             raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
         if not weights[name].isfinite().all():
-            raise ValueError(
-                f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it anew"
-            )
+            raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; save it anew")
     try:
         set_peft_model_state_dict(adapted.peft_model, weights)
         if adapted.beside:
@@ -124,9 +122,7 @@ def read_config(folder: Path) -> PeftConfig:
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{str(folder)!r} is no adapter folder: it has no {name}; give one that perada saved"
-            )
+            raise FileNotFoundError(f"{str(folder)!r} is no adapter folder: it has no {name}; give one perada saved")
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields
@@ -139,11 +135,10 @@ def read_config(folder: Path) -> PeftConfig:
 
 def save_backbone(adapted: AdaptedModel, folder: Path) -> None:
     """Write the frozen tensors of a backbone whose weights cannot be had elsewhere."""
-    trained = set(trained_keys(adapted.model))
-    tensors = {
-        k: v.detach().cpu().contiguous().clone() for k, v in adapted.model.state_dict().items() if k not in trained
-    }
-    save_file(tensors, folder / BACKBONE_FILE)
+    frozen = adapted.model.state_dict()
+    for key in trained_keys(adapted.model):
+        frozen.pop(key, None)
+    save_file({key: value.cpu().contiguous().clone() for key, value in frozen.items()}, folder / BACKBONE_FILE)
 
 
 def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:

@@ -31,14 +31,13 @@ from perada.results.report import TEST_MODE
 
 RUN_FILE = "run.json"
 FORMAT = 1
+Average = Literal["logits", "probabilities"]
 
 
 class Ensemble(nn.Module):
     """Several networks whose ``logits`` or ``probabilities`` are averaged; the outcome are logits either way."""
 
-    def __init__(
-        self, members: Sequence[nn.Module], average: Literal["logits", "probabilities"], multilabel: bool
-    ) -> None:
+    def __init__(self, members: Sequence[nn.Module], average: Average, multilabel: bool) -> None:
         super().__init__()
         self.members, self.average, self.multilabel = nn.ModuleList(members), average, multilabel
 
@@ -93,11 +92,7 @@ class Run:
         return _contiguous(self._global[0])
 
     def states(self, role: str) -> list[State]:
-        """Copies of all states of a role, those of an ensemble or of every client.
-
-        Raises:
-            ValueError: If the role is unknown.
-        """
+        """Copies of all states of a role, as :meth:`state` gives them: those of an ensemble or of every client."""
         if role == "global":
             return [_contiguous(state) for state in self._global]
         return [self.state(role, client) for client in range(self.num_clients)]
@@ -179,9 +174,7 @@ class Run:
         """
         folder = Path(folder)
         if not (folder / RUN_FILE).is_file():
-            raise FileNotFoundError(
-                f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give a folder that Run.save wrote"
-            )
+            raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
         try:
             saved = json.loads((folder / RUN_FILE).read_text())
             info, clients, found = dict(saved["info"]), saved["num_clients"], saved["format"]
@@ -199,9 +192,8 @@ class Run:
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(
-                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{str(folder / RUN_FILE)!r} is broken ({reason}); save it anew") from error
         if info["backbone"] is None and backbone is None:
             raise ValueError(
                 f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
