@@ -200,7 +200,7 @@ class Run:
                 raise KeyError(f"info lacks {sorted(missing)}")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
-                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it anew"
+                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it again"
             ) from error
         if info["backbone"] is None and backbone is None:
             raise ValueError(
