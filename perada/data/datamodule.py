@@ -19,7 +19,7 @@ from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
 from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
-from perada.data.batches.samples import MapStore, Samples, TensorStore, length
+from perada.data.batches.samples import MapStore, Samples, Store, TensorStore, length
 from perada.data.batches.schedule import Schedule
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.overlap import check_overlap
@@ -99,13 +99,13 @@ class FederatedDataModule(pl.LightningDataModule):
         if data is None:
             if dataset is None or partition is None:
                 raise ValueError(
-                    f"dataset is {dataset} and partition is {partition}: give both (for example Digits and "
-                    "Dirichlet), or data=FederatedData(...)"
+                    f"dataset={dataset} and partition={partition}: give both, for example Digits and Dirichlet, or "
+                    "data=FederatedData(...)"
                 )
             self._division = Division(dataset, partition, *given, seed=seed)
         elif dataset is not None or partition is not None or any(given):
             raise ValueError(
-                "data is given, and with it options that divide a dataset: put the public set and all else into "
+                "data is given together with options that divide a dataset; put the public set and all else into "
                 "FederatedData, or give dataset and partition instead"
             )
         check_whole("batch_size", batch_size, also=["full"])
@@ -124,7 +124,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._features: FeatureCache | None = None
 
     def prepare_data(self) -> None:
-        """Fetch what is to be downloaded."""
+        """Fetch missing files if that was asked for."""
         if self._division is not None:
             self._division.download()
 
@@ -233,10 +233,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
-        if self._ready.test is None:
-            return []
-        store = self._served(self._ready.test)
-        return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
+        return [] if self._ready.test is None else self._in_order(self._ready.test)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -253,11 +250,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return 0 if store is None else store.sizes[0]
 
     def check_public_overlap(self) -> None:
-        """Compare the server's images with all that clients train on; images in files are all read for it.
-
-        Raises:
-            ValueError: If one is in both, with both places.
-        """
+        """Refuse images of the server's that clients train on; images in files are all read for it."""
         for name, store in (("public", self._ready.public), ("server_validation", self._ready.server_validation)):
             if store is not None:
                 check_overlap(self._ready.train, store, name)
@@ -280,8 +273,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
         if self._ready.server_validation is not None:
-            store = self._served(self._ready.server_validation)
-            for x, y, _ in loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers):
+            for x, y, _ in self._in_order(self._ready.server_validation):
                 yield self.prepare(send(x, device)), send(y, device)
 
     @property
@@ -323,7 +315,11 @@ class FederatedDataModule(pl.LightningDataModule):
 
         self._features = encode and FeatureCache(encode, size, self.device_cache_mb * 10**6, suits)
 
-    def _served(self, store: TensorStore | MapStore) -> Samples:
+    def _in_order(self, store: Store) -> DataLoader[EvalBatch]:
+        served = self._served(store)
+        return loader(EvalBatches(served, self.eval_batch_size, self._seed), served, self.num_workers)
+
+    def _served(self, store: Store) -> Samples:
         """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         if isinstance(store, TensorStore) and device.type != "cpu":

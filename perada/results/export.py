@@ -39,7 +39,7 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str
 
 
 def write_section(path: Path, section: str) -> None:
-    """Put a section of Markdown, or none, at the end of a file, in the place of what an earlier call put there."""
+    """Put a section of Markdown, or none, at the end of a file, instead of what an earlier call put there."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     ours = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
     rest = "\n\n".join(filter(None, ours.split(text)))
@@ -51,7 +51,7 @@ def write_section(path: Path, section: str) -> None:
 
 @contextmanager
 def contiguous(model: nn.Module) -> Iterator[None]:
-    """Lay out the tensors of ``model`` plainly meanwhile: files hold no channels-last memory format."""
+    """Within the ``with`` statement no tensor of ``model`` is channels-last, which files cannot hold."""
     channels_last = torch.channels_last
     last = [p for p in model.parameters() if not p.is_contiguous() and p.is_contiguous(memory_format=channels_last)]
     try:
@@ -80,7 +80,7 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
         weights = load_peft_weights(str(folder), device="cpu")
     except Exception as error:  # safetensors raises types of its own
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it anew") from error
+        raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it again") from error
     expected = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
     for name in sorted({*weights, *expected}):
         if name not in weights:
@@ -91,7 +91,9 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
         if shapes[0] != shapes[1]:
             raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
         if not weights[name].isfinite().all():
-            raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; save it anew")
+            raise ValueError(
+                f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it again"
+            )
     try:
         set_peft_model_state_dict(adapted.peft_model, weights)
         if adapted.beside:
@@ -122,13 +124,15 @@ def read_config(folder: Path) -> PeftConfig:
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{str(folder)!r} is no adapter folder: it has no {name}; give one perada saved")
+            raise FileNotFoundError(
+                f"{str(folder)!r} is not an adapter folder: it has no {name}; give one that perada saved"
+            )
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields
         reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise ValueError(
-            f"the adapter configuration in {str(folder)!r} cannot be read: {reason}; save it anew"
+            f"the adapter configuration in {str(folder)!r} cannot be read: {reason}; save it again"
         ) from error
     return config
 

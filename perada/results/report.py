@@ -38,7 +38,7 @@ ROUND_EPSILONS = {
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Lay out a Markdown table; the first columns, as many as ``left``, are aligned left, the others right.
 
-    What no terminal should be sent, and what would end a cell, is replaced: names may come from anyone's file.
+    Control characters and what would end a cell are replaced: names may come from anyone's file.
 
     >>> print(table(["a", "b"], [["x", "10"]]))
     | a |  b |
@@ -100,7 +100,7 @@ def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: 
 
 
 def _noted(shown: str, test_mode: bool) -> str:
-    """A table, and below it what is to be known of its ε."""
+    """A table, with a warning below it in the test mode."""
     return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 

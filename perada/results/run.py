@@ -192,8 +192,9 @@ class Run:
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{str(folder / RUN_FILE)!r} is broken ({reason}); save it anew") from error
+            raise ValueError(
+                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it again"
+            ) from error
         if info["backbone"] is None and backbone is None:
             raise ValueError(
                 f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "

@@ -149,8 +149,8 @@ def test_channels_that_the_backbone_does_not_take():
         ({"num_workers": -1}, "num_workers=-1 cannot be used; give a whole number of 0 or more"),
         ({"image_size": 0}, "image_size=0 cannot be used"),
         ({"crop_padding": -1}, "crop_padding=-1 cannot be used"),
-        ({"train_limit": 5}, "data is given, and with it options"),
-        ({"dataset": Digits()}, "data is given, and with it options"),
+        ({"train_limit": 5}, "data is given together with options"),
+        ({"dataset": Digits()}, "data is given together with options"),
     ],
 )
 def test_options(options, words):
@@ -161,7 +161,7 @@ def test_options(options, words):
     ("options", "words"),
     [
         ({"partition": None}, "give both"),
-        ({"dataset": None}, "dataset is None"),
+        ({"dataset": None}, "dataset=None and"),
         ({"public_fraction": 1.0}, r"public_fraction=1\.0 cannot be used; give a finite number from 0 to below 1"),
         ({"validation_fraction": -0.1}, r"validation_fraction=-0\.1 cannot be used"),
         ({"public_fraction": 0.5, "validation_fraction": 0.5}, "leave the clients nothing"),

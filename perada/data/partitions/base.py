@@ -16,7 +16,7 @@ from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
 from perada.data.partitions.apportion import Array, check_enough
 
-Shares = tuple[list[Array], list[Array]]
+Assignment = tuple[list[Array], list[Array]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Partition(ABC):
     """Divides a training set and a test set among clients."""
 
     @abstractmethod
-    def split(self, train: Split, test: Split, seed: int) -> Shares:
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Choose each client's samples.
 
         Args:
@@ -71,7 +71,7 @@ class IID(Partition):
         check_whole("num_clients", num_clients)
         self.num_clients = num_clients
 
-    def split(self, train: Split, test: Split, seed: int) -> Shares:
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Cut a permutation into M parts whose sizes differ by at most one."""
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
@@ -91,7 +91,7 @@ class ByDomain(Partition):
         check_whole("clients_per_domain", clients_per_domain)
         self.column, self.clients_per_domain = column, clients_per_domain
 
-    def split(self, train: Split, test: Split, seed: int) -> Shares:
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Sort the domains by name, and cut each domain's samples into equal shares."""
         if self.column not in train.columns:
             raise ValueError(
@@ -99,7 +99,7 @@ class ByDomain(Partition):
                 "an ImageFolder with domains: true has 'domain'"
             )
         rng = partition_rng(seed)
-        division: Shares = ([], [])
+        division: Assignment = ([], [])
         for domain in np.unique(train.columns[self.column]):
             rows = np.flatnonzero(train.columns[self.column] == domain)
             if len(rows) < self.clients_per_domain:
@@ -123,7 +123,7 @@ class FromFile(Partition):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def split(self, train: Split, test: Split, seed: int) -> Shares:
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Look up the rows of the recorded positions; the seed is not used."""
         path = Path(self.path)
         if not path.is_file():
@@ -133,9 +133,7 @@ class FromFile(Partition):
             recorded = [
                 [np.asarray(own, dtype=np.int64).reshape(-1) for own in saved[part]] for part in ("train", "test")
             ]
-            held = saved.get("client_validation") or [[]] * len(
-                recorded[0]
-            )  # the partition gave these for training too
+            held = saved.get("client_validation") or [[]] * len(recorded[0])  # given for training too
             recorded[0] = [
                 np.append(own, np.asarray(more, np.int64)) for own, more in zip(recorded[0], held, strict=True)
             ]

@@ -10,7 +10,7 @@ import numpy as np
 
 from perada.core.checks import check_number, check_whole
 from perada.data.partitions.apportion import Array, apportion, check_enough, deal, even, raise_to_minimum
-from perada.data.partitions.base import Partition, Shares, Split, partition_rng
+from perada.data.partitions.base import Assignment, Partition, Split, partition_rng
 
 
 class LabelPartition(Partition):
@@ -31,7 +31,7 @@ class LabelPartition(Partition):
             Integers (M, K) whose sum over clients is at most ``sizes``.
         """
 
-    def split(self, train: Split, test: Split, seed: int) -> Shares:
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Deal the samples of each class; of the test set, each client gets the share that it got of the training set.
 
         Every client gets a test sample if there are as many as clients.

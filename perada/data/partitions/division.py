@@ -55,7 +55,7 @@ class Division:
             check_whole(name, getattr(self, name), optional=True, hint="by default all images are used")
 
     def download(self) -> None:
-        """Fetch what is to be downloaded."""
+        """Fetch missing files if that was asked for."""
         self.dataset.download()
         if self.public is not None:
             self.public.download()

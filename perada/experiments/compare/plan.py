@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
+"""What is run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of results: written as they come, read when a command goes on where it stopped."""
+"""The file of results: written as they come, read when a command resumes where it stopped."""
 
 import json
 import os
@@ -38,13 +38,10 @@ class Results:
                 ) from error
 
     def check(self, digests: dict[str, str]) -> None:
-        """Refuse to go on with a recipe that was edited: old and new rows would be mixed.
+        """Refuse to resume with a recipe that was edited: old and new rows would be mixed.
 
         Args:
             digests: Of the recipes' contents, by name.
-
-        Raises:
-            ValueError: If results of another version of a recipe are there.
         """
         for record in self.records:
             if digests.get(record["recipe"], record["digest"]) != record["digest"]:
@@ -63,7 +60,7 @@ class Results:
         return any(wanted.items() <= record.items() for record in self.records)
 
     def add(self, record: Record, order: Sequence[Job]) -> None:
-        """Take a record in, in the place of an earlier one of the same run, and write the file.
+        """Add a record, replacing an earlier one of the same run, and write the file.
 
         Args:
             record: The run and what came of it.

@@ -36,7 +36,7 @@ class Stopwatch(pl.Callback):
         self.seconds += time.perf_counter() - self._since
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on."""
+        """Resume."""
         self._since = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -59,7 +59,7 @@ def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -
         torch.set_num_threads(threads)
         with quiet():
             result = _run(make_cli, args, start)
-    except Exception as error:  # whatever it is, the other runs go on
+    except Exception as error:  # whatever it is, the other runs continue
         result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     finally:
         torch.set_num_threads(before)
