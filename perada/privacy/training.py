@@ -2,6 +2,7 @@
 """Private local training: what stands in the place of a client's loss."""
 
 from collections import Counter
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from perada.core.seeding import Streams, generator
 from perada.core.states import State
 from perada.engine.engine import Engine
 from perada.privacy.account import Account
-from perada.privacy.gradients import Query, make_gradients
+from perada.privacy.gradients import NoisyGradients, Query, make_gradients
 from perada.privacy.sampling import expected_batch_size
 
 
@@ -20,8 +21,12 @@ class PrivateTraining:
     """Gives local steps losses whose value is 0 and whose gradient is private."""
 
     def __init__(self, account: Account, engine: Engine, multilabel: bool, seed: int) -> None:
-        self.account, self.seed = account, seed
-        self.gradients = make_gradients(account.options, engine, multilabel)
+        self.account, self.seed, self._engine, self._multilabel = account, seed, engine, multilabel
+
+    @cached_property
+    def gradients(self) -> NoisyGradients:
+        """What answers queries; made when it is first asked, as by then features may stand for images."""
+        return make_gradients(self.account.options, self._engine, self._multilabel)
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
         """How batches are drawn."""
