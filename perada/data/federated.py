@@ -100,9 +100,8 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     check_whole("num_classes", num_classes, optional=True)
     train = make_store(data.train, size=image_size)
     test = make_store(data.test, size=image_size) if any(map(length, data.test)) else None
-    validation = None
-    if data.server_validation is not None:
-        validation = make_store([data.server_validation], size=image_size)
+    validation = None if data.server_validation is None else make_store([data.server_validation], size=image_size)
+    public = None if data.public is None else make_store([data.public], labelled=False, size=image_size)
     parts = {"training": train, "test": test, "validation": validation}
     image, found = None, {}
     for part, store in parts.items():
@@ -117,9 +116,6 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     for store in parts.values():
         if isinstance(store, MapStore) and not multilabel:
             store.num_classes = num_classes
-    public = None
-    if data.public is not None:
-        public = make_store([data.public], labelled=False, size=image_size)
     return Checked(train, test, public, validation, num_classes, multilabel, image)
 
 
