@@ -138,12 +138,10 @@ def _check_counts(data: FederatedData) -> None:
 
 def first_image(store: Store, client: int = 0, size: int | None = None) -> Kind:
     """Shape and type of a client's first image, once it is resized to ``size``."""
-    if isinstance(store, TensorStore):
-        shape, dtype = kind(store.images)
-        return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
-    with isolated_randomness():
-        seed_all(0)
-        return kind(store.item(client, 0)[0], 0)
+    if isinstance(store, MapStore):
+        return kind(store.take(torch.tensor([client]), torch.tensor([0]))[0])
+    shape, dtype = kind(store.images)
+    return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
 
 
 def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | None) -> Kind | None:
