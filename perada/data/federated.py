@@ -100,9 +100,8 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     check_whole("num_classes", num_classes, optional=True)
     train = make_store(data.train, size=image_size)
     test = make_store(data.test, size=image_size) if any(map(length, data.test)) else None
-    validation = None
-    if data.server_validation is not None:
-        validation = make_store([data.server_validation], size=image_size)
+    validation = None if data.server_validation is None else make_store([data.server_validation], size=image_size)
+    public = None if data.public is None else make_store([data.public], labelled=False, size=image_size)
     parts = {"training": train, "test": test, "validation": validation}
     image, found = None, {}
     for part, store in parts.items():
@@ -117,9 +116,6 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     for store in parts.values():
         if isinstance(store, MapStore) and not multilabel:
             store.num_classes = num_classes
-    public = None
-    if data.public is not None:
-        public = make_store([data.public], labelled=False, size=image_size)
     return Checked(train, test, public, validation, num_classes, multilabel, image)
 
 
@@ -142,12 +138,10 @@ def _check_counts(data: FederatedData) -> None:
 
 def first_image(store: Store, client: int = 0, size: int | None = None) -> Kind:
     """Shape and type of a client's first image, once it is resized to ``size``."""
-    if isinstance(store, TensorStore):
-        shape, dtype = kind(store.images)
-        return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
-    with isolated_randomness():
-        seed_all(0)
-        return kind(store.item(client, 0)[0], 0)
+    if isinstance(store, MapStore):
+        return kind(store.take(torch.tensor([client]), torch.tensor([0]))[0])
+    shape, dtype = kind(store.images)
+    return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
 
 
 def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | None) -> Kind | None:

@@ -89,9 +89,7 @@ class Preparation:
         seed = secrets.randbits(256) if self.secure and stream is not None else self.seed
         sources = [generator(seed, purpose, batch.round, client, batch.step) for client in batch.clients]
         counts = (batch.x.shape[1],) * len(sources) if stream is None else batch.counts
-        own = [
-            draw_crops(rows, padding > 0, self.flip, padding, source)
-            for rows, source in zip(counts, sources, strict=True)
-        ]
+        drawn = zip(counts, sources, strict=True)
+        own = [draw_crops(rows, padding > 0, self.flip, padding, source) for rows, source in drawn]
         crops = pad(torch.cat(own), counts).flatten(0, 1)
         return augment(batch.x.flatten(0, 1), crops, padding).view_as(batch.x)

@@ -10,13 +10,7 @@ from perada.core.rounds import BatchSize, Phase, PrivateSampling, RoundPlan, mak
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all rounds have in common.
-
-    Args:
-        clients_per_round: Clients C drawn in each round; None for all.
-        phases: The stretches of local training in a round.
-        private: How batches are drawn where training is private; None where it is not.
-        eligible: Gives those of the given clients that may still take part; None where all may.
+    """What all rounds have in common: the options of :meth:`perada.data.FederatedDataModule.configure_rounds`.
 
     Raises:
         ValueError: If there are no phases, or ``private`` is for another number of them.
@@ -42,16 +36,6 @@ class Schedule:
         check_whole("clients_per_round", self.clients_per_round, most=num_clients, optional=True, hint=hint)
 
     def plan(self, seed: int, round: int, sizes: Sequence[int], batch_size: BatchSize) -> RoundPlan:
-        """Draw the clients of a round and count their steps.
-
-        Args:
-            seed: The run's seed.
-            round: The round.
-            sizes: Number of training samples of every client.
-            batch_size: Rows in a batch, or "full".
-
-        Raises:
-            ValueError: If no client may take part.
-        """
+        """Draw the clients of a round by the run's seed, and count their steps; refused if none may take part."""
         clients = sample_cohort(seed, round, len(sizes), self.clients_per_round, self.eligible)
         return make_plan(round, clients, sizes, self.phases, batch_size)

@@ -48,8 +48,6 @@ def check_dtype(images: Tensor) -> None:
 
 def resize_uint8(image: Tensor, size: int) -> Tensor:
     """Resize one uint8 image (Ch, H, W) to (Ch, size, size), bilinear with antialiasing."""
-    if tuple(image.shape[-2:]) == (size, size):
-        return image
     resized: Tensor = vision.resize(image, [size, size], antialias=True)
     return resized
 

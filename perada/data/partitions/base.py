@@ -21,17 +21,11 @@ Assignment = tuple[list[Array], list[Array]]
 
 @dataclass(frozen=True)
 class Split:
-    """What a partition sees of one split.
+    """What a partition sees of one split."""
 
-    Args:
-        labels: Classes (N,), or several labels (N, K) whose combinations then count as the classes.
-        index: Position (N,) of each sample in its dataset.
-        columns: Further facts (N,) by name.
-    """
-
-    labels: Array
-    index: Array
-    columns: Mapping[str, Array] = field(default_factory=dict)
+    labels: Array  # (N,) classes, or (N, K) several labels, whose combinations then count as the classes
+    index: Array  # (N,) position of each sample in its dataset
+    columns: Mapping[str, Array] = field(default_factory=dict)  # further facts (N,) by name
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -130,35 +124,27 @@ class FromFile(Partition):
             raise FileNotFoundError(f"{path} does not exist: give the partition.json in the folder of an earlier run")
         try:
             saved = json.loads(path.read_text())
-            recorded = [
-                [np.asarray(own, dtype=np.int64).reshape(-1) for own in saved[part]] for part in ("train", "test")
-            ]
-            held = saved.get("client_validation") or [[]] * len(recorded[0])  # given for training too
-            recorded[0] = [
-                np.append(own, np.asarray(more, np.int64)) for own, more in zip(recorded[0], held, strict=True)
-            ]
+            train_of, test_of = saved["train"], saved["test"]
+            held = saved.get("client_validation") or [[]] * len(train_of)  # given for training too
+            train_of = [[*own, *more] for own, more in zip(train_of, held, strict=True)]
+            recorded = [[np.array(own, np.int64).reshape(-1).tolist() for own in part] for part in (train_of, test_of)]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a partition of a dataset ({error!r}): give another file") from None
         division = [_find(own, part, path) for own, part in zip(recorded, (train, test), strict=True)]
         return division[0], division[1]
 
 
-def _find(recorded: list[Array], samples: Split, path: Path) -> list[Array]:
+def _find(recorded: list[list[int]], samples: Split, path: Path) -> list[Array]:
     """Rows of ``samples`` at the recorded positions of the dataset."""
-    row_of = np.full(int(samples.index.max(initial=-1)) + 1, -1)
-    row_of[samples.index] = np.arange(len(samples))
-    division = []
+    row_of = {position: row for row, position in enumerate(samples.index.tolist())}
     for client, positions in enumerate(recorded):
-        known = (positions >= 0) & (positions < len(row_of))
-        rows = row_of[np.where(known, positions, 0)] if len(row_of) else np.full(len(positions), -1)
-        missing = ~known | (rows < 0)
-        if missing.any():
-            raise ValueError(
-                f"{path} gives client {client} sample {positions[missing][0]}, which is not among the clients' data: "
-                "use the dataset, limits, held-out fractions and seed of the run that wrote it"
-            )
-        division.append(rows)
-    return division
+        for position in positions:
+            if position not in row_of:
+                raise ValueError(
+                    f"{path} gives client {client} sample {position}, which is not among the clients' data: "
+                    "use the dataset, limits, held-out fractions and seed of the run that wrote it"
+                )
+    return [np.array([row_of[position] for position in positions], np.int64) for positions in recorded]
 
 
 def partition_rng(seed: int) -> np.random.Generator:

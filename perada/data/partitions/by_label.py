@@ -94,9 +94,8 @@ class Dirichlet(LabelPartition):
             )
         proportions = rng.dirichlet(np.full(self.num_clients, self.alpha), len(sizes)).T
         free = sizes - self.num_clients * self.min_per_class
-        counts = self.min_per_class + np.stack(
-            [apportion(total, proportions[:, k], rng) for k, total in enumerate(free)], axis=1
-        )
+        shared = [apportion(total, proportions[:, k], rng) for k, total in enumerate(free)]
+        counts = self.min_per_class + np.stack(shared, axis=1)
         return raise_to_minimum(counts, self.min_per_client, proportions * sizes, keep=self.min_per_class)
 
 
@@ -186,15 +185,9 @@ class DominantClass(LabelPartition):
 
 
 def categories(train: Array, test: Array, merge_below: int = 0) -> tuple[Array, Array]:
-    """Number the classes; combinations of several labels are classes, and rare ones may be merged.
+    """Number the classes, int64 from 0; combinations of several labels, (N, K) and not (N,), are classes.
 
-    Args:
-        train: (N,) or (N, K).
-        test: Likewise.
-        merge_below: Combinations with fewer training samples (or none) than this become one class.
-
-    Returns:
-        Class of each training and each test sample, int64 from 0.
+    Combinations with fewer training samples than ``merge_below``, or none, become one class.
 
     >>> labels = np.array([[0, 1], [0, 1], [1, 1], [1, 0]])
     >>> categories(labels, labels[:1], merge_below=2)

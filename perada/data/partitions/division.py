@@ -17,19 +17,7 @@ from perada.data.sets.images import ImageSet
 
 @dataclass(frozen=True)
 class Division:
-    """How an image set is shared out.
-
-    Args:
-        dataset: The set whose training and test splits the clients get.
-        partition: Who gets what.
-        public: The server's unlabelled images, or None.
-        public_fraction: Share of the training images that the server gets instead, without their labels.
-        validation_fraction: Share of the training images that the server gets with their labels.
-        train_limit: Training images used in all, drawn at random; None for all.
-        test_limit: Test images, likewise.
-        public_limit: Images of ``public``, likewise.
-        seed: Where all that is drawn here comes from.
-    """
+    """How an image set is shared out: the options of :class:`perada.data.FederatedDataModule`."""
 
     dataset: ImageSet
     partition: Partition
@@ -72,32 +60,28 @@ class Division:
         parts = self.dataset.with_split(True), self.dataset.with_split(False)
         if parts[0].labels is None:
             raise ValueError(f"{self.dataset!r} has no labels: it can be the public set only, give another as dataset")
-        used = [
-            self._sample("train", len(parts[0]), self.train_limit),
-            self._sample("test", len(parts[1]), self.test_limit),
-        ]
-        public, validation, used[0] = self._hold_out(used[0])
-        samples = [_split(part, index) for part, index in zip(parts, used, strict=True)]
-        division = self.partition.split(samples[0], samples[1], self.seed)
-        positions = [[np.sort(index[rows]) for rows in clients] for index, clients in zip(used, division, strict=True)]
-        clients = [
-            [Subset(part, own.tolist()) for own in chosen] for part, chosen in zip(parts, positions, strict=True)
-        ]
+        public, validation, train = self._hold_out(self._sample("train", len(parts[0]), self.train_limit))
+        test = self._sample("test", len(parts[1]), self.test_limit)
+        division = self.partition.split(_split(parts[0], train), _split(parts[1], test), self.seed)
+        train_of, test_of = (
+            [np.sort(index[rows]).tolist() for rows in clients]
+            for index, clients in zip((train, test), division, strict=True)
+        )
         record = {
-            "num_clients": len(positions[0]),
+            "num_clients": len(train_of),
             "dataset": repr(self.dataset),
             "partition": repr(self.partition),
             "seed": self.seed,
-            "train": [own.tolist() for own in positions[0]],
-            "test": [own.tolist() for own in positions[1]],
-            "public": public.tolist() if self.public_fraction else repr(self.public),
-            "server_validation": validation.tolist(),
+            "train": train_of,
+            "test": test_of,
+            "public": public if self.public_fraction else repr(self.public),
+            "server_validation": validation,
         }
         return FederatedData(
-            train=clients[0],
-            test=clients[1],
+            train=[Subset(parts[0], own) for own in train_of],
+            test=[Subset(parts[1], own) for own in test_of],
             public=self._public(parts[0], public),
-            server_validation=Subset(parts[0], validation.tolist()) if len(validation) else None,
+            server_validation=Subset(parts[0], validation) if validation else None,
             num_classes=parts[0].num_classes,
         ), record
 
@@ -108,17 +92,17 @@ class Division:
         rng = np.random.default_rng(derive_seed(self.seed, f"{part}_limit"))
         return np.sort(rng.permutation(total)[:limit])
 
-    def _hold_out(self, train: Array) -> tuple[Array, Array, Array]:
+    def _hold_out(self, train: Array) -> tuple[list[int], list[int], Array]:
         """Divide the training positions into the server's public ones, its validation ones, and the clients'."""
         order = np.random.default_rng(derive_seed(self.seed, "hold_out")).permutation(train)
         cut = round(len(train) * self.public_fraction)
         second = cut + round(len(train) * self.validation_fraction)
-        return np.sort(order[:cut]), np.sort(order[cut:second]), np.sort(order[second:])
+        return sorted(order[:cut].tolist()), sorted(order[cut:second].tolist()), np.sort(order[second:])
 
-    def _public(self, train: ImageSet, held_out: Array) -> Dataset[Any] | None:
+    def _public(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
         """The public set: held-out training images, another set or some of it, or None."""
         if self.public is None:
-            return Subset(train, held_out.tolist()) if len(held_out) else None
+            return Subset(train, held_out) if held_out else None
         chosen = self._sample("public", len(self.public), self.public_limit)
         return self.public if len(chosen) == len(self.public) else Subset(self.public, chosen.tolist())
 

@@ -64,7 +64,7 @@ def held_out(sizes: Sequence[int], share: float, seed: int) -> list[tuple[Array,
 def hold_out(
     data: FederatedData, record: dict[str, Any], share: float, seed: int, evaluate_on: EvaluateOn
 ) -> tuple[FederatedData, dict[str, Any]]:
-    """Take the validation images out of the clients' training sets.
+    """Take the validation images out of the clients' training sets; see :func:`held_out`.
 
     Args:
         data: The clients' data.
@@ -72,15 +72,8 @@ def hold_out(
         share: Of each client's training images.
         seed: The data's seed.
         evaluate_on: With ``"validation"`` the held-out images take the place of the test images.
-
-    Returns:
-        The data to train and evaluate on, and the record of them.
-
-    Raises:
-        ValueError: If a client has too few images.
     """
-    sizes = [length(dataset) for dataset in data.train]
-    parts = held_out(sizes, share, seed)
+    parts = held_out(list(map(length, data.train)), share, seed)
     train, validation = (
         [Subset(dataset, rows[part].tolist()) for dataset, rows in zip(data.train, parts, strict=True)]
         for part in (0, 1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets in folders."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
@@ -26,9 +27,10 @@ class _Files(ImageSet):
         check_whole("size", size)
         self.root, self.size, self.in_memory = root, size, in_memory
 
+    @cached_property
+    @abstractmethod
     def _paths(self) -> list[str]:
         """Files of this split, in order."""
-        raise NotImplementedError
 
     def read(self, path: str) -> Tensor:
         """Read one file as uint8 (3, size, size)."""
@@ -36,13 +38,13 @@ class _Files(ImageSet):
             return resize_uint8(to_image(image.convert("RGB")), self.size)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        return (torch.stack([self.read(path) for path in self._paths()]) if self.in_memory else None), self.labels
+        return (torch.stack([self.read(path) for path in self._paths]) if self.in_memory else None), self.labels
 
     def __len__(self) -> int:
-        return len(self._paths())
+        return len(self._paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
-        image = self.images[index] if self.images is not None else self.read(self._paths()[index])
+        image = self.images[index] if self.images is not None else self.read(self._paths[index])
         return image if self.labels is None else (image, self.labels[index])
 
 
@@ -74,17 +76,15 @@ class ImageFolder(_Files):
             raise FileNotFoundError(f"{root} is not a folder: set root to the folder that holds a folder per class")
         divided = (root / "train").is_dir() and (root / "test").is_dir()
         split = root / ("train" if self.train else "test") if divided else root
-        tops = sorted(path for path in split.iterdir() if path.is_dir()) if self.domains else [split]
-        classes = sorted({name for top in tops for name in _subfolders(top)})
+        tops = _subfolders(split) if self.domains else [split]
+        classes = sorted({folder.name for top in tops for folder in _subfolders(top)})
         if not classes:
             raise FileNotFoundError(f"{split} has no folders of classes: set root (and domains) to fit its layout")
         numbers = {name: number for number, name in enumerate(classes)}
         samples = [
             (path, number, top.name)
             for top in tops
-            for path, number in make_dataset(
-                str(top), {name: numbers[name] for name in _subfolders(top)}, IMG_EXTENSIONS, allow_empty=True
-            )
+            for path, number in make_dataset(str(top), numbers, IMG_EXTENSIONS, allow_empty=True)
         ]
         if not divided:
             order = np.random.default_rng(derive_seed(0, "folder")).permutation(len(samples))
@@ -92,6 +92,7 @@ class ImageFolder(_Files):
             samples = [samples[i] for i in np.sort(order[cut:] if self.train else order[:cut])]
         return [s[0] for s in samples], [s[1] for s in samples], [s[2] for s in samples], len(classes)
 
+    @cached_property
     def _paths(self) -> list[str]:
         return self._index[0]
 
@@ -124,14 +125,11 @@ class UnlabelledFolder(_Files):
         super().__init__(root, size, in_memory, train=True)
 
     @cached_property
-    def _found(self) -> list[str]:
+    def _paths(self) -> list[str]:
         files = sorted(str(path) for path in Path(self.root).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
         if not files:
             raise FileNotFoundError(f"{self.root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
         return files
-
-    def _paths(self) -> list[str]:
-        return self._found
 
     @property
     def labels(self) -> None:
@@ -139,9 +137,5 @@ class UnlabelledFolder(_Files):
         return None
 
 
-def _subfolders(folder: Path) -> list[str]:
-    """Names of the class folders, as torchvision finds them; none if there are none."""
-    try:
-        return list(find_classes(str(folder))[0])
-    except FileNotFoundError:
-        return []
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir())

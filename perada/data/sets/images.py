@@ -74,9 +74,8 @@ class ImageSet(Dataset[Any], ABC):
         return other
 
     def __len__(self) -> int:
-        images = self.images
-        assert images is not None
-        return len(images)
+        assert self.images is not None
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
         assert self.images is not None
@@ -96,9 +95,6 @@ class Digits(ImageSet):
     """
 
     num_classes = 10
-
-    def __init__(self, train: bool = True) -> None:
-        super().__init__(train)
 
     def _load(self) -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
