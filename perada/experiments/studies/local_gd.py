@@ -42,6 +42,8 @@ QUICK: dict[str, Any] = {
 
 Line = tuple[str, list[float], list[float], str]
 """Label, x, y and matplotlib's format of a curve."""
+Panel = tuple[str, str, bool, list[Line]]
+"""Title, label of x, whether y is logarithmic, curves."""
 
 
 def study(
@@ -135,10 +137,6 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
     return save_figure(figure, path)
 
 
-Panel = tuple[str, str, bool, list[Line]]
-"""Title, label of x, whether y is logarithmic, curves."""
-
-
 def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
     rounds, by_d = found["rounds"], found["dimensions"]
     labels = {"central": "G – C", "closed": "G – closed form, L steps", "limit": "G – closed form, L → ∞"}
@@ -193,18 +191,14 @@ def _numbers(curve: list[float], start: int = 0) -> list[float]:
 def summary(found: dict[str, Any]) -> str:
     """The ends of the curves, as a table."""
     linear, halves, head = found["regression"]["rounds"], found["classification"]["rounds"], found["head"]
-    scale = linear["scale"][0]
+    scale, central = linear["scale"][0], head["central_accuracy"][-1]
     rows = [
         ("regression: largest distance to the closed form, relative", max(linear["closed"]) / scale, None),
         ("regression: distance to X⁺y at the end, relative", linear["least_norm"][-1] / scale, None),
         ("classification: direction to C", halves["plain_central"][-1], halves["modified_central"][-1]),
         ("classification: direction to the SVM", halves["plain_svm"][-1], halves["modified_svm"][-1]),
         ("head: direction to C", head["plain_central"][-1], head["modified_central"][-1]),
-        (
-            f"head: accuracy (C {head['central_accuracy'][-1]:.4f})",
-            head["plain_accuracy"][-1],
-            head["modified_accuracy"][-1],
-        ),
+        (f"head: accuracy (C {central:.4f})", head["plain_accuracy"][-1], head["modified_accuracy"][-1]),
     ]
     numbers = [[name, *("" if one is None else f"{one:.4g}" for one in ends)] for name, *ends in rows]
     return table(["", "Local-GD", "modified"], numbers)
