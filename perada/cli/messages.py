@@ -54,10 +54,8 @@ def quiet_lightning() -> None:
     """Leave out what Lightning says that is no news to whoever runs a recipe."""
     # Lightning 2.6 itself uses what torch 2.15 deprecates.
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").addFilter(
-        lambda record: "litlogger" not in record.getMessage()
-    )
+    rank_zero = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())
     # What noise may follow from is not for every terminal.
-    logging.getLogger("lightning_fabric.utilities.seed").addFilter(
-        lambda record: "Seed set to" not in record.getMessage()
-    )
+    seed = logging.getLogger("lightning_fabric.utilities.seed")
+    seed.addFilter(lambda record: "Seed set to" not in record.getMessage())

@@ -4,6 +4,7 @@
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,15 +203,11 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     from perada.experiments.compare.command import main as command
 
     start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
-    command(parser, words, _unrun, [sys.executable, "-P", "-c", start, *sys.path])
+    command(parser, words, partial(make_cli, run=False), [sys.executable, "-P", "-c", start, *sys.path])
 
 
 def work() -> None:
     """What a process of ``perada compare`` does."""
     from perada.experiments.compare.workers import worker_main
 
-    worker_main(_unrun)
-
-
-def _unrun(words: Sequence[str]) -> PeradaCLI:
-    return make_cli(words, run=False)
+    worker_main(partial(make_cli, run=False))

@@ -185,9 +185,8 @@ def pretrain(
     arguments = {"dataset": dataset, "backbone": backbone, "epochs": epochs, "batch_size": batch_size}
     arguments |= {"optimizer": optimizer, "lr": lr, "image_size": image_size}
     words = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
-    accuracy = scores["test/accuracy"]
+    command, accuracy = f"perada pretrain {words}", scores["test/accuracy"]
     counts = data.num_classes, len(test)
-    command = f"perada pretrain {words}"
     card = _card(output, command, dataset, backbone, optimizer, image, accuracy, counts, seed)
     output.with_suffix(".md").write_text(card, encoding="utf-8")
     return output
@@ -250,14 +249,11 @@ def _commit() -> str:
         git = ["git", "-C", os.fspath(here.parent)]
         subprocess.run([*git, "ls-files", "--error-unmatch", here.name], check=True, capture_output=True)
         described = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            check=True,
-            capture_output=True,
-            text=True,
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], check=True, capture_output=True
         )
     except (OSError, subprocess.CalledProcessError):
         return f"perada {version('perada')}"
-    return described.stdout.strip()
+    return described.stdout.decode().strip()
 
 
 def _processor() -> str:

@@ -63,10 +63,9 @@ class Comparison:
             elif not jobs:
                 chosen[row] = {}
             else:
-                label = jobs[0].label
-                self.total -= self.left.pop(label)
+                self.total -= self.left.pop(jobs[0].label)
                 self.failed += 1
-                print(f"{label}: {NO_POINT}", file=sys.stderr)
+                print(f"{jobs[0].label}: {NO_POINT}", file=sys.stderr)
         return chosen
 
     def _carry_out(self, wanted: list[Job], before: list[Job]) -> None:
@@ -80,7 +79,9 @@ class Comparison:
                 found |= job.record()
                 self.started += 1
                 self.left[job.label] -= 1
-        starts = self._starts(pending)
+        # The first run of each recipe and seed scores the initial model, if that was not done.
+        first = {(job.recipe, job.seed): job for job in reversed(pending) if job.stage == "run"}
+        starts = [job for (recipe, seed), job in first.items() if not self.results.started(recipe, seed)]
         if self.jobs > 1:  # the longest first, so that no process has nothing to do at the end
             pending.sort(key=lambda job: -(self.results.seconds(job.label) or 0.0))
         tasks = [(job.args, job in starts) for job in pending]
@@ -98,20 +99,10 @@ class Comparison:
         if "failed" in result:
             self.failed += 1
             print(f"{job} failed: {result['failed']}", file=sys.stderr, flush=True)
-            self.results.add({**record, "failed": result["failed"]}, order)
-            return
         if "start" in result:
             start = {**job.record(), "stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
             self.results.add({**start, **result["start"]}, order)
-        self.results.add({**record, **result["run"]}, order)
-
-    def _starts(self, pending: list[Job]) -> list[Job]:
-        """The first run of each recipe and seed, which scores the initial model if that was not done."""
-        first: dict[tuple[str, int], Job] = {}
-        for job in pending:
-            if job.stage == "run" and not self.results.started(job.recipe, job.seed):
-                first.setdefault((job.recipe, job.seed), job)
-        return list(first.values())
+        self.results.add(record | result.get("run", result), order)
 
     def _progress(self, job: Job) -> str:
         """Which run of how many, the time since the start, and an estimate of what is left."""

@@ -42,12 +42,8 @@ class Entry:
                 any other has its own defaults, and not another algorithm's arguments of the same name.
             paper: Whether to train what the paper trains.
         """
-        return [
-            *([] if self.kind is given else ["--federated.algorithm=null"]),
-            *algorithm_words(self.base),
-            *self.options,
-            *(self.paper if paper else ()),
-        ]
+        reset = [] if self.kind is given else ["--federated.algorithm=null"]
+        return [*reset, *algorithm_words(self.base), *self.options, *(self.paper if paper else ())]
 
 
 def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
@@ -57,10 +53,9 @@ def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
     ['--federated.algorithm=perada.algorithms.perada.PerAda', '--federated.algorithm.distill=false']
     """
     kind, arguments = _made(name)
-    return [
-        f"{key}={kind.__module__}.{kind.__qualname__}",
-        *(f"{key}.{argument}={_word(value)}" for argument, value in arguments.items()),
-    ]
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+    own = [f"{key}.{argument}={value}" for argument, value in values.items()]
+    return [f"{key}={kind.__module__}.{kind.__qualname__}", *own]
 
 
 def _made(name: str) -> tuple[type[Algorithm], dict[str, Any]]:
@@ -77,10 +72,6 @@ def _bound(make: Callable[..., Algorithm]) -> tuple[type[Algorithm], dict[str, A
     assert isinstance(kind, type)
     arguments = inspect.signature(kind).bind_partial(*make.args, **make.keywords) if isinstance(make, partial) else None
     return kind, arguments.arguments if arguments else {}
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 _BACKBONE = ("--model.train_backbone=true",)

@@ -158,19 +158,21 @@ class Plan:
         rows = [(recipe, algorithm) for recipe in request.recipes for algorithm in request.algorithms or [""]]
         self.rows = list(dict.fromkeys(rows))
         for row in self.rows:
-            _check_seeds(make_cli(self.job(row, request.seeds[0], "run", {}).args).loop.test_mode)
+            if make_cli(self.job(row, request.seeds[0], "run", {}).args).loop.test_mode:
+                raise ValueError(
+                    "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
+                    "its results: the noise would follow from it; leave secure_rng out"
+                )
             tried: set[str] = set()
             for point in request.points():
-                if not tried.issuperset(words(point)):
-                    self._try(make_cli, row, point)
+                if tried.issuperset(words(point)):
+                    continue
                 tried.update(words(point))
-
-    def _try(self, make_cli: MakeCLI, row: tuple[str, str], point: Point) -> None:
-        job = self.job(row, self.request.seeds[0], "tune", point)
-        try:
-            make_cli(job.args)
-        except Exception as error:  # a parser's or a class's
-            raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
+                job = self.job(row, request.seeds[0], "tune", point)
+                try:
+                    make_cli(job.args)
+                except Exception as error:  # a parser's or a class's
+                    raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
 
     def job(self, row: tuple[str, str], seed: int, stage: str, point: Point) -> Job:
         """A run of a row: recipe and algorithm."""
@@ -204,15 +206,6 @@ class Plan:
     def start_label(self, recipe: str) -> str:
         """The row of a recipe's initial model."""
         return f"{recipe.removesuffix('.yaml')} {START}" if len(self.request.recipes) > 1 else START
-
-
-def _check_seeds(test_mode: bool) -> None:
-    """Refuse to write seeds beside results, where noise follows from them."""
-    if test_mode:
-        raise ValueError(
-            "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside its "
-            "results: the noise would follow from it; leave secure_rng out"
-        )
 
 
 def _digest(paths: Iterable[str]) -> str:

@@ -39,9 +39,7 @@ class Stopwatch(pl.Callback):
         """Resume."""
         self._since = time.perf_counter()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop; the callbacks before this one have fine-tuned."""
-        self.seconds += time.perf_counter() - self._since
+    on_train_end = on_validation_start  # the callbacks before this one have fine-tuned
 
 
 def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -> Result:
@@ -106,8 +104,8 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "full/params": sum(p.numel() for p in whole.model.parameters()),
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": watch.seconds / len(history),
+        **epsilons(last),
     }
-    result["run"] |= epsilons(last)
     return result
 
 

@@ -11,12 +11,12 @@ from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, t
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {
-    "privacy/server_epsilon_mean": "ε server",
-    "privacy/release_epsilon_mean": "ε release",
-    "privacy/release_epsilon_max": "ε max",
-    "privacy/client_epsilon_max": "ε client",
+    "privacy/server_epsilon_mean": ("ε server", "mean over clients, of what they sent"),
+    "privacy/release_epsilon_mean": ("ε release", "of all that they trained"),
+    "privacy/release_epsilon_max": ("ε max", "its largest"),
+    "privacy/client_epsilon_max": ("ε client", "largest of a client as a whole"),
 }
-"""What the columns of ε are called."""
+"""What the columns of ε are called, and what they are."""
 NO_POINT = "every run of the grid failed or diverged: give --tune other values"
 
 
@@ -47,7 +47,7 @@ def summary(records: Records) -> str:
         scores = [_over_seeds(runs, score) for score in SCORES]
         rows.append([name, *scores, *(_epsilon(runs, ledger) for ledger in private), *_costs(runs), *point])
     rows += [[f"{label} (failed)", *["–"] * (len(SCORES) + len(private) + 4 + tuned)] for label in lost]
-    columns = [*SCORES, *(EPSILONS[name] for name in private)]
+    columns = [*SCORES, *(EPSILONS[name][0] for name in private)]
     header = ["", *columns, "trained", "sent", "MB sent", "s / round", *(["chosen"] if tuned else [])]
     full = next((record for record in shown if "full/params" in record), None)
     if full is not None:
@@ -55,7 +55,7 @@ def summary(records: Records) -> str:
         empty = [""] * len(columns)
         rows.append(["full fine-tuning would", *empty, *counts, size, "", *([""] if tuned else [])])
     notes = ["Scores in %, trained and sent parameters and MB sent of one client in one round."]
-    notes += [_epsilon_note(private)] if private else []
+    notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + "."] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
     return _plain("\n\n".join([table(header, rows), *notes, *_failures(shown)]))
 
@@ -121,16 +121,6 @@ def _epsilon(runs: Records, name: str) -> str:
     if name.endswith("_max"):
         return epsilon_text(max(values))
     return mean_and_std(values) if len(values) > 1 else epsilon_text(values[0])
-
-
-def _epsilon_note(private: Sequence[str]) -> str:
-    told = {
-        "privacy/server_epsilon_mean": "ε server: mean over clients, of what they sent",
-        "privacy/release_epsilon_mean": "ε release: of all that they trained",
-        "privacy/release_epsilon_max": "ε max: its largest",
-        "privacy/client_epsilon_max": "ε client: largest of a client as a whole",
-    }
-    return "; ".join(told[name] for name in private) + "."
 
 
 def _costs(runs: Records) -> list[str]:

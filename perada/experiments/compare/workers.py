@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from typing import TextIO
 
 from perada.experiments.compare.plan import MakeCLI
 from perada.experiments.compare.running import Result, attempt
@@ -33,7 +32,7 @@ class Workers:
     """Processes that run tasks, each the next one where it is free; the ``with`` statement around them ends them.
 
     Args:
-        command: Starts a process that calls :func:`serve`.
+        command: Starts a process that calls :func:`worker_main`.
         threads: Threads that each process computes with.
         jobs: Number of processes; they are started when there are tasks for them.
     """
@@ -83,12 +82,11 @@ class _Worker:
     def run(self, task: Task) -> Result:
         """Hand a task to the process, and wait for its answer."""
         args, start = task
+        line = json.dumps({"args": [*args], "start": start, "threads": self.threads})
         try:
             process = self._started()
             assert process.stdin is not None and process.stdout is not None
-            print(
-                json.dumps({"args": [*args], "start": start, "threads": self.threads}), file=process.stdin, flush=True
-            )
+            print(line, file=process.stdin, flush=True)
             result: Result = json.loads(process.stdout.readline())
             return result
         except (OSError, ValueError):  # it has died, or was stopped
@@ -124,26 +122,21 @@ class _Worker:
         return process.returncode
 
 
-def serve(make_cli: MakeCLI, inlet: TextIO, outlet: TextIO) -> None:
-    """Carry out the runs that come in until there are no more.
+def worker_main(make_cli: MakeCLI) -> None:
+    """Run what comes in on standard input, a line of JSON for each run, and answer each with a line on standard output.
+
+    What runs print goes to standard error instead.
 
     Args:
         make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
-        inlet: A line of JSON for each run: ``args``, ``start``, ``threads``.
-        outlet: Gets a line with each result.
     """
-    for line in inlet:
-        task = json.loads(line)
-        result = attempt(make_cli, [*task["args"], SILENT], task["start"], task["threads"])
-        print(json.dumps(result), file=outlet, flush=True)
-
-
-def worker_main(make_cli: MakeCLI) -> None:
-    """Serve on the standard streams; what runs print goes to standard error instead."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
     outlet = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        serve(make_cli, sys.stdin, outlet)
+        for line in sys.stdin:
+            task = json.loads(line)
+            result = attempt(make_cli, [*task["args"], SILENT], task["start"], task["threads"])
+            print(json.dumps(result), file=outlet, flush=True)
     except BrokenPipeError:  # whoever asked is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), outlet.fileno())

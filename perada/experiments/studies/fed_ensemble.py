@@ -33,17 +33,8 @@ PAPER = {1: (0.109, 0.0496), 2: (0.117, 0.0115), 10: (0.112, 0.0063), 20: (0.113
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """The rows beside the paper's, as a table."""
-    header = [
-        "K",
-        "rounds",
-        "bias",
-        "squared bias",
-        "variance",
-        "× K",
-        "of one mode",
-        "bias (paper)",
-        "variance (paper)",
-    ]
+    header = ["K", "rounds", "bias", "squared bias", "variance", "× K", "of one mode"]
+    header += ["bias (paper)", "variance (paper)"]
     body = []
     for row in rows:
         modes, published = row["modes"], PAPER.get(row["modes"])
@@ -133,8 +124,8 @@ def study(
             rows.append({"modes": count, "rounds": given.length(count), **scores})
             curves[count] = (weights[0] @ phi.mT, averaged)
     output.mkdir(parents=True, exist_ok=True)
-    written = {"settings": asdict(given), "rows": rows}
-    (output / "fed_ensemble.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    written = json.dumps({"settings": asdict(given), "rows": rows}, indent=1)
+    (output / "fed_ensemble.json").write_text(written + "\n", encoding="utf-8")
     draw(output / "fed_ensemble.png", problem, x, curves, rows)
     print(summary(rows))
     print(f"Wrote fed_ensemble.json and fed_ensemble.png to {output}")

@@ -42,6 +42,8 @@ QUICK: dict[str, Any] = {
 
 Line = tuple[str, list[float], list[float], str]
 """Label, x, y and matplotlib's format of a curve."""
+Panel = tuple[str, str, bool, list[Line]]
+"""Title, label of x, whether y is logarithmic, curves."""
 
 
 def study(
@@ -135,86 +137,51 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
     return save_figure(figure, path)
 
 
-Panel = tuple[str, str, bool, list[Line]]
-"""Title, label of x, whether y is logarithmic, curves."""
-
-
 def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
-    rounds, table = found["rounds"], found["dimensions"]
-    ks, ds = _numbers(rounds["central"]), table["dimension"]
+    rounds, by_d = found["rounds"], found["dimensions"]
+    labels = {"central": "G – C", "closed": "G – closed form, L steps", "limit": "G – closed form, L → ∞"}
+    distances = _lines(rounds, labels, ["-", "--", ":"], _numbers(rounds["central"]))
+    ends = labels | {"central_least_norm": "C – X⁺y"}
+    errors = {"error": "G", "central_error": "C"}
     return [
-        (
-            "regression: ‖w₁ − w₂‖/d",
-            "round",
-            False,
-            [
-                ("G – C", ks, rounds["central"], "-"),
-                ("G – closed form, L steps", ks, rounds["closed"], "--"),
-                ("G – closed form, L → ∞", ks, rounds["limit"], ":"),
-            ],
-        ),
-        (
-            "regression: ‖w₁ − w₂‖/d",
-            "dimension d",
-            True,
-            [
-                ("G – C", ds, table["central"], "o-"),
-                ("G – closed form, L steps", ds, table["closed"], "s--"),
-                ("G – closed form, L → ∞", ds, table["limit"], "d:"),
-                ("C – X⁺y", ds, table["central_least_norm"], "^-."),
-            ],
-        ),
-        (
-            "regression: generalisation error / d",
-            "dimension d",
-            True,
-            [("G", ds, table["error"], "o-"), ("C", ds, table["central_error"], "^-.")],
-        ),
+        ("regression: ‖w₁ − w₂‖/d", "round", False, distances),
+        ("regression: ‖w₁ − w₂‖/d", "dimension d", True, _lines(by_d, ends, ["o-", "s--", "d:", "^-."])),
+        ("regression: generalisation error / d", "dimension d", True, _lines(by_d, errors, ["o-", "^-."])),
     ]
 
 
 def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
-    rounds, table = found["rounds"], found["dimensions"]
-    ks, ds = _numbers(rounds["plain_central"], 1), table["dimension"]
-    both = (("plain", "G"), ("modified", "G-Mod"))
-    constant = rounds["central_svm"] * len(ks)
-    by_round: list[Line] = [(f"{label} – C", ks, rounds[f"{name}_central"], "-") for name, label in both]
-    by_round += [(f"{label} – SVM", ks, rounds[f"{name}_svm"], "--") for name, label in both]
-    by_round.append(("C – SVM", ks, constant, "k:"))
-    to_central: list[Line] = [(f"{label} – C", ds, table[f"{name}_central"], "o-") for name, label in both]
-    to_svm: list[Line] = [(f"{label} – SVM", ds, table[f"{name}_svm"], "o-") for name, label in both]
-    to_svm.append(("C – SVM", ds, table["central_svm"], "k^:"))
-    right: list[Line] = [
-        (label, ds, table[f"{name}_accuracy"], style)
-        for (name, label), style in zip(
-            (*both, ("central", "C"), ("svm", "SVM")), ("o-", "s--", "k^:", "d-."), strict=True
-        )
-    ]
+    by_d = found["dimensions"]
+    ks = _numbers(found["rounds"]["plain_central"], 1)
+    rounds = found["rounds"] | {"central_svm": found["rounds"]["central_svm"] * len(ks)}  # a constant
+    to_central = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
+    to_svm = {"plain_svm": "G – SVM", "modified_svm": "G-Mod – SVM", "central_svm": "C – SVM"}
+    right = {"plain_accuracy": "G", "modified_accuracy": "G-Mod", "central_accuracy": "C", "svm_accuracy": "SVM"}
+    distance = "classification: distance of directions"
+    by_round = _lines(rounds, to_central | to_svm, ["-", "-", "--", "--", "k:"], ks)
+    svm = _lines(by_d, to_svm, ["o-", "o-", "k^:"])
     return [
-        ("classification: distance of directions", "round", False, by_round),
-        ("classification: distance of directions", "dimension d", False, to_central),
-        ("classification: direction to the SVM", "dimension d", False, to_svm),
-        ("classification: expected accuracy", "dimension d", False, right),
+        (distance, "round", False, by_round),
+        (distance, "dimension d", False, _lines(by_d, to_central, ["o-", "o-"])),
+        ("classification: direction to the SVM", "dimension d", False, svm),
+        ("classification: expected accuracy", "dimension d", False, _lines(by_d, right, ["o-", "s--", "k^:", "d-."])),
     ]
 
 
 def _head_panels(found: Curves) -> list[Panel]:
     ks = _numbers(found["plain_central"], 1)
-    both = (("plain", "G"), ("modified", "G-Mod"))
+    to_central = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
+    right = {"plain_accuracy": "G", "modified_accuracy": "G-Mod", "central_accuracy": "C, same steps"}
     return [
-        (
-            "head: direction to the centralized one",
-            "round",
-            False,
-            [(f"{label} – C", ks, found[f"{name}_central"], "-") for name, label in both],
-        ),
-        (
-            "head: test accuracy",
-            "round",
-            False,
-            [(label, ks, found[f"{name}_accuracy"], "-") for name, label in (*both, ("central", "C, same steps"))],
-        ),
+        ("head: direction to the centralized one", "round", False, _lines(found, to_central, ["-"] * 2, ks)),
+        ("head: test accuracy", "round", False, _lines(found, right, ["-"] * 3, ks)),
     ]
+
+
+def _lines(curves: Curves, labels: dict[str, str], styles: list[str], x: list[float] | None = None) -> list[Line]:
+    """The named curves with their labels and styles, by default against the dimension."""
+    x = curves["dimension"] if x is None else x
+    return [(label, x, curves[name], style) for (name, label), style in zip(labels.items(), styles, strict=True)]
 
 
 def _numbers(curve: list[float], start: int = 0) -> list[float]:
@@ -224,18 +191,14 @@ def _numbers(curve: list[float], start: int = 0) -> list[float]:
 def summary(found: dict[str, Any]) -> str:
     """The ends of the curves, as a table."""
     linear, halves, head = found["regression"]["rounds"], found["classification"]["rounds"], found["head"]
-    scale = linear["scale"][0]
+    scale, central = linear["scale"][0], head["central_accuracy"][-1]
     rows = [
         ("regression: largest distance to the closed form, relative", max(linear["closed"]) / scale, None),
         ("regression: distance to X⁺y at the end, relative", linear["least_norm"][-1] / scale, None),
         ("classification: direction to C", halves["plain_central"][-1], halves["modified_central"][-1]),
         ("classification: direction to the SVM", halves["plain_svm"][-1], halves["modified_svm"][-1]),
         ("head: direction to C", head["plain_central"][-1], head["modified_central"][-1]),
-        (
-            f"head: accuracy (C {head['central_accuracy'][-1]:.4f})",
-            head["plain_accuracy"][-1],
-            head["modified_accuracy"][-1],
-        ),
+        (f"head: accuracy (C {central:.4f})", head["plain_accuracy"][-1], head["modified_accuracy"][-1]),
     ]
     numbers = [[name, *("" if one is None else f"{one:.4g}" for one in ends)] for name, *ends in rows]
     return table(["", "Local-GD", "modified"], numbers)

@@ -207,14 +207,13 @@ def _train(
     return recorded.states
 
 
-def _parts(state: State) -> tuple[Tensor, Tensor]:
-    weight, bias = sorted(state.values(), key=lambda value: -value.dim())
-    return weight, bias
+def _parts(state: State) -> list[Tensor]:
+    """Weight and bias."""
+    return sorted(state.values(), key=lambda value: -value.dim())
 
 
 def _flat(state: State) -> Tensor:
-    weight, bias = _parts(state)
-    return torch.cat([weight.flatten(), bias]).double()
+    return torch.cat([part.flatten() for part in _parts(state)]).double()
 
 
 def _accuracy(state: State, data: Vectors) -> float:

@@ -192,10 +192,9 @@ def decompose(predictions: Tensor, truth: Tensor) -> dict[str, float]:
     mean = predictions.mean(0)
     squared_bias = ((truth - mean) ** 2).mean().item()
     spread = ((predictions - mean) ** 2).mean(1)
-    error = spread.std().item() / math.sqrt(len(spread))
     return {
         "squared_bias": squared_bias,
         "bias": math.sqrt(squared_bias),
         "variance": spread.mean().item(),
-        "variance_se": error,
+        "variance_se": spread.std().item() / math.sqrt(len(spread)),
     }
