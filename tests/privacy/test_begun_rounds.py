@@ -498,3 +498,19 @@ def test_a_client_that_breaks_is_counted_like_the_others(tmp_path, level):
     run = perada.finetune(network, data, **options, **LEVELS[level])
     assert spent(run, level) == pytest.approx([epsilon(2)] * CLIENTS)
     assert all(value.isfinite().all() for value in run.state("global").values())
+
+
+@pytest.mark.filterwarnings("ignore:round 0. the loss of client 0, 1, 2 became NaN:UserWarning")
+def test_a_round_in_which_every_client_breaks_is_one_of_noise(tmp_path):
+    """That nobody counts would be seen in a global state that stays as it was."""
+    data = federation()
+    data.train[:] = [TensorDataset(torch.full_like(one.tensors[0], torch.nan), one.tensors[1]) for one in data.train]
+    options = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "local_steps": 1}
+    options |= {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
+    network = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
+    before, after = (
+        perada.finetune(network, data, rounds=rounds, **options, **LEVELS["clients"]).state("global")
+        for rounds in (0, 1)
+    )
+    assert all(value.isfinite().all() for value in after.values())
+    assert not any(torch.equal(value, before[key]) for key, value in after.items())
