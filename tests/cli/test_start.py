@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the program imports: modules are counted, not seconds."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "perada"
+LARGE = {"huggingface_hub", "matplotlib", "numpy", "opacus", "peft", "PIL", "pytorch_lightning", "scipy", "sklearn"}
+LARGE |= {"timm", "torch", "torchmetrics", "torchvision", "tqdm", "transformers"}
+OPTIONAL = {"matplotlib", "opacus", "sklearn", "transformers"}
+"""What only some recipes and studies need."""
+SCRIPT = """
+import atexit, json, pathlib, sys
+atexit.register(lambda: pathlib.Path("modules.json").write_text(json.dumps([*sys.modules])))
+import perada
+if sys.argv[1:]:
+    from perada.cli import entry_point
+    entry_point()
+"""
+
+
+def imported(folder, *words, code=0):
+    """The modules that a process has imported which runs the program; without words, that imports perada."""
+    command = [sys.executable, "-c", SCRIPT, *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr[-3000:]
+    return set(json.loads((folder / "modules.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("", 0),
+        ("--help", 0),
+        ("ls", 0),
+        ("cp quickstart mine.yaml", 0),
+        ("study", 0),
+        ("cp --help", 0),
+        ("fti", 1),
+        ("study fed-ensembel", 1),
+        ("cp quikstart mine.yaml", 1),
+        ("fit --config quikstart", 1),
+    ],
+)
+def test_what_computes_nothing_imports_nothing_large(tmp_path, words, code):
+    (tmp_path / "metrics.csv").write_text("epoch,personal/local_test\n0,0.5\n")
+    modules = imported(tmp_path, *words.split(), code=code)
+    assert modules & LARGE == set()
+    assert len(modules) < 500  # torch alone makes 1200
+
+
+def test_fit_imports_what_its_recipe_names(tmp_path):
+    """PEFT itself imports transformers, and torchmetrics matplotlib: no code of ours can keep them out."""
+    shapes = ["--data.dataset=perada.data.sets.shapes.Shapes", "--data.dataset.count=400"]
+    shapes += ["--data.public=null", "--data.public_fraction=0.1"]
+    small = ["--trainer.fast_dev_run=true", "--federated.distillation.steps=1", "--federated.local_steps=1"]
+    modules = imported(tmp_path, "fit", "--config", "quickstart", *shapes, *small)
+    assert {"torch", "timm", "peft", "pytorch_lightning", "perada.data.sets.shapes"} <= modules
+    others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit", "perada.experiments.compare.command"}
+    others |= {"perada.experiments.pretrain", "perada.experiments.studies.drawing"}
+    assert [name for name in others if find_spec(name) is None] == []
+    assert modules & others == set()
