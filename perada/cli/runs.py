@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 import yaml
 from jsonargparse import ArgumentParser
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -129,8 +128,7 @@ class PeradaCLI(LightningCLI):
             return
         clients = outcome(self.model, self.loop).metrics["clients"]
         if clients:
-            columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in clients.items()}
-            print(client_table(columns, self.datamodule.train_sizes, self.loop.test_mode))
+            print(client_table(clients, self.datamodule.train_sizes, self.loop.test_mode))
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores))
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from torch import Tensor
-
 from perada.core.text import printable
 
 TEST_MODE = (
@@ -80,22 +78,21 @@ def mean_and_std(values: Sequence[float]) -> str:
     return f"{epsilon_text(fmean(values))} ± {epsilon_text(pstdev(values))}"
 
 
-def client_table(scores: Mapping[str, Tensor], sizes: Sequence[int], test_mode: bool = False) -> str:
+def client_table(scores: Mapping[str, Sequence[float]], sizes: Sequence[int], test_mode: bool = False) -> str:
     """One row per client, then mean and standard deviation of all; of many clients the first ``ROWS`` are shown.
 
     Args:
-        scores: Scores (M,) by name; ε where the name begins with ``privacy/``.
+        scores: Each client's scores by name, NaN where it has none; ε where the name begins with ``privacy/``.
         sizes: Training images of each client.
         test_mode: Whether the noise of a private run follows from its seed, which is then said.
     """
     rows = [
-        [str(client), str(size), *(_cell(name, float(values[client])) for name, values in scores.items())]
+        [str(client), str(size), *(_cell(name, values[client]) for name, values in scores.items())]
         for client, size in enumerate(sizes[:ROWS])
     ]
     if len(sizes) > ROWS:
         rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
-    known = {name: values[~values.isnan()].double() for name, values in scores.items()}
-    rows.append(["mean ± std", "", *(_spread(name, values) for name, values in known.items())])
+    rows.append(["mean ± std", "", *(_spread(name, values) for name, values in scores.items())])
     return _noted(table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows), test_mode)
 
 
@@ -104,11 +101,12 @@ def _noted(shown: str, test_mode: bool) -> str:
     return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 
-def _spread(name: str, values: Tensor) -> str:
-    """Mean ± standard deviation of the scores (M,), none of them NaN."""
-    if name.startswith(PRIVACY):
-        return mean_and_std(values.tolist()) if len(values) else "–"
-    return f"{percent(float(values.mean()))} ± {percent(float(values.std(correction=0)) if len(values) else math.nan)}"
+def _spread(name: str, values: Sequence[float]) -> str:
+    """Mean ± standard deviation of the clients that have the score."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "–" if name.startswith(PRIVACY) else "– ± –"
+    return mean_and_std(known) if name.startswith(PRIVACY) else f"{percent(fmean(known))} ± {percent(pstdev(known))}"
 
 
 def run_report(folder: Path) -> str:

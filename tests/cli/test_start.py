@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the program imports: modules are counted, not seconds."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def imported(folder, *words, code=0):
         ("ls", 0),
         ("cp quickstart mine.yaml", 0),
         ("study", 0),
+        ("report .", 0),
         ("cp --help", 0),
         ("fti", 1),
         ("study fed-ensembel", 1),
@@ -52,6 +54,16 @@ def test_what_computes_nothing_imports_nothing_large(tmp_path, words, code):
     modules = imported(tmp_path, *words.split(), code=code)
     assert modules & LARGE == set()
     assert len(modules) < 500  # torch alone makes 1200
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    """At the top of a file they would be imported by every recipe that reaches it."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert len(trees) > 100
+    for path, tree in trees.items():
+        names = {name.name for node in tree.body if isinstance(node, ast.Import) for name in node.names}
+        names |= {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
+        assert {name.split(".")[0] for name in names} & OPTIONAL == set(), path
 
 
 def test_fit_imports_what_its_recipe_names(tmp_path):

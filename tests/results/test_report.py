@@ -4,7 +4,6 @@
 import math
 
 import pytest
-import torch
 
 from perada.results.report import client_table, mode_line, percent, run_report, table
 
@@ -38,7 +37,7 @@ def test_percent():
 
 
 def test_client_table_leaves_missing_scores_out_of_the_mean():
-    scores = {"personal/local_test": torch.tensor([0.5, math.nan, 1.0]), "other": torch.tensor([0.0, 0.25, 0.5])}
+    scores = {"personal/local_test": [0.5, math.nan, 1.0], "other": [0.0, 0.25, 0.5]}
     assert cells(client_table(scores, [7, 8, 9])) == [
         ["client", "images", "personal/local_test", "other"],
         ["0", "7", "50.00", "0.00"],
@@ -49,7 +48,7 @@ def test_client_table_leaves_missing_scores_out_of_the_mean():
 
 
 def test_of_many_clients_the_first_are_shown_and_the_spread_of_all():
-    scores = {"personal/local_test": torch.arange(101) / 100}
+    scores = {"personal/local_test": [client / 100 for client in range(101)]}
     rows = cells(client_table(scores, range(1, 102)))
     assert [row[0] for row in rows] == ["client", *map(str, range(20)), "… 81 more", "mean ± std"]
     assert rows[20] == ["19", "20", "19.00"]
@@ -58,15 +57,15 @@ def test_of_many_clients_the_first_are_shown_and_the_spread_of_all():
 
 
 def test_client_table_without_any_score():
-    (*_, last) = cells(client_table({"personal/local_test": torch.tensor([math.nan, math.nan])}, [1, 2]))
+    (*_, last) = cells(client_table({"personal/local_test": [math.nan, math.nan]}, [1, 2]))
     assert last == ["mean ± std", "", "– ± –"]
 
 
 def test_epsilon_is_a_number_and_no_share():
     scores = {
-        "personal/local_test": torch.tensor([0.5, 1.0]),
-        "privacy/server_epsilon": torch.tensor([1.0, 2.5]),
-        "privacy/release_epsilon": torch.tensor([3.0, math.inf]),
+        "personal/local_test": [0.5, 1.0],
+        "privacy/server_epsilon": [1.0, 2.5],
+        "privacy/release_epsilon": [3.0, math.inf],
     }
     assert cells(client_table(scores, [7, 8])) == [
         ["client", "images", "personal/local_test", "ε server", "ε release"],

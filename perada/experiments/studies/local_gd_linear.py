@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.svm import SVC
 from torch import Tensor
 
 from perada.core.seeding import generator
@@ -218,6 +216,9 @@ def max_margin(problem: Problem) -> Tensor:
     Raises:
         ValueError: If no hyperplane through the origin separates the classes.
     """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.svm import SVC
+
     all_data = problem.together
     x, y = all_data.x[0], all_data.y[0]
     machine = SVC(kernel="linear", C=1e10, tol=1e-6, cache_size=500, max_iter=MAX_PASSES)
