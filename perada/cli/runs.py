@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import yaml
@@ -49,9 +49,20 @@ class SaveConfig(SaveConfigCallback):
 class PeradaCLI(LightningCLI):
     """LightningCLI with the federated loop in a section of its own, and perada's defaults for the trainer."""
 
+    _parsers: ClassVar[dict[object, dict[str, Any]]] = {}
+
     def __init__(self, *, run: bool, **kwargs: Any) -> None:
         self.runs = run
         super().__init__(run=run, **kwargs)
+
+    def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
+        """Build the parser once a process: it takes longer than most command lines, and a comparison has many."""
+        defaults = (add_subcommands, *device_defaults().items())
+        if defaults not in self._parsers:
+            before = set(vars(self))
+            super().setup_parser(add_subcommands, *kwargs)
+            self._parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
+        vars(self).update(self._parsers[defaults])
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add ``federated``, ``privacy`` and ``client_privacy``; the seed and the images' size are said once."""

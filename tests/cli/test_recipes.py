@@ -14,7 +14,7 @@ from timm.models import vision_transformer
 import perada
 from perada.cli import main
 from perada.cli.messages import one_line
-from perada.cli.runs import PeradaCLI, make_cli
+from perada.cli.runs import make_cli
 from perada.cli.words import find_recipe, recipes, spelt_out
 
 ROOT = Path(perada.__file__).parent / "recipes"
@@ -60,21 +60,10 @@ def small(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def parser():
-    """The parser of the command line without subcommands, built once for all tests; the digits are read once."""
-    built, set_up = [], PeradaCLI.setup_parser
-
-    def setup_parser(cli, *args):
-        if cli.runs or not built:
-            set_up(cli, *args)
-        if not cli.runs and not built:
-            built.append(cli.parser)
-        cli.parser = cli.parser if cli.runs else built[0]
-
+    """The parser of the command line without subcommands; the digits are read once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeradaCLI, "setup_parser", setup_parser)
         patch.setattr("sklearn.datasets.load_digits", cache(load_digits))
-        make_cli(["--config", "quickstart"], run=False)
-        yield built[0]
+        yield make_cli(["--config", "quickstart"], run=False).parser
 
 
 def small_words(name):
