@@ -169,7 +169,12 @@ def reader(tmp_path, monkeypatch, capsys):
 APART = ("README.md", "docs/privacy.md")
 
 
-@pytest.mark.parametrize("page", [page for page in with_blocks("python", "shell", "yaml") if page not in APART])
+FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * page.startswith("docs/studies/")) for page in FOLLOWED]
+)
 def test_the_blocks_of_a_page_run(reader, page):
     reader.follow(page)
 

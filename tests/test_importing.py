@@ -83,7 +83,14 @@ def test_public_names_are_those_of_their_homes():
 
 
 @pytest.mark.parametrize(
-    "first", ["import perada, peft", "import peft, perada", "import perada.adapters, peft, perada"]
+    "first",
+    [
+        "import perada, peft",
+        *(
+            pytest.param(f"import {names}", marks=pytest.mark.slow)
+            for names in ("peft, perada", "perada.adapters, peft, perada")
+        ),
+    ],
 )
 def test_peft_knows_our_methods_after_import_perada(first):
     known = run(f"{first}\nprint('PERADA_RESIDUAL' in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING)")

@@ -33,8 +33,15 @@ def step(engine, model, x, streams):
 # Raised within torch (the second by 2.11), which hides them unless warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["folded", "loop"])
-@pytest.mark.parametrize(("name", "adapter"), [("test_resnet", "residual"), ("test_vit", "lora")])
+@pytest.mark.parametrize(
+    ("name", "adapter", "kind"),
+    [
+        ("test_vit", "lora", "folded"),
+        pytest.param("test_vit", "lora", "loop", marks=pytest.mark.slow),
+        pytest.param("test_resnet", "residual", "folded", marks=pytest.mark.slow),
+        pytest.param("test_resnet", "residual", "loop", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_step_is_the_eager_one_and_is_compiled_once(name, adapter, kind):
     torch.compiler.reset()
     net = model(name, adapter).double()  # in float32 rounding may take a value to the other side of a ReLU

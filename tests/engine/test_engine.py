@@ -168,12 +168,13 @@ def difference(left, right, keys):
 @pytest.mark.parametrize(
     ("name", "adapter", "options"),
     [
-        ("resnet18", "residual", {"dropout": 0.3, "init_std": 0.05}),
-        ("resnet18", "head", {}),
+        pytest.param("resnet18", "residual", {"dropout": 0.3, "init_std": 0.05}, marks=pytest.mark.slow),
+        ("resnet", "residual", {"dropout": 0.3, "init_std": 0.05}),
+        ("resnet", "head", {}),
         ("resnet", "full", {}),
         ("vit", "lora", {"lora_dropout": 0.2}),
         ("vit", "bottleneck", {"dropout": 0.2}),
-        ("vit", "full", {}),
+        pytest.param("vit", "full", {}, marks=pytest.mark.slow),
         ("hf_vit", "lora", {}),
     ],
 )

@@ -46,11 +46,15 @@ def train(images, dtype, **options):
     return next(iter(run.state("global").values()))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [(torch.float32, "32-true"), (torch.float32, "bf16-mixed"), (torch.float64, "32-true")],
-)
-@pytest.mark.parametrize("engine", ["folded", "opacus", "clients"])
+PRECISIONS = [(torch.float32, "32-true"), (torch.float32, "bf16-mixed"), (torch.float64, "32-true")]
+NOISES = [
+    pytest.param(engine, *precision, marks=[pytest.mark.slow] * (engine == "opacus" and precision != PRECISIONS[1]))
+    for engine in ("folded", "opacus", "clients")
+    for precision in PRECISIONS
+]
+
+
+@pytest.mark.parametrize(("engine", "dtype", "precision"), NOISES)
 def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     images, options = 20_000, {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-5}
     if engine == "clients":
@@ -70,8 +74,10 @@ def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     assert float(mean.norm()) == pytest.approx(BOUND, rel=0.02 if engine != "clients" else 100)
 
 
-@pytest.mark.parametrize("adapter", ["lora", "bottleneck", "head", "full"])
 @pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])
+@pytest.mark.parametrize(
+    "adapter", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "full")), "bottleneck", "head"]
+)
 def test_computing_in_half_precision_trains_in_single(adapter, engine):
     """Of a real backbone, whose layers the trainer's precision casts."""
     random = torch.Generator().manual_seed(0)
