@@ -23,11 +23,7 @@ class FeatureCache:
     """
 
     def __init__(
-        self,
-        encode: Callable[[Tensor], Tensor],
-        size: int,
-        limit_bytes: int,
-        suits: Callable[[Tensor], bool] = lambda _: True,
+        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, suits: Callable[[Tensor], bool]
     ) -> None:
         self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
         self.stores: dict[int, Samples] = {}
@@ -35,15 +31,14 @@ class FeatureCache:
     def __call__(self, store: Samples) -> Samples:
         """``store`` read as features, or itself where they would not fit or its images are of another shape."""
         if id(store) not in self.stores:
+            self.stores[id(store)] = store
             need = 4 * self.size * sum(store.sizes)
-            fits = 0 < need <= self.left and self._suits(store)
-            self.left -= need if fits else 0
-            self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
+            if 0 < need <= self.left:
+                owner = next(owner for owner, size in enumerate(store.sizes) if size)
+                if self.suits(store.take(torch.tensor([owner]), torch.tensor([0]))[0]):
+                    self.left -= need
+                    self.stores[id(store)] = FeatureStore(store, self.encode)
         return self.stores[id(store)]
-
-    def _suits(self, store: Samples) -> bool:
-        owner = next(owner for owner, size in enumerate(store.sizes) if size)
-        return self.suits(store.take(torch.tensor([owner]), torch.tensor([0]))[0])
 
 
 class FeatureStore:
