@@ -17,12 +17,12 @@ from perada.data.batches.samples import (
     Store,
     TensorStore,
     as_labels,
+    check_kind,
     check_label_kind,
     isolated_randomness,
     kind,
     length,
     make_store,
-    wrong_shape,
 )
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
@@ -147,8 +147,7 @@ def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | No
     clients = [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist()
     for client in clients:
         got = first_image(store, client, size)
-        if expected is not None and got != expected:
-            raise ValueError(f"{part} data: " + wrong_shape(client, got, expected))
+        check_kind(client, got, expected or got, f"{part} data: ")
         expected = got
     return expected
 

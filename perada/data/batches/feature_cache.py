@@ -44,17 +44,15 @@ class FeatureCache:
 class FeatureStore:
     """Samples whose images are features (F,), computed when they are first asked for.
 
-    Args:
-        store: The images; those of a position must always be the same.
-        encode: Features (B, F) of images (B, ...) as they are read, on the device where they are kept.
+    ``encode`` makes them, (B, F), of images (B, ...) as they are read, which must always be the same, on the device
+    where they are kept.
     """
 
     def __init__(self, store: Samples, encode: Callable[[Tensor], Tensor]) -> None:
         self.store, self.encode, self.sizes = store, encode, store.sizes
         self.starts = torch.tensor([0, *self.sizes]).cumsum(0)
         self._known = torch.zeros(-(-int(self.starts[-1]) // BLOCK), dtype=torch.bool)
-        self._features: Tensor | None = None
-        self._labels: Tensor | None = None
+        self._kept: list[Tensor] = []  # features of all samples, and labels if there are any
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Gather rows, with the arguments and results of :meth:`perada.data.batches.samples.TensorStore.take`."""
@@ -62,23 +60,18 @@ class FeatureStore:
         blocks = torch.unique(positions // BLOCK)
         for block in blocks[~self._known[blocks]].tolist():
             self._fill(block)
-        assert self._features is not None
-        rows = positions.to(self._features.device)
-        return self._features[rows], None if self._labels is None else self._labels[rows]
+        rows = positions.to(self._kept[0].device)
+        features, *labels = (kept[rows] for kept in self._kept)
+        return features, labels[0] if labels else None
 
     def _fill(self, block: int) -> None:
-        positions = torch.arange(block * BLOCK, min((block + 1) * BLOCK, int(self.starts[-1])))
+        first, total = block * BLOCK, int(self.starts[-1])
+        positions = torch.arange(first, min(first + BLOCK, total))
         owners = torch.bucketize(positions, self.starts, right=True) - 1
         images, labels = self.store.take(owners, positions - self.starts[owners], (0, -3))
         features = self.encode(images)
-        if self._features is None:
-            total = int(self.starts[-1])
-            self._features = features.new_empty(total, features.shape[1])
-            self._labels = (
-                None if labels is None else labels.new_empty(total, *labels.shape[1:], device=features.device)
-            )
-        rows = positions.to(features.device)
-        self._features[rows] = features
-        if labels is not None and self._labels is not None:
-            self._labels[rows] = labels.to(features.device)
+        parts = [features] if labels is None else [features, labels.to(features.device)]
+        self._kept = self._kept or [part.new_empty(total, *part.shape[1:]) for part in parts]
+        for kept, part in zip(self._kept, parts, strict=True):
+            kept[first : first + BLOCK] = part
         self._known[block] = True

@@ -23,10 +23,10 @@ class RoundBatches(Dataset[CohortBatch]):
     def __init__(self, store: Samples, plan: RoundPlan, batch_size: BatchSize, seed: int) -> None:
         self.store, self.plan, self.seed = store, plan, seed
         self.walk = list(active_steps(plan))
-        self.batches = [  # of each client, by phase
-            batch_indices(store.sizes[client], batch_size, sum(steps), seed, "batches", plan.round, client).split(steps)
-            for client, *steps in zip(plan.clients, *plan.steps, strict=True)
-        ]
+        self.batches = []  # of each client, by phase
+        for client, *steps in zip(plan.clients, *plan.steps, strict=True):
+            own = batch_indices(store.sizes[client], batch_size, sum(steps), seed, "batches", plan.round, client)
+            self.batches.append(torch.split(own, steps))
 
     def __len__(self) -> int:
         return len(self.walk)

@@ -97,10 +97,9 @@ class TensorStore:
         for client, source in enumerate(sources):
             check_dtype(source.images)
             if id(source.images) not in bases:
-                if unique and kind(source.images) != kind(unique[0].images):
-                    raise ValueError(wrong_shape(client, kind(source.images), kind(unique[0].images)))
-                if unique and source.labels is not None and unique[0].labels is not None:
-                    check_label_kind(client, as_labels(source.labels), as_labels(unique[0].labels))
+                check_kind(client, kind(source.images), kind(sources[0].images))
+                if source.labels is not None and sources[0].labels is not None:
+                    check_label_kind(client, as_labels(source.labels), as_labels(sources[0].labels))
                 bases[id(source.images)] = total
                 unique.append(source)
                 total += len(source.images)
@@ -134,12 +133,10 @@ class TensorStore:
 
 
 class MapStore:
-    """Clients' samples read one by one from map-style datasets.
+    """Clients' samples read one by one from map-style datasets, one a client.
 
-    Args:
-        datasets: One per client.
-        labelled: Whether items are (image, label); otherwise only the image of an item is looked at.
-        size: Height and width that uint8 images are resized to as they are read, so that they can be stacked.
+    Of items that are not ``labelled`` only the image is looked at. uint8 images are resized to ``size`` as they are
+    read, so that they can be stacked.
     """
 
     def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
@@ -178,8 +175,7 @@ class MapStore:
                 image, label = self.item(owner, index)
                 images.append(image)
                 labels += [] if label is None else [label]
-                if kind(image, 0) != kind(images[0], 0):
-                    raise ValueError(wrong_shape(owner, kind(image, 0), kind(images[0], 0)))
+                check_kind(owner, kind(image, 0), kind(images[0], 0))
         return torch.stack(images), torch.stack(labels) if labels else None
 
 
@@ -193,12 +189,13 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
     return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
 
 
-def wrong_shape(client: int, got: object, expected: object) -> str:
-    """Message for images that cannot be batched together."""
-    return (
-        f"client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
-        "or set image_size to have uint8 images resized"
-    )
+def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
+    """Refuse images that cannot be batched together; the message begins with ``part``."""
+    if got != expected:
+        raise ValueError(
+            f"{part}client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
+            "or set image_size to have uint8 images resized"
+        )
 
 
 def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
