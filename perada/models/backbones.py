@@ -107,10 +107,8 @@ def _from_timm(
     except RuntimeError as error:  # an unknown tag after the dot
         known = ", ".join(timm.list_pretrained(f"{name.partition('.')[0]}.*")) or "none"
         raise ValueError(f"backbone {name!r} is no timm model: the pretrained ones of this kind are {known}") from error
-    fixed = config is not None and config.fixed_input_size
-    options: dict[str, Any] = {"in_chans": in_chans}
-    options |= {} if num_classes is None else {"num_classes": num_classes}
-    options |= {"img_size": image_size} if image_size is not None and fixed else {}
+    size = image_size if config is not None and config.fixed_input_size else None  # timm leaves out what is None
+    options: dict[str, Any] = {"in_chans": in_chans, "num_classes": num_classes, "img_size": size}
     overlay = _timm_weights(name, config, pretrained)
     try:
         model = timm.create_model(name, pretrained=pretrained is True, pretrained_cfg_overlay=overlay, **options)
