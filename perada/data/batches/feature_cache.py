@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads images as the features that a frozen part of the model makes of them, each computed once."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from perada.data.batches.samples import Samples
+from perada.core.states import send
+from perada.data.batches.samples import Samples, TensorStore
 
 BLOCK = 256
 """Images that are computed together: always the same ones, so that the bits do not depend on who is drawn."""
@@ -28,50 +30,42 @@ class FeatureCache:
         self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
         self.stores: dict[int, Samples] = {}
 
-    def __call__(self, store: Samples) -> Samples:
+    def __call__(self, store: TensorStore) -> Samples:
         """``store`` read as features, or itself where they would not fit or its images are of another shape."""
         if id(store) not in self.stores:
-            self.stores[id(store)] = store
             need = 4 * self.size * sum(store.sizes)
-            if 0 < need <= self.left:
-                owner = next(owner for owner, size in enumerate(store.sizes) if size)
-                if self.suits(store.take(torch.tensor([owner]), torch.tensor([0]))[0]):
-                    self.left -= need
-                    self.stores[id(store)] = FeatureStore(store, self.encode)
+            fits = 0 < need <= self.left and self.suits(store.images[:1])
+            self.left -= need if fits else 0
+            self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
         return self.stores[id(store)]
 
 
 class FeatureStore:
-    """Samples whose images are features (F,), computed when they are first asked for.
+    """The samples of a store with features (F,) for images, computed when they are first asked for.
 
-    ``encode`` makes them, (B, F), of images (B, ...) as they are read, which must always be the same, on the device
-    where they are kept.
+    ``encode`` makes them, (B, F), of images (B, ...) as they are read, on the device where they are kept.
     """
 
-    def __init__(self, store: Samples, encode: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, store: TensorStore, encode: Callable[[Tensor], Tensor]) -> None:
         self.store, self.encode, self.sizes = store, encode, store.sizes
-        self.starts = torch.tensor([0, *self.sizes]).cumsum(0)
-        self._known = torch.zeros(-(-int(self.starts[-1]) // BLOCK), dtype=torch.bool)
-        self._kept: list[Tensor] = []  # features of all samples, and labels if there are any
+        self._known = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
+        self._features: Tensor | None = None
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Gather rows, with the arguments and results of :meth:`perada.data.batches.samples.TensorStore.take`."""
-        positions = self.starts[owners] + indices
+        positions = self.store.starts[owners] + indices
         blocks = torch.unique(positions // BLOCK)
         for block in blocks[~self._known[blocks]].tolist():
-            self._fill(block)
-        rows = positions.to(self._kept[0].device)
-        features, *labels = (kept[rows] for kept in self._kept)
-        return features, labels[0] if labels else None
+            self._fill(slice(block * BLOCK, (block + 1) * BLOCK))
+            self._known[block] = True
+        assert self._features is not None
+        device, labels = self._features.device, self.store.labels
+        if labels is not None:
+            labels = send(labels[self.store.table[positions].to(labels.device)], device)
+        return self._features[positions.to(device)], labels
 
-    def _fill(self, block: int) -> None:
-        first, total = block * BLOCK, int(self.starts[-1])
-        positions = torch.arange(first, min(first + BLOCK, total))
-        owners = torch.bucketize(positions, self.starts, right=True) - 1
-        images, labels = self.store.take(owners, positions - self.starts[owners], (0, -3))
-        features = self.encode(images)
-        parts = [features] if labels is None else [features, labels.to(features.device)]
-        self._kept = self._kept or [part.new_empty(total, *part.shape[1:]) for part in parts]
-        for kept, part in zip(self._kept, parts, strict=True):
-            kept[first : first + BLOCK] = part
-        self._known[block] = True
+    def _fill(self, block: slice) -> None:
+        features = self.encode(self.store.images[self.store.table[block].to(self.store.images.device)])
+        if self._features is None:
+            self._features = features.new_empty(len(self.store.table), features.shape[1])
+        self._features[block] = features
