@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of algorithms and server rules, which hold options."""
+"""Base of algorithms, server rules and partitions, which hold options."""
 
 import inspect
 import re

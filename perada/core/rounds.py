@@ -120,15 +120,10 @@ def sample_cohort(
     clients_per_round: int | None,
     eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
 ) -> list[int]:
-    """Draw the clients of a round uniformly without replacement.
+    """Draw ``clients_per_round`` of a round's clients uniformly without replacement; None takes all.
 
-    Args:
-        seed: The run's seed.
-        round: Index of the round, from 0.
-        num_clients: Of the run.
-        clients_per_round: Clients to draw; None takes all.
-        eligible: Gives those of the given clients that may be drawn; None where all may. The place of one that may not
-            goes to the next in the order that was drawn, so there are fewer only where no more are eligible.
+    ``eligible`` gives those of the given clients that may be drawn; None where all may. The place of one that may not
+    goes to the next in the order that was drawn, so there are fewer only where no more are eligible.
 
     Raises:
         ValueError: If no client is eligible.

@@ -147,9 +147,7 @@ class Streams:
         z = places * self.gammas.unsqueeze(1)
         z += self.seeds.unsqueeze(1)
         for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-            shifted = z >> shift
-            shifted &= (1 << (64 - shift)) - 1  # the sign bit is not part of the number here
-            z ^= shifted
+            z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the sign bit is not part of the number here
             if factor != 1:
                 z *= factor
         return z.view(torch.int16)[:, :count]

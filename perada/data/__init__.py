@@ -5,8 +5,7 @@ from perada.core.batches import CohortBatch, EvalBatch
 from perada.core.rounds import Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
-from perada.data.partitions.base import IID, ByDomain, FromFile, Partition
-from perada.data.partitions.by_label import Dirichlet, DominantClass, Shards
+from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
 from perada.data.sets.folders import ImageFolder, UnlabelledFolder
 from perada.data.sets.images import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageSet, Photographs
 

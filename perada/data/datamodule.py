@@ -19,7 +19,7 @@ from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
 from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
-from perada.data.batches.samples import MapStore, Samples, Store, TensorStore, length
+from perada.data.batches.samples import MapStore, Samples, Store, length
 from perada.data.batches.schedule import Schedule
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.overlap import check_overlap
@@ -321,8 +321,9 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def _served(self, store: Store) -> Samples:
         """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
-        if isinstance(store, TensorStore) and device.type != "cpu":
-            store.to(device, self.device_cache_mb * 10**6)
-        drawn = isinstance(store, MapStore) or (store is self._ready.train and self._preparation.augments)
-        return store if self._features is None or drawn else self._features(store)
+        if isinstance(store, MapStore):
+            return store
+        if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
+            store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
+        augmented = store is self._ready.train and self._preparation.augments
+        return store if self._features is None or augmented else self._features(store)

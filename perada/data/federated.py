@@ -17,13 +17,12 @@ from perada.data.batches.samples import (
     Store,
     TensorStore,
     as_labels,
+    check_kind,
     check_label_kind,
     isolated_randomness,
     kind,
     length,
     make_store,
-    seed_all,
-    wrong_shape,
 )
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
@@ -78,12 +77,9 @@ class Checked:
 
 
 def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:
-    """Open the data and verify them.
+    """Open the data and verify them; uint8 images are resized to ``image_size``, unless it is None.
 
-    Args:
-        data: The clients' data.
-        num_classes: Number of classes K; None for what the data say, or else for what is found in the labels.
-        image_size: Height and width to resize uint8 images to, or None.
+    The number of classes K is ``num_classes``, or what the data say, or what is found in the labels.
 
     Raises:
         ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, or the
@@ -110,7 +106,9 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
             found[part] = _known_labels(part, store, num_classes)
     assert image is not None
     multilabel = _is_multilabel(found)
-    num_classes = num_classes or _infer_classes(found, multilabel)
+    if num_classes is None:
+        known = [labels for clients in found.values() for labels in clients if len(labels)]
+        num_classes = known[0].shape[1] if multilabel else int(max(labels.max() for labels in known)) + 1
     for part, labels in found.items():
         _check_labels(part, labels, num_classes, multilabel)
     for store in parts.values():
@@ -149,8 +147,7 @@ def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | No
     clients = [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist()
     for client in clients:
         got = first_image(store, client, size)
-        if expected is not None and got != expected:
-            raise ValueError(f"{part} data: " + wrong_shape(client, got, expected))
+        check_kind(client, got, expected or got, f"{part} data: ")
         expected = got
     return expected
 
@@ -162,7 +159,6 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tens
     scan = sum(store.sizes) <= SCAN_LIMIT
     labels = []
     with isolated_randomness():
-        seed_all(0)
         for client, dataset in enumerate(store.datasets):
             known = _targets(dataset)
             if known is None:
@@ -198,13 +194,6 @@ def _is_multilabel(found: dict[str, list[Tensor]]) -> bool:
             if len(labels):
                 check_label_kind(client, labels, first)
     return first.ndim == 2
-
-
-def _infer_classes(found: dict[str, list[Tensor]], multilabel: bool) -> int:
-    """The width of multi-label vectors, or one more than the largest class."""
-    if multilabel:
-        return found["training"][0].shape[1]
-    return int(max(labels.max() for clients in found.values() for labels in clients if len(labels))) + 1
 
 
 def _check_labels(part: str, clients: list[Tensor], num_classes: int, multilabel: bool) -> None:

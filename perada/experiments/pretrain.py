@@ -75,7 +75,7 @@ class _Classifier(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        crops = draw_crops(len(images), True, True, PADDING, generator(self.seed, "augment", self.global_step))
+        crops = draw_crops(len(images), True, PADDING, generator(self.seed, "augment", self.global_step))
         loss = F.cross_entropy(self(augment(images, crops, PADDING)), labels)
         self.log("loss", loss, prog_bar=True)
         return loss

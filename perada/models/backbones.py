@@ -107,10 +107,8 @@ def _from_timm(
     except RuntimeError as error:  # an unknown tag after the dot
         known = ", ".join(timm.list_pretrained(f"{name.partition('.')[0]}.*")) or "none"
         raise ValueError(f"backbone {name!r} is no timm model: the pretrained ones of this kind are {known}") from error
-    fixed = config is not None and config.fixed_input_size
-    options: dict[str, Any] = {"in_chans": in_chans}
-    options |= {} if num_classes is None else {"num_classes": num_classes}
-    options |= {"img_size": image_size} if image_size is not None and fixed else {}
+    size = image_size if config is not None and config.fixed_input_size else None  # timm leaves out what is None
+    options: dict[str, Any] = {"in_chans": in_chans, "num_classes": num_classes, "img_size": size}
     overlay = _timm_weights(name, config, pretrained)
     try:
         model = timm.create_model(name, pretrained=pretrained is True, pretrained_cfg_overlay=overlay, **options)
@@ -123,7 +121,10 @@ def _from_timm(
         raise ValueError(f"backbone {name!r} has the classifiers {head!r}: choose a model with exactly one")
     if isinstance(pretrained, str):
         load_weights(model, pretrained, head)
-    return Backbone(model, name, head, _timm_image_config(model, image_size, in_chans))
+    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]  # timm has no types
+    height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
+    mean, std = (_channels(data[name], in_chans) for name in ("mean", "std"))
+    return Backbone(model, name, head, ImageConfig((in_chans, height, width), mean, std))
 
 
 def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | str) -> dict[str, Any]:
@@ -143,12 +144,6 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
             return {"file": cached}
         require_hub(name)
     return {}
-
-
-def _timm_image_config(model: nn.Module, image_size: int | None, in_chans: int) -> ImageConfig:
-    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]  # timm has no types
-    height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
-    return ImageConfig((in_chans, height, width), _channels(data["mean"], in_chans), _channels(data["std"], in_chans))
 
 
 def _channels(values: Iterable[float], in_chans: int) -> tuple[float, ...]:

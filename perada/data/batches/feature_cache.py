@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads images as the features that a frozen part of the model makes of them, each computed once."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from perada.data.batches.samples import Samples
+from perada.core.states import send
+from perada.data.batches.samples import Samples, TensorStore
 
 BLOCK = 256
 """Images that are computed together: always the same ones, so that the bits do not depend on who is drawn."""
@@ -23,67 +25,47 @@ class FeatureCache:
     """
 
     def __init__(
-        self,
-        encode: Callable[[Tensor], Tensor],
-        size: int,
-        limit_bytes: int,
-        suits: Callable[[Tensor], bool] = lambda _: True,
+        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, suits: Callable[[Tensor], bool]
     ) -> None:
         self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
         self.stores: dict[int, Samples] = {}
 
-    def __call__(self, store: Samples) -> Samples:
+    def __call__(self, store: TensorStore) -> Samples:
         """``store`` read as features, or itself where they would not fit or its images are of another shape."""
         if id(store) not in self.stores:
             need = 4 * self.size * sum(store.sizes)
-            fits = 0 < need <= self.left and self._suits(store)
+            fits = 0 < need <= self.left and self.suits(store.images[:1])
             self.left -= need if fits else 0
             self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
         return self.stores[id(store)]
 
-    def _suits(self, store: Samples) -> bool:
-        owner = next(owner for owner, size in enumerate(store.sizes) if size)
-        return self.suits(store.take(torch.tensor([owner]), torch.tensor([0]))[0])
-
 
 class FeatureStore:
-    """Samples whose images are features (F,), computed when they are first asked for.
+    """The samples of a store with features (F,) for images, computed when they are first asked for.
 
-    Args:
-        store: The images; those of a position must always be the same.
-        encode: Features (B, F) of images (B, ...) as they are read, on the device where they are kept.
+    ``encode`` makes them, (B, F), of images (B, ...) as they are read, on the device where they are kept.
     """
 
-    def __init__(self, store: Samples, encode: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, store: TensorStore, encode: Callable[[Tensor], Tensor]) -> None:
         self.store, self.encode, self.sizes = store, encode, store.sizes
-        self.starts = torch.tensor([0, *self.sizes]).cumsum(0)
-        self._known = torch.zeros(-(-int(self.starts[-1]) // BLOCK), dtype=torch.bool)
+        self._known = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
         self._features: Tensor | None = None
-        self._labels: Tensor | None = None
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Gather rows, with the arguments and results of :meth:`perada.data.batches.samples.TensorStore.take`."""
-        positions = self.starts[owners] + indices
+        positions = self.store.starts[owners] + indices
         blocks = torch.unique(positions // BLOCK)
         for block in blocks[~self._known[blocks]].tolist():
-            self._fill(block)
+            self._fill(slice(block * BLOCK, (block + 1) * BLOCK))
+            self._known[block] = True
         assert self._features is not None
-        rows = positions.to(self._features.device)
-        return self._features[rows], None if self._labels is None else self._labels[rows]
+        device, labels = self._features.device, self.store.labels
+        if labels is not None:
+            labels = send(labels[self.store.table[positions].to(labels.device)], device)
+        return self._features[positions.to(device)], labels
 
-    def _fill(self, block: int) -> None:
-        positions = torch.arange(block * BLOCK, min((block + 1) * BLOCK, int(self.starts[-1])))
-        owners = torch.bucketize(positions, self.starts, right=True) - 1
-        images, labels = self.store.take(owners, positions - self.starts[owners], (0, -3))
-        features = self.encode(images)
+    def _fill(self, block: slice) -> None:
+        features = self.encode(self.store.images[self.store.table[block].to(self.store.images.device)])
         if self._features is None:
-            total = int(self.starts[-1])
-            self._features = features.new_empty(total, features.shape[1])
-            self._labels = (
-                None if labels is None else labels.new_empty(total, *labels.shape[1:], device=features.device)
-            )
-        rows = positions.to(features.device)
-        self._features[rows] = features
-        if labels is not None and self._labels is not None:
-            self._labels[rows] = labels.to(features.device)
-        self._known[block] = True
+            self._features = features.new_empty(len(self.store.table), features.shape[1])
+        self._features[block] = features

@@ -18,31 +18,22 @@ T = TypeVar("T")
 
 
 class RoundBatches(Dataset[CohortBatch]):
-    """The cohort batches of one round.
-
-    Args:
-        store: The clients' training sets.
-        plan: Who trains for how long.
-        batch_size: Rows B, or "full".
-        seed: The run's seed.
-    """
+    """The cohort batches of one round: who trains for how long is in ``plan``; B rows, or all where it is "full"."""
 
     def __init__(self, store: Samples, plan: RoundPlan, batch_size: BatchSize, seed: int) -> None:
         self.store, self.plan, self.seed = store, plan, seed
         self.walk = list(active_steps(plan))
-        totals = [sum(phase[i] for phase in plan.steps) for i in range(len(plan.clients))]
-        self.batches = [
-            batch_indices(store.sizes[client], batch_size, total, seed, "batches", plan.round, client)
-            for client, total in zip(plan.clients, totals, strict=True)
-        ]
+        self.batches = []  # of each client, by phase
+        for client, *steps in zip(plan.clients, *plan.steps, strict=True):
+            own = batch_indices(store.sizes[client], batch_size, sum(steps), seed, "batches", plan.round, client)
+            self.batches.append(torch.split(own, steps))
 
     def __len__(self) -> int:
         return len(self.walk)
 
     def __getitem__(self, step: int) -> CohortBatch:
         phase, within, active = self.walk[step]
-        before = [sum(steps[i] for steps in self.plan.steps[:phase]) for i in range(active)]
-        indices = [self.batches[i][start + within] for i, start in enumerate(before)]
+        indices = [own[phase][within] for own in self.batches[:active]]
         return cohort_batch(self.store, self.plan, phase, step, indices, (self.seed, self.plan.round, step))
 
 
@@ -77,12 +68,9 @@ def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 class EvalBatches(Dataset[EvalBatch]):
-    """All samples of all clients, each once, in order of client.
+    """All samples of all clients, each once, in order of client; the last batch may have fewer than B rows.
 
-    Args:
-        store: The clients' test sets.
-        batch_size: Rows B of a batch; the last one may have fewer.
-        seed: The run's seed, for datasets that draw.
+    The run's seed is for datasets that draw.
     """
 
     def __init__(self, store: Samples, batch_size: int, seed: int) -> None:

@@ -3,19 +3,17 @@
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from perada.core.batches import CohortBatch, EvalBatch
+from perada.core.images import ImageConfig
 from perada.core.seeding import generator
 from perada.data.batches.loaders import pad
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
 from perada.engine.losses import real_rows
-
-if TYPE_CHECKING:
-    from perada.core.images import ImageConfig
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 
@@ -39,7 +37,7 @@ class Preparation:
             image's place in the batch, and whoever knew them could tell from the others whether an image is there.
     """
 
-    image: "ImageConfig | None" = None
+    image: ImageConfig | None = None
     image_size: int | None = None
     crop_padding: int = 0
     flip: bool = False
@@ -84,12 +82,11 @@ class Preparation:
         """
         if not self.augments:
             return batch.x
-        padding = self.crop_padding
         purpose = "augment" if stream is None else f"augment/{stream}"
         seed = secrets.randbits(256) if self.secure and stream is not None else self.seed
         sources = [generator(seed, purpose, batch.round, client, batch.step) for client in batch.clients]
         counts = (batch.x.shape[1],) * len(sources) if stream is None else batch.counts
         drawn = zip(counts, sources, strict=True)
-        own = [draw_crops(rows, padding > 0, self.flip, padding, source) for rows, source in drawn]
+        own = [draw_crops(rows, self.flip, self.crop_padding, source) for rows, source in drawn]
         crops = pad(torch.cat(own), counts).flatten(0, 1)
-        return augment(batch.x.flatten(0, 1), crops, padding).view_as(batch.x)
+        return augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)

@@ -23,16 +23,9 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
     are drawn when the dataset is made, so every worker serves the same ones. A stream continues from one of its phases
     to the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
 
-    A batch may hold no image of a client: its count is then 0. The rows (C, B, ...) are as wide as the largest count,
-    and at least 1.
-
-    Args:
-        store: The clients' training sets.
-        plan: Who trains for how long.
-        batch_size: Mean number of rows B where batches are Poisson samples, their largest number where passes are
-            shuffled; or "full".
-        seed: The run's seed.
-        sampling: The streams of each phase of the plan, and how they draw.
+    The arguments are those of :class:`.RoundBatches`, and how each phase of the plan draws. B is the mean number of
+    rows where batches are Poisson samples, the largest where passes are shuffled. A batch may hold no image of a
+    client: its count is then 0. The rows (C, B, ...) are as wide as the largest count, and at least 1.
 
     Raises:
         ValueError: If the plan has another number of phases than ``sampling``.
@@ -49,23 +42,25 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
         self.store, self.plan, self.batch_size, self.seed, self.sampling = store, plan, batch_size, seed, sampling
         self._items = secrets.randbits(256) if sampling.secure else seed
         self.walk = list(active_steps(plan))
-        names = dict.fromkeys(name for phase in sampling.streams for name in phase)
-        self.batches = {name: [self._draw(name, row) for row in range(len(plan.clients))] for name in names}
+        names = {name for phase in sampling.streams for name in phase}
+        drawn = {name: [iter(self._draw(name, row)) for row in range(len(plan.clients))] for name in names}
+        self.indices = [  # of each step, by stream and active client
+            {name: list(map(next, drawn[name][:active])) for name in sampling.streams[phase]}
+            for phase, _, active in self.walk
+        ]
 
     def __len__(self) -> int:
         return len(self.walk)
 
     def __getitem__(self, step: int) -> dict[str, CohortBatch]:
-        return {name: self._batch(name, step) for name in self.sampling.streams[self.walk[step][0]]}
-
-    def _steps_before(self, phase: int, name: str, row: int) -> int:
-        """Batches of a stream that the plan's client in ``row`` takes before a phase."""
-        earlier = zip(self.plan.steps[:phase], self.sampling.streams, strict=False)
-        return sum(steps[row] for steps, streams in earlier if name in streams)
+        return {name: self._batch(name, step) for name in self.indices[step]}
 
     def _draw(self, name: str, row: int) -> list[Tensor]:
         """All batches of a stream for the plan's client in ``row``: indices into its images."""
-        client, steps = self.plan.clients[row], self._steps_before(len(self.plan.steps), name, row)
+        taken = (
+            own[row] for own, streams in zip(self.plan.steps, self.sampling.streams, strict=True) if name in streams
+        )
+        client, steps = self.plan.clients[row], sum(taken)
         size, seed, round, secure = self.store.sizes[client], self.seed, self.plan.round, self.sampling.secure
         if self.sampling.sampling == "poisson":
             rate = sampling_rate(size, self.batch_size)
@@ -74,7 +69,5 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
         return shuffled_batches(size, rows, steps, seed=seed, role=name, round=round, client=client, secure=secure)
 
     def _batch(self, name: str, step: int) -> CohortBatch:
-        phase, within, active = self.walk[step]
-        indices = [self.batches[name][row][self._steps_before(phase, name, row) + within] for row in range(active)]
         key = self._items, self.plan.round, step, derive_seed(self._items, f"stream/{name}")
-        return cohort_batch(self.store, self.plan, phase, step, indices, key)
+        return cohort_batch(self.store, self.plan, self.walk[step][0], step, self.indices[step][name], key)

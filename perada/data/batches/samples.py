@@ -52,15 +52,8 @@ def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
 def tensor_source(dataset: Dataset[Any], labelled: bool, rows: np.ndarray | None = None) -> Source | None:
     """Find the tensors behind a TensorDataset, an ImageSet or a Subset of one; None if there are none.
 
-    The labels of an unlabelled set are not read.
-
-    Args:
-        dataset: Any.
-        labelled: Whether labels are needed.
-        rows: Which items of it are meant; by default all.
-
-    Raises:
-        IndexError: If a Subset has an item that its dataset lacks.
+    Labels are read where they are needed alone (``labelled``). ``rows`` are the items that are meant; None for all. An
+    IndexError if a Subset has an item that its dataset lacks.
     """
     if type(dataset) is Subset:  # the rows of thousands of these are looked up without listing those of their base
         own = np.asarray(dataset.indices, dtype=np.int64)
@@ -90,10 +83,7 @@ class Samples(Protocol):
 
 
 class TensorStore:
-    """Clients' samples as rows of one image tensor.
-
-    Args:
-        sources: One per client.
+    """Clients' samples as rows of one image tensor, of one source a client.
 
     Raises:
         ValueError: If a client's images have another shape or type than the first one's.
@@ -107,10 +97,9 @@ class TensorStore:
         for client, source in enumerate(sources):
             check_dtype(source.images)
             if id(source.images) not in bases:
-                if unique and kind(source.images) != kind(unique[0].images):
-                    raise ValueError(wrong_shape(client, kind(source.images), kind(unique[0].images)))
-                if unique and source.labels is not None and unique[0].labels is not None:
-                    check_label_kind(client, as_labels(source.labels), as_labels(unique[0].labels))
+                check_kind(client, kind(source.images), kind(sources[0].images))
+                if source.labels is not None and sources[0].labels is not None:
+                    check_label_kind(client, as_labels(source.labels), as_labels(sources[0].labels))
                 bases[id(source.images)] = total
                 unique.append(source)
                 total += len(source.images)
@@ -123,12 +112,7 @@ class TensorStore:
         self.table = torch.cat([source.rows + bases[id(source.images)] for source in sources])
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Gather rows.
-
-        Args:
-            owners: (N,) client of each row.
-            indices: (N,) index within that client's dataset.
-            key: Not used: nothing is drawn here.
+        """Gather the rows ``indices`` (N,) of the datasets of ``owners`` (N,); nothing is drawn here by ``key``.
 
         Returns:
             Images (N, ...) and labels (N,) or (N, K), None if unlabelled.
@@ -149,18 +133,14 @@ class TensorStore:
 
 
 class MapStore:
-    """Clients' samples read one by one from map-style datasets.
+    """Clients' samples read one by one from map-style datasets, one a client.
 
-    Args:
-        datasets: One per client.
-        labelled: Whether items are (image, label); otherwise only the image of an item is looked at.
-        size: Height and width that uint8 images are resized to as they are read, so that they can be stacked.
+    Of items that are not ``labelled`` only the image is looked at. uint8 images are resized to ``size`` as they are
+    read, so that they can be stacked.
     """
 
     def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
-        self.datasets = datasets
-        self.labelled = labelled
-        self.size = size
+        self.datasets, self.labelled, self.size = datasets, labelled, size
         self.sizes = tuple(length(dataset) for dataset in datasets)
         self.num_classes: int | None = None  # classes that labels are checked against as they are read
 
@@ -188,17 +168,15 @@ class MapStore:
         What the datasets draw at random is derived from ``key`` and the sample, and leaves the global streams alone.
         """
         images: list[Tensor] = []
-        labels: list[Tensor | None] = []
+        labels: list[Tensor] = []
         with isolated_randomness():
             for owner, index in zip(owners.tolist(), indices.tolist(), strict=True):
                 seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
                 image, label = self.item(owner, index)
-                if images and kind(image, 0) != kind(images[0], 0):
-                    raise ValueError(wrong_shape(owner, kind(image, 0), kind(images[0], 0)))
                 images.append(image)
-                labels.append(label)
-        known = [label for label in labels if label is not None]
-        return torch.stack(images), torch.stack(known) if known else None
+                labels += [] if label is None else [label]
+                check_kind(owner, kind(image, 0), kind(images[0], 0))
+        return torch.stack(images), torch.stack(labels) if labels else None
 
 
 Store = TensorStore | MapStore
@@ -211,12 +189,13 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
     return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
 
 
-def wrong_shape(client: int, got: object, expected: object) -> str:
-    """Message for images that cannot be batched together."""
-    return (
-        f"client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
-        "or set image_size to have uint8 images resized"
-    )
+def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
+    """Refuse images that cannot be batched together; the message begins with ``part``."""
+    if got != expected:
+        raise ValueError(
+            f"{part}client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
+            "or set image_size to have uint8 images resized"
+        )
 
 
 def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
@@ -235,9 +214,10 @@ def kind(images: Tensor, skip: int = 1) -> Kind:
 
 @contextmanager
 def isolated_randomness() -> Iterator[None]:
-    """Put the global random streams of Python, NumPy and torch back on exit."""
+    """Set the global random streams of Python, NumPy and torch by :func:`seed_all` of 0, and put them back on exit."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
+        seed_all(0)
         yield
     finally:
         random.setstate(states[0])

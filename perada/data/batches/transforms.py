@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images to tensors, one at a time; normalisation and augmentation, a whole batch at a time on its device."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as vision
 
+from perada.core.images import ImageConfig
 from perada.core.states import send
-
-if TYPE_CHECKING:
-    from perada.core.images import ImageConfig
 
 
 def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
@@ -52,19 +49,12 @@ def resize_uint8(image: Tensor, size: int) -> Tensor:
     return resized
 
 
-def prepare_images(images: Tensor, image: "ImageConfig | None" = None, size: int | None = None) -> Tensor:
-    """Make uint8 images ready for the model; floating-point ones are ready and come back untouched.
+def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int | None = None) -> Tensor:
+    """Make uint8 images (..., Ch, H, W) ready for the model; floating-point ones are ready and come back untouched.
 
-    In this order: to [0, 1], one channel repeated if the model takes three, resized (bilinear, antialiased),
-    normalised.
-
-    Args:
-        images: (..., Ch, H, W) with any leading axes.
-        image: What the backbone asks for. None: no change of channels, mean and standard deviation 0.5.
-        size: Height and width wanted, in pixels; None keeps them.
-
-    Returns:
-        float32 (..., Ch', H', W').
+    In this order: to [0, 1], resized to ``size`` pixels (bilinear, antialiased) unless it is None, normalised, one
+    channel repeated if the model takes three: float32 (..., Ch', H', W'). ``image`` is what the backbone asks for;
+    None: no change of channels, mean and standard deviation 0.5.
 
     >>> prepare_images(torch.full((2, 1, 4, 4), 255, dtype=torch.uint8), size=8).unique().tolist()
     [1.0]
@@ -79,37 +69,25 @@ def prepare_images(images: Tensor, image: "ImageConfig | None" = None, size: int
     if image is None:
         x = (x - 0.5) / 0.5
     else:
-        mean, std = (_per_channel(values, channels, x.device) for values in (image.mean, image.std))
+        constants = send(torch.tensor([image.mean, image.std], dtype=torch.float32), x.device)
+        if channels == 1:  # a one-channel model takes the average of an RGB model's
+            constants = constants.mean(1, keepdim=True)
+        mean, std = constants.view(2, -1, 1, 1)
         x = (x - mean) / std
     return x.view(*lead, *x.shape[1:])
 
 
-def _per_channel(values: Sequence[float], channels: int, device: torch.device) -> Tensor:
-    """Normalisation constants as (channels, 1, 1); a one-channel model takes the average of an RGB model's."""
-    constants = send(torch.tensor(values, dtype=torch.float32), device)
-    if channels == 1:
-        constants = constants.mean(0, keepdim=True)
-    return constants.view(-1, 1, 1)
-
-
-def draw_crops(count: int, crop: bool, flip: bool, padding: int, generator: torch.Generator) -> Tensor:
-    """Draw (top, left, mirrored) for ``count`` images; the offsets count from the edge of the padded image.
-
-    Returns:
-        Integers (count, 3).
-    """
+def draw_crops(count: int, flip: bool, padding: int, generator: torch.Generator) -> Tensor:
+    """Draw (top, left, mirrored), integers (count, 3); the offsets count from the edge of the padded image."""
     offsets = torch.randint(0, 2 * padding + 1, (count, 2), generator=generator)
     mirrored = torch.randint(0, 2, (count, 1), generator=generator)
-    return torch.cat([offsets if crop else torch.full_like(offsets, padding), mirrored * flip], dim=1)
+    return torch.cat([offsets, mirrored * flip], dim=1)
 
 
 def augment(images: Tensor, crops: Tensor, padding: int) -> Tensor:
-    """Shift each image within a border of zeros, and mirror some of them, all in one gather.
+    """Shift images (N, Ch, H, W) within a border of zeros, ``padding`` pixels wide, and mirror some, in one gather.
 
-    Args:
-        images: (N, Ch, H, W).
-        crops: (N, 3) of :func:`draw_crops`.
-        padding: Width of the border, in pixels.
+    ``crops`` (N, 3) are of :func:`draw_crops`.
 
     >>> image = torch.arange(4).view(1, 1, 2, 2)
     >>> augment(image, torch.tensor([[1, 1, 1]]), 1).tolist()  # in place, mirrored

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from perada.core.checks import check_whole
+from perada.core.options import Options
 from perada.core.seeding import derive_seed
 from perada.data.partitions.apportion import Array, check_enough
 
@@ -31,17 +32,12 @@ class Split:
         return len(self.labels)
 
 
-class Partition(ABC):
+class Partition(Options, ABC):
     """Divides a training set and a test set among clients."""
 
     @abstractmethod
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
-        """Choose each client's samples.
-
-        Args:
-            train: The training set.
-            test: The test set; may have no samples.
-            seed: Another seed, another division.
+        """Choose each client's samples; the test set may have none.
 
         Returns:
             For each client the rows of ``train``, and those of ``test``; every row at most once.
@@ -49,9 +45,6 @@ class Partition(ABC):
         Raises:
             ValueError: If the data cannot be divided so.
         """
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class IID(Partition):

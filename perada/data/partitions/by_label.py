@@ -21,15 +21,7 @@ class LabelPartition(Partition):
 
     @abstractmethod
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
-        """Number of training samples of each class for each client.
-
-        Args:
-            sizes: Samples (K,) of each class that there is, at least 1.
-            rng: Where to draw from.
-
-        Returns:
-            Integers (M, K) whose sum over clients is at most ``sizes``.
-        """
+        """Training samples (M, K) for each client, of the ``sizes`` (K,), at least 1, of the classes that there are."""
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Deal the samples of each class; of the test set, each client gets the share that it got of the training set.

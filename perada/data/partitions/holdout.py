@@ -31,10 +31,7 @@ def check_holdout(share: float, evaluate_on: str) -> None:
 def held_out(sizes: Sequence[int], share: float, seed: int) -> list[tuple[Array, Array]]:
     """Draw each client's held-out images: ``share`` of them, rounded, but at least one and never all.
 
-    Args:
-        sizes: Training images of each client.
-        share: From 0 to below 1.
-        seed: The data's seed; each client's draw is its own, whatever the others have.
+    Each client's draw is its own, whatever the others have.
 
     Returns:
         For each client the rows that it trains on and those held out, ascending.
@@ -66,12 +63,8 @@ def hold_out(
 ) -> tuple[FederatedData, dict[str, Any]]:
     """Take the validation images out of the clients' training sets; see :func:`held_out`.
 
-    Args:
-        data: The clients' data.
-        record: What ``partition.json`` holds of them: positions, or nothing where they were given and not divided.
-        share: Of each client's training images.
-        seed: The data's seed.
-        evaluate_on: With ``"validation"`` the held-out images take the place of the test images.
+    ``record`` is what ``partition.json`` holds: positions, or nothing where the data were given and not divided. With
+    ``evaluate_on="validation"`` the held-out images take the place of the test images.
     """
     parts = held_out(list(map(length, data.train)), share, seed)
     train, validation = (

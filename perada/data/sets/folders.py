@@ -38,7 +38,7 @@ class _Files(ImageSet):
             return resize_uint8(to_image(image.convert("RGB")), self.size)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        return (torch.stack([self.read(path) for path in self._paths]) if self.in_memory else None), self.labels
+        return (torch.stack([self.read(path) for path in self._paths]) if self.in_memory else None), None
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -130,11 +130,6 @@ class UnlabelledFolder(_Files):
         if not files:
             raise FileNotFoundError(f"{self.root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
         return files
-
-    @property
-    def labels(self) -> None:
-        """There are none."""
-        return None
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -22,19 +22,13 @@ def find_folder(candidates: Sequence[Path], pattern: str) -> Path | None:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an idx file of unsigned bytes, with or without ``.gz``.
+    """Read an idx file of unsigned bytes, ``path`` or ``path.gz``: uint8 of the shape in the file.
 
     The format: two zero bytes, the type (8: unsigned byte), the number of axes, each axis as a big-endian 32-bit
     integer, then the data (http://yann.lecun.com/exdb/mnist).
 
-    Args:
-        path: The file's name without ``.gz``.
-
-    Returns:
-        uint8 tensor of the shape in the file.
-
     Raises:
-        FileNotFoundError: If there is neither ``path`` nor ``path.gz``.
+        FileNotFoundError: If there is neither file.
         ValueError: If the file is not of that format or is cut short.
     """
     zipped = path.with_name(path.name + ".gz")
@@ -54,11 +48,6 @@ def read_idx(path: Path) -> Tensor:
 
 def read_cifar(kind: type[CIFAR10], folder: Path, train: bool) -> tuple[Tensor, Tensor]:
     """Read the Python layout of CIFAR with torchvision, which opens no file before it has compared its checksum.
-
-    Args:
-        kind: torchvision's class.
-        folder: Where the files are.
-        train: The training split, or else the test split.
 
     Returns:
         Images uint8 (N, 3, 32, 32) and labels int64 (N,).
@@ -80,14 +69,9 @@ def read_cifar(kind: type[CIFAR10], folder: Path, train: bool) -> tuple[Tensor, 
 
 
 def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> tuple[Tensor, Tensor]:
-    """Read the binary layout of CIFAR.
+    """Read the files of a split in CIFAR's binary layout; the results are those of :func:`read_cifar`.
 
-    Args:
-        paths: The files of a split.
-        label_bytes: Bytes before the pixels of a record; the last one is the label.
-
-    Returns:
-        As :func:`read_cifar`.
+    A record has ``label_bytes`` before its pixels, of which the last one is the label.
 
     Raises:
         FileNotFoundError: If a file is missing.

@@ -2,6 +2,7 @@
 """Shapes made by formulas: labelled grey images without a photograph, to pretrain small models on."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -59,16 +60,11 @@ class Shapes(ImageSet):
 
 
 def draw_kinds(classes: int, random: torch.Generator) -> dict[str, Tensor]:
-    """Draw what the shapes of one class have in common.
+    """Draw what the shapes of one class have in common: numbers (classes, 1, 1) by name, and the contours.
 
-    Returns:
-        ``outer`` and ``inner``, coefficients (classes, 2, waves) of the contours, cosines before sines; by name also
-        the numbers (classes,) of :func:`draw_shapes`.
+    These, ``outer`` and ``inner``, are coefficients (classes, 2, waves), cosines before sines.
     """
-
-    def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(classes, generator=random)
-
+    uniform = _uniform(classes, random)
     spread = 0.35 / torch.arange(1, WAVES + 1).sqrt()
     contours = torch.randn(2, classes, 2, WAVES, generator=random) * spread
     return {
@@ -83,26 +79,14 @@ def draw_kinds(classes: int, random: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def draw_shapes(kinds: dict[str, Tensor], size: int, random: torch.Generator) -> Tensor:
-    """Draw one image of each of B kinds.
-
-    Args:
-        kinds: The entries of :func:`draw_kinds`, B in their first axis.
-        size: Height and width, in pixels.
-        random: Of everything in which images of one class differ.
-
-    Returns:
-        uint8 (B, 1, size, size).
-    """
-    count = len(kinds["tone"])
-
-    def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(count, 1, 1, generator=random)
+def draw_shapes(of: dict[str, Tensor], size: int, random: torch.Generator) -> Tensor:
+    """Draw images, uint8 (B, 1, size, size), of the entries of :func:`draw_kinds`, B in their first axis."""
+    count = len(of["tone"])
+    uniform = _uniform(count, random)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(count, *shape, generator=random)
 
-    of = {name: value.view(count, 1, 1) for name, value in kinds.items() if value.ndim == 1}
     line = torch.linspace(-1, 1, size)
     right, down = line.view(1, 1, -1) - uniform(-0.2, 0.2), line.view(1, -1, 1) - uniform(-0.2, 0.2)
     angle, scale = uniform(-0.35, 0.35), uniform(0.45, 0.8)
@@ -112,8 +96,8 @@ def draw_shapes(kinds: dict[str, Tensor], size: int, random: torch.Generator) ->
     y = (angle.cos() * down - angle.sin() * right) / height
     distance, theta = (x * x + y * y).sqrt(), torch.atan2(y, x)
 
-    outer = contour(kinds["outer"] * (1 + 0.15 * normal(2, WAVES)), theta)
-    inner = contour(kinds["inner"] * (1 + 0.15 * normal(2, WAVES)), theta) * of["inner_size"]
+    outer = contour(of["outer"] * (1 + 0.15 * normal(2, WAVES)), theta)
+    inner = contour(of["inner"] * (1 + 0.15 * normal(2, WAVES)), theta) * of["inner_size"]
     sharpness = 0.75 * size * scale
     body, core = (torch.sigmoid((radius - distance) * sharpness) for radius in (outer, inner))
     along = x * of["direction"].cos() + y * of["direction"].sin()
@@ -123,12 +107,15 @@ def draw_shapes(kinds: dict[str, Tensor], size: int, random: torch.Generator) ->
     return (values.clamp(0, 1) * 255).round().byte().unsqueeze(1)
 
 
+def _uniform(count: int, random: torch.Generator) -> Callable[[float, float], Tensor]:
+    """What draws numbers (count, 1, 1) from a range."""
+    return lambda low, high: low + (high - low) * torch.rand(count, 1, 1, generator=random)
+
+
 def contour(coefficients: Tensor, theta: Tensor) -> Tensor:
     """Radius of B contours at some angles: 1 + Σ_k (a_k cos kθ + b_k sin kθ), but at least ``SMALLEST_RADIUS``.
 
-    Args:
-        coefficients: a and b, (B, 2, waves).
-        theta: Angles (B, H, W), in radians.
+    The coefficients, a and b, are (B, 2, waves), the angles (B, H, W) in radians.
 
     >>> contour(torch.tensor([[[0.5, 0.0], [0.0, 0.0]]]), torch.tensor([[[0.0, math.pi]]])).tolist()
     [[[1.5, 0.5]]]
