@@ -20,6 +20,7 @@ from perada.data import (
     Phase,
     Photographs,
 )
+from perada.data.batches.samples import make_store
 
 SIZES = (6, 9, 4)
 
@@ -74,6 +75,22 @@ def test_tensors_and_pictures_give_the_same_batches():
     fast, slow = (module(FederatedData(make(), make())) for make in (tensors, pictures))
     equal(fast.train_dataloader(), slow.train_dataloader())
     equal(fast.val_dataloader(), slow.val_dataloader())
+
+
+def test_clients_share_images_and_not_labels():
+    images = torch.randint(0, 256, (6, 1, 5, 5), dtype=torch.uint8)
+    one, other = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([2, 2, 1, 1, 0, 0])
+    store = make_store([TensorDataset(images, labels) for labels in (one, other, one)])
+    assert [labels.tolist() for labels in store.client_labels()] == [labels.tolist() for labels in (one, other, one)]
+    assert len(store.images) == 12  # what is shared whole is held once
+
+
+def test_a_client_without_labels_is_named():
+    class Unlabelled(Digits):
+        labels = None
+
+    with pytest.raises(ValueError, match="client 1: its images have no labels; give labelled ones"):
+        module(FederatedData([Digits(), Unlabelled()], [Digits()] * 2)).setup()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

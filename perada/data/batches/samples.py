@@ -91,25 +91,28 @@ class TensorStore:
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        bases: dict[int, int] = {}  # id of a base's image tensor -> its first row in the concatenation
+        bases: dict[tuple[int, int], int] = {}  # of images and labels by id -> their first row in the concatenation
         unique: list[Source] = []
+        places = []
         total = 0
         for client, source in enumerate(sources):
             check_dtype(source.images)
-            if id(source.images) not in bases:
+            base = id(source.images), id(source.labels)
+            if base not in bases:
                 check_kind(client, kind(source.images), kind(sources[0].images))
                 if source.labels is not None and sources[0].labels is not None:
                     check_label_kind(client, as_labels(source.labels), as_labels(sources[0].labels))
-                bases[id(source.images)] = total
+                bases[base] = total
                 unique.append(source)
                 total += len(source.images)
+            places.append(source.rows + bases[base])
         images = unique[0].images if len(unique) == 1 else torch.cat([source.images for source in unique])
         self.images = images.unsqueeze(1) if images.dtype == torch.uint8 and images.ndim == 3 else images
         labels = [as_labels(source.labels) for source in unique if source.labels is not None]
         self.labels = (labels[0] if len(labels) == 1 else torch.cat(labels)) if labels else None
         self.sizes = tuple(len(source.rows) for source in sources)
         self.starts = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
-        self.table = torch.cat([source.rows + bases[id(source.images)] for source in sources])
+        self.table = torch.cat(places)
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Gather the rows ``indices`` (N,) of the datasets of ``owners`` (N,); nothing is drawn here by ``key``.
@@ -186,6 +189,9 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
     """Choose the fast store if every dataset is tensors."""
     sources = [tensor_source(dataset, labelled) for dataset in datasets]
     found = [source for source in sources if source is not None]
+    for client, source in enumerate(sources):
+        if labelled and source is not None and source.labels is None:
+            raise ValueError(f"client {client}: its images have no labels; give labelled ones, or leave the client out")
     return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
 
 
