@@ -86,12 +86,12 @@ class Prefix:
         return out
 
 
-class Constant(nn.Module):
-    """Stands in a model for one of its constant modules."""
+class Wrapper(nn.Module):
+    """Stands in a model for one of its modules."""
 
-    def __init__(self, original: nn.Module, path: str, prefix: Prefix) -> None:
+    def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.original, self.path, self.prefix = original, path, prefix
+        self.original = original
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever it is there
         """Whatever else is asked of the original, as by a parent that reads its options."""
@@ -99,6 +99,14 @@ class Constant(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
+
+
+class Constant(Wrapper):
+    """Stands in for a constant module."""
+
+    def __init__(self, original: nn.Module, path: str, prefix: Prefix) -> None:
+        super().__init__(original)
+        self.path, self.prefix = path, prefix
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What the original gives, computed now or given before."""
