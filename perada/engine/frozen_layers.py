@@ -21,12 +21,11 @@ class FrozenBatchNorm(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.original = [original]  # in a list: not a child, so that names stay those of the single model
+        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, D, ...)."""
         norm = self.original[0]
-        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
         normalised: Tensor = _Normalise.apply(x, *tensors, norm.eps)
         return normalised
