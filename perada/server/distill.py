@@ -24,16 +24,13 @@ ONLY = slice(0, 1)
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
-    """Kullback-Leibler divergence of the student from the teacher, mean over images.
+    """Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
 
     Args:
         student: Logits (B, K).
         teacher: Logits (B, K).
         temperature: Both logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015).
         multilabel: Each of the K logits is a Bernoulli probability of its own; their divergences are averaged over K.
-
-    Returns:
-        A scalar.
 
     >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
     0.0
@@ -160,20 +157,28 @@ class Distiller:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
-        """Distil.
+        """The refined state.
 
         Args:
             student: State to start from; it is not changed.
             teachers: Stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
             average_from: The result is the mean of the student's states after the steps whose index is at least this
                 share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
-
-        Returns:
-            The refined state.
         """
         device = next(iter(student.values())).device
-        scales = self.scales.open("student", 1, device)
-        refined = self._refined(student, teachers, average_from, device, scales)
+        scales, refined = self.scales.open("student", 1, device), student
+        sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
+        # Its own only teacher: Adam would turn rounding errors into steps of full length.
+        alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
+        if self.options.active(self.round) and not alone:
+            indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
+            rows = indices.shape[1]
+            divided = self.options.share_steps and 1 < self.ranks.size <= rows
+            pairs = self._pairs(sent, student, indices, device, divided)
+            validate = self._accuracy if self.options.validate_every else None
+            with torch.enable_grad():
+                refined = self.train(student, pairs, average_from, validate, scales, rows if divided else None)
+            self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
             skipped = self.metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
@@ -181,28 +186,6 @@ class Distiller:
         finite = is_finite(refined)
         self.diverged |= not finite
         return refined if finite else student
-
-    def _refined(
-        self,
-        student: State,
-        teachers: Mapping[str, Tensor],
-        average_from: float | None,
-        device: torch.device,
-        scales: LossScales | None,
-    ) -> State:
-        sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
-        alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
-        if alone or not self.options.active(self.round):
-            return student  # its own only teacher: Adam would turn rounding errors into steps of full length
-        indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
-        rows = indices.shape[1]
-        divided = self.options.share_steps and 1 < self.ranks.size <= rows
-        pairs = self._pairs(sent, student, indices, device, divided)
-        validate = self._accuracy if self.options.validate_every else None
-        with torch.enable_grad():
-            refined = self.train(student, pairs, average_from, validate, scales, rows if divided else None)
-        self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
-        return refined
 
     def _pairs(
         self, sent: Updates, student: State, indices: Tensor, device: torch.device, divided: bool
@@ -244,18 +227,15 @@ class Distiller:
         scales: LossScales | None = None,
         rows: int | None = None,
     ) -> State:
-        """Take the student's steps.
+        """The state after the student's steps.
 
         Args:
-            student: State to start from; it is not changed.
+            student: As of a call.
             batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
             average_from: As of a call.
             validate: Score of a state, higher is better; used as :attr:`Distillation.validate_every` says.
             scales: The student's loss scale, in float16.
             rows: Images of a step on all ranks together, where they are divided among them.
-
-        Returns:
-            The refined state.
         """
         options, engine = self.options, self.engine
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
