@@ -21,7 +21,6 @@ class _Coordinatewise(ServerRule):
     weighted = False
 
     def __call__(self, given: Aggregation) -> State:
-        """Aggregate."""
         floating = {key: value for key, value in given.updates.items() if value.is_floating_point()}
         rest = {key: value for key, value in given.updates.items() if key not in floating}
         merged = mean(rest, given.weights) | {key: self._reduce(value.sort(0)[0]) for key, value in floating.items()}
@@ -47,10 +46,7 @@ class TrimmedMean(_Coordinatewise):
     """The coordinate-wise mean without the lowest and highest values (Yin et al., ICML 2018, Algorithm 1, option II).
 
     Args:
-        trim: Share of the clients dropped at each end: ``floor(trim * C)`` of C clients.
-
-    Raises:
-        ValueError: If ``trim`` is not between 0 and 1/2.
+        trim: Share of the clients dropped at each end, between 0 and 1/2: ``floor(trim * C)`` of C clients.
     """
 
     def __init__(self, trim: float = 0.1) -> None:
@@ -85,9 +81,6 @@ class ModifiedLocalGD(ComposedRule):
         power: The schedule α_k = 1 − (k + 1)^−power for rounds k = 1, 2, …; the paper's example is 1. Its theorem needs
             Σ (1 − α_k) = ∞, and so a power of at most 1.
         aggregate: What is pulled back. Default: the mean.
-
-    Raises:
-        ValueError: If an option is out of its range.
     """
 
     function_of_mean = True

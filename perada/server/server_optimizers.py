@@ -23,7 +23,6 @@ class _Optimizer(ComposedRule):
         self.lr = lr
 
     def __call__(self, given: Aggregation) -> State:
-        """Aggregate."""
         target = self._aggregate(given)
         return target | {
             key: self._moved(given, key, value)
@@ -60,9 +59,6 @@ class FedAvgM(_Optimizer):
         lr: Server learning rate. With ``lr=1, momentum=0`` this is ``aggregate``, to the last bit.
         momentum: Share of the last step that is kept.
         aggregate: Where Δ comes from. Default: the mean.
-
-    Raises:
-        ValueError: If an option is out of its range.
     """
 
     def __init__(self, lr: float = 1.0, momentum: float = 0.9, aggregate: ServerRule | None = None) -> None:
@@ -106,9 +102,6 @@ class FedAdagrad(_Adaptive):
         beta1: Decay of the momentum m. Default: 0, as in the paper's experiments, since Adagrad has no momentum.
         tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
         aggregate: Where Δ comes from. Default: the mean.
-
-    Raises:
-        ValueError: If an option is out of its range.
     """
 
     def __init__(
@@ -129,9 +122,6 @@ class FedAdam(_Adaptive):
         beta2: Decay of v.
         tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
         aggregate: Where Δ comes from. Default: the mean.
-
-    Raises:
-        ValueError: If an option is out of its range.
     """
 
     def __init__(
