@@ -62,9 +62,7 @@ class ClientStep(Protocol):
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
 
-        Args:
-            states: A role, or a stack.
-            stream: The role whose random stream dropout draws from. Default: the role itself, or the first for a stack.
+        ``stream`` is the role whose random stream dropout draws from. Default: the role, or the first for a stack.
         """
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
@@ -81,10 +79,10 @@ class ClientStep(Protocol):
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Take one optimiser step on a role, or on several from one gradient.
+        """Take one optimiser step on a role's parameters, or on those of several from one gradient.
 
         Args:
-            role: Whose parameters to move.
+            role: One or several.
             loss: (C,), differentiated for each client alone. ``None``: only the terms below.
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
             slope: Adds this gradient, which is that of <slope, parameters>.
@@ -159,6 +157,8 @@ class ServerStep:
 
 class Algorithm(Options):
     """A federated algorithm. A subclass overrides only what differs from FedAvg.
+
+    Whoever makes one with an option that cannot be used, such as a negative strength, gets a ValueError.
 
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.

@@ -30,9 +30,7 @@ class EnsembleAlgorithm(Algorithm):
     def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
         """What the server sends to each of C clients, (C, ...).
 
-        Args:
-            sending: What the server knows.
-            losses: (C, K) mean loss of each model on each client's training images, where clients compare them.
+        ``losses`` (C, K) are the mean loss of each model on each client's training images, where clients compare them.
         """
         return super().broadcast(sending)
 

@@ -20,9 +20,6 @@ class PerAda(Algorithm):
     Args:
         prox_strength: λ, how strongly v_m is pulled towards w.
         distill: Whether the server distils; ``False`` is "PerAda w/o KD".
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     inference = "personal"
