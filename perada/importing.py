@@ -36,6 +36,7 @@ _HOMES = {
         "callbacks.protect:private_setup module outcome strategies"
     ),
     "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
+    "perada.privacy": "privacy.independence:probe",
     "perada.results": "export privacy_card report run",
     "perada.server": "refinement:distill",
 }
