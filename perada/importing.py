@@ -38,7 +38,7 @@ _HOMES = {
     "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
     "perada.privacy": "privacy.independence:probe",
     "perada.results": "export privacy_card report run",
-    "perada.server": "refinement:distill",
+    "perada.server": "refinement:distill server.server_optimizers:rules",
 }
 MOVED = {
     f"perada.{former.split(':')[0]}": f"{home}.{re.split('[.:]', former)[-1]}"
