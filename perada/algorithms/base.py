@@ -115,11 +115,8 @@ class ServerStep:
     """The server's side of a round.
 
     Attributes:
-        round: Counted from 0.
+        round, num_clients, slot, seed: As of :class:`Broadcast`.
         clients: Who sent the updates, in their order.
-        num_clients: Clients M of the federation.
-        slot: Names of the trained tensors.
-        seed: The run's seed.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...), each on the device that trained it. :meth:`mean` and :attr:`distill`
             move only sums over clients; reading a name gathers the tensors of all clients. With privacy of whole
@@ -216,8 +213,9 @@ class Algorithm(Options):
         return {}, trained["local"]
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state. What it leaves out stays as it was."""
-        return server.mean(server.updates, server.weights)
+        """The new global state: the mean, distilled if the algorithm ``distills``. What is left out stays as it was."""
+        average = server.mean(server.updates, server.weights)
+        return server.distill(average, server.updates) if self.distills else average
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""
