@@ -69,7 +69,7 @@ class Account:
         planned: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
-        self.rounds, self.tuning, self._planned = rounds, tuning, planned
+        self.rounds, self.tuning, self._planned = rounds, tuning or Training((), ()), planned
         self.ledgers, self.lost = Ledgers(), Ledgers()
         self._steps = cache(self._entries)
         self._check_ledger()
@@ -80,9 +80,7 @@ class Account:
 
     def training(self, tuning: bool) -> Training:
         """What is trained in a round, or after the last one."""
-        training = self.tuning if tuning else self.rounds
-        assert training is not None
-        return training
+        return self.tuning if tuning else self.rounds
 
     def rate(self, client: int) -> float:
         """Probability q of an image of the client to be in a batch."""
@@ -190,9 +188,7 @@ class Account:
 
     def _entries(self, size: int, tuning: bool) -> tuple[_Entry, ...]:
         """What a client with ``size`` images trains at once."""
-        training = self.tuning if tuning else self.rounds
-        if training is None:
-            return ()
+        training = self.training(tuning)
         steps = [phase.local_steps(size, self.batch_size) for phase in training.phases]
         asked_in = list(zip(steps, training.queries, strict=True))
         sent = {stream: not tuning and stream not in training.unsent for asked in training.queries for stream in asked}

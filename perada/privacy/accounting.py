@@ -72,16 +72,9 @@ class Ledger:
         self._clients: dict[int, Counter[tuple[float, float]]] = {}
 
     def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int) -> None:
-        """Count steps of a client.
+        """Count steps, empty batches included, at the rate q in (0, 1], or shuffled passes at the rate 1.
 
-        Args:
-            client: The client.
-            noise_multiplier: σ; after a step without noise, 0, the client's epsilon is infinite.
-            sample_rate: q of Poisson sampling, in (0, 1]; 1.0 for shuffled passes.
-            steps: Number of steps, empty batches included, or of passes.
-
-        Raises:
-            ValueError: If a number is out of its range.
+        After a step whose σ is 0 the client's epsilon is infinite. A number out of its range is a ValueError.
         """
         check_step(noise_multiplier, sample_rate, steps)
         if steps:
@@ -97,14 +90,11 @@ class Ledger:
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[int, float]:
         """Epsilon of each of ``clients``, 0.0 for one without a step; by default of those who took a step, in order."""
-        known: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
-        result = {}
-        for client in sorted(self._clients) if clients is None else clients:
-            key = frozenset(self.history(client).items())
-            if key not in known:  # clients of one size mostly have one history
-                known[key] = self.epsilon(client, delta, accountant)
-            result[client] = known[key]
-        return result
+        clients = sorted(self._clients) if clients is None else clients
+        histories = {client: frozenset(self.history(client).items()) for client in clients}
+        # Clients of one size mostly have one history.
+        known = {history: history_epsilon(dict(history), delta, accountant) for history in set(histories.values())}
+        return {client: known[history] for client, history in histories.items()}
 
     def summary(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[str, float]:
         """``mean``, ``std`` (of the clients as a population) and ``max`` of :meth:`epsilons`; 0.0 without clients.

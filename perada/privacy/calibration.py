@@ -8,16 +8,9 @@ from perada.privacy.accounting import ACCOUNTANTS, check_delta, check_step, hist
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
     """Smallest noise multiplier, up to a tolerance, whose planned steps stay within a budget.
 
-    Args:
-        target_epsilon: The budget.
-        delta: Probability of failure, in (0, 1).
-        sample_rate: q of the run, in (0, 1]; 1.0 for shuffled passes.
-        steps: Steps of the whole plan, all rounds together; passes where they are shuffled.
-        accountant: One of ``rdp``, ``prv`` and ``gdp``.
-
-    Returns:
-        σ, whose epsilon lies in [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target,
-        whichever is less. Less than that is spent only where the accountant jumps.
+    The steps, or shuffled passes at the rate 1, are those of all rounds together. The epsilon of the result lies in
+    [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever is less. Less than that is
+    spent only where the accountant jumps.
 
     Raises:
         ValueError: If a number is out of its range, or no noise brings the accountant's bound down to the target.

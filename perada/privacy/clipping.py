@@ -102,16 +102,9 @@ def noisy_mean(
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
     when std = noise multiplier · sensitivity. It is computed in double precision and rounded once, with the noise in
-    it. Parameters take their noise in the order of their names, whatever that of the dictionary.
-
-    Args:
-        summed: ``{parameter: (C, ...)}``, from :func:`weighted_sum`.
-        std: Standard deviation of the noise in the sum, for all clients or one for each.
-        expected_batch: Images expected in a batch, one number for each client.
-        generators: One for each client; ``None`` draws from a cryptographic generator.
-
-    Returns:
-        ``{parameter: (C, ...)}``, in the order and the dtype of ``summed``.
+    it. Parameters take their noise in the order of their names, whatever that of the dictionary. The sums are
+    ``{parameter: (C, ...)}``, from :func:`weighted_sum`; the result has their order and dtypes. There is one ``std``
+    for all clients, or one for each. Without generators, one for each client, a cryptographic one is drawn from.
 
     Raises:
         ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
@@ -125,8 +118,7 @@ def noisy_mean(
             raise ValueError(f"{name} has {len(values)} clients, but there are {clients} generators; give one for each")
     if generators is not None and len({id(source) for source in generators}) < clients:
         raise ValueError("two clients share a generator: their noise would depend on one another; give each its own")
-    sources = [None] * clients if generators is None else generators
-    each = list(zip(stds, expected_batch, sources, strict=True))
+    each = list(zip(stds, expected_batch, generators or [None] * clients, strict=True))
     for deviation, size, _ in each:
         check_number("std", deviation, least=0)
         check_number("expected_batch", size, above=0, hint="a client without images cannot take part")

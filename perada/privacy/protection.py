@@ -49,12 +49,8 @@ class Protection:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
 
         A round that is begun is counted, whatever becomes of it: its noise has been drawn. Where all noise follows from
-        the seed the same is drawn again, and the round is counted once.
-
-        Args:
-            plan: All of the round's clients.
-            ranks: The processes.
-            tuning: Whether it is the fine-tuning after the last round.
+        the seed the same is drawn again, and the round is counted once. The plan is of all its clients, or of the
+        fine-tuning after the last round.
 
         Raises:
             OSError: If it cannot be written down.

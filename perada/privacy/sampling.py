@@ -19,17 +19,9 @@ def poisson_batches(
 
     The draws are independent over images and steps (Poisson sampling, Abadi et al. 2016, section 3), so a batch has a
     binomial number of images and may be empty. An empty batch is a step like any other: it is noise alone, and it is
-    counted. The indices are a pure function of the arguments, unless they are drawn securely.
-
-    Args:
-        images: Number of the client's images, n.
-        sample_rate: Probability q of an image to be in a batch, in (0, 1].
-        steps: Number of batches.
-        seed: The run's seed. Whoever knows it knows the batches: a client must keep it to itself.
-        role: What is trained, for example ``"local"``: the composition of costs assumes independent batches of each.
-        round: The round.
-        client: The client.
-        secure: Draw from a cryptographic generator instead; no draw can then be repeated.
+    counted. Those of each ``role`` that is trained, such as ``"local"``, are independent of the others', as the
+    composition of costs assumes. The indices are a pure function of the arguments, and a client must keep the seed to
+    itself, unless they are drawn securely, from a cryptographic generator: then no draw can be repeated.
 
     Returns:
         ``steps`` tensors of ascending indices below ``images``, int64, each of shape (batch,), where batch may be 0.
