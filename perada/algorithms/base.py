@@ -178,11 +178,7 @@ class Algorithm(Options):
         return type(self).__name__
 
     def check(self, slot: Slot, num_clients: int) -> None:
-        """Refuse, at set-up, trained tensors or a number of clients that the algorithm cannot work with.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Refuse, by a ValueError at set-up, trained tensors or a number of clients that it cannot work with."""
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """The phases of a round of local training. Every client finishes one before any starts the next."""

@@ -42,8 +42,7 @@ class EnsembleAlgorithm(Algorithm):
 def ensemble_of(algorithm: Algorithm) -> EnsembleAlgorithm:
     """The algorithm itself or, where it has one global model, what an ensemble of one does.
 
-    Raises:
-        TypeError: If it has something that only an :class:`EnsembleAlgorithm` is asked for.
+    A TypeError if it has something that only an :class:`EnsembleAlgorithm` is asked for.
     """
     if isinstance(algorithm, EnsembleAlgorithm):
         return algorithm

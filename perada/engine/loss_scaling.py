@@ -28,11 +28,8 @@ class LossScale(NamedTuple):
 class LossScaling:
     """How scales change, as in :class:`torch.amp.GradScaler`.
 
-    Attributes:
-        initial: The first scale.
-        growth: Factor after ``interval`` good steps in a row.
-        backoff: Factor after a step that was skipped.
-        interval: Good steps before the scale grows.
+    From ``initial`` on, by the factor ``growth`` after ``interval`` good steps in a row, and ``backoff`` after a step
+    that was skipped.
     """
 
     initial: float

@@ -95,11 +95,7 @@ class Account:
             )
 
     def cost(self, plan: RoundPlan, tuning: bool = False) -> list[Row]:
-        """What the clients of ``plan`` will spend: (client, σ, q, steps, whether they are sent).
-
-        Raises:
-            ValueError: If they take other steps than the ledgers count.
-        """
+        """What the clients of ``plan`` will spend; a ValueError if they take other steps than the ledgers count."""
         counted = tuple(
             tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients)
             for phase in self.training(tuning).phases

@@ -115,11 +115,7 @@ class Ledger:
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by what :meth:`state_dict` gave, of which a copy is taken.
-
-        Raises:
-            ValueError: If ``state`` is not from :meth:`state_dict`; the ledger is then as it was.
-        """
+        """Replace everything by a copy of what :meth:`state_dict` gave; a ValueError changes nothing."""
         if "rows" not in state:
             raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
         fresh = Ledger()
@@ -158,11 +154,7 @@ class Ledgers:
         return {"server": self.server.state_dict(), "release": self.release.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace both by what :meth:`state_dict` gave.
-
-        Raises:
-            ValueError: If ``state`` is not from :meth:`state_dict`; both are then as they were.
-        """
+        """Replace both by what :meth:`state_dict` gave; a ValueError changes nothing."""
         if set(state) != {"server", "release"}:
             raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
         server, release = Ledger(), Ledger()

@@ -14,13 +14,10 @@ TRIED = 6
 
 
 def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:
-    """Refuse what is made for more of the clients' updates than their uniform mean.
+    """Refuse, by a ValueError, what is made for more of the clients' updates than their uniform mean.
 
     The mean alone has all of the noise, and it is all that the server's step is given: every row of its updates is the
     noisy mean. So nothing here could leak, but what is refused could not do what it is for.
-
-    Raises:
-        ValueError: If it cannot be private.
     """
     name = type(algorithm).__name__
     inner = algorithm.base if isinstance(algorithm, FedEnsemble) else algorithm
@@ -59,8 +56,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
 def only_the_mean_counts(rule: ServerRule) -> bool:
     """Try a rule for three rounds on two sets of updates of one mean: whether the results are the same.
 
-    Raises:
-        ValueError: If it fails.
+    A ValueError if it fails.
     """
     random = torch.Generator().manual_seed(0)
     rounds = [torch.randn(TRIED, 4, generator=random, dtype=torch.float64) for _ in range(3)]

@@ -80,8 +80,7 @@ def left_out(rows: Tensor, factors: Tensor) -> Tensor:
 def sensitivity(max_norm: MaxNorm) -> float:
     """Largest change of the clipped sum by one image: the bound itself, or √(Σ bound²) of bounds per parameter.
 
-    Raises:
-        ValueError: If a bound is not positive and finite.
+    A ValueError if a bound is not positive and finite.
 
     >>> sensitivity({"weight": 3.0, "bias": 4.0})
     5.0

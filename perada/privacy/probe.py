@@ -94,13 +94,10 @@ def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
 
 
 def check_products(device: torch.device) -> None:
-    """Look whether products of float32 matrices on a device have the digits of float32.
+    """Refuse, by a ValueError, a device on which products of float32 matrices have fewer digits than float32.
 
     A clipped sum is such a product. With fewer digits an image's part in it is longer than the bound, many times so
     where its terms cancel.
-
-    Raises:
-        ValueError: If they have not.
     """
     a = torch.rand(2, 256, 256, generator=generator(0, "probe"))
     with torch.autocast(device.type, enabled=False):
@@ -151,11 +148,7 @@ def check_one_image(
 
 
 def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
-    """Exchange the images (C, B, ...) of one client in a copy of the model, and look whether the others' outputs stay.
-
-    Raises:
-        ValueError: If they change.
-    """
+    """Refuse, by a ValueError, a network where the outputs of others change with one client's images (C, B, ...)."""
     before, after, close = _precisely(lambda dtype: _outputs_of_others(engine, states, x, dtype))
     if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
         raise ValueError(

@@ -26,8 +26,7 @@ Queries = tuple[dict[str, int], ...]
 def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], num_clients: int) -> Queries:
     """Go through one local step of every phase without images, and count the gradients it asks for.
 
-    Raises:
-        ValueError: If a step asks for what private training cannot give.
+    A ValueError if it asks for what private training cannot give.
     """
     kept = {role: expand(state, 1) for role, state in algorithm.kept(initial, slot).items()}
     received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), num_clients, 0))
@@ -49,13 +48,10 @@ def check_unsent(
     num_clients: int,
     rounds: int | None = None,
 ) -> None:
-    """Rehearse the first rounds and the last one, once more with other gradients from one stream; compare what is sent.
+    """Refuse, by a ValueError, an algorithm that sends what depends on a stream which its ``unsent`` names.
 
-    The made-up gradients depend on the states at which they are asked for, as real ones do. ``queries`` is what
-    :func:`rehearse` found.
-
-    Raises:
-        ValueError: If what is sent depends on a stream that ``algorithm.unsent`` names.
+    The first rounds and the last one are rehearsed, and once more with other gradients from that stream. Such made-up
+    gradients depend on the states at which they are asked for, as real ones do. ``queries`` are :func:`rehearse`'s.
     """
     named = sorted(algorithm.unsent & {stream for asked in queries for stream in asked})
     numbers = sorted({*range(REHEARSED), max(REHEARSED, rounds or UNPLANNED) - 1})

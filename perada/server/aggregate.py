@@ -18,10 +18,7 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
     """Weights (C,) of clients, in float64, that sum to one.
 
     They are ``"uniform"`` (PerAda, Algorithm 1, line 18), or each client's share of the images (FedAvg), of which
-    ``samples`` has the numbers.
-
-    Raises:
-        ValueError: If ``weighting`` is unknown.
+    ``samples`` has the numbers. Another word is a ValueError.
 
     >>> client_weights("samples", [1, 3]).tolist()
     [0.25, 0.75]

@@ -131,13 +131,11 @@ class Distiller:
     do not move its running statistics, and nothing is dropped.
 
     Attributes:
-        engine: Runs the states.
         options: How; in a round that is not to be distilled the student stays as it is.
         parameters: Names of the tensors to train.
         data: Public images, and the server's validation set.
         round: Counted from 0.
         multilabel: Whether labels are 0/1 per class.
-        ranks: The processes.
         scales: The student's loss scale, in float16.
         progress: Wraps the steps in a progress bar.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.

@@ -60,11 +60,7 @@ class ServerRule(Options, ABC):
         return type(self).__name__
 
     def check(self, clients: int) -> None:
-        """Refuse to aggregate the updates of so few clients.
-
-        Raises:
-            ValueError: If the rule cannot. Most rules accept any number.
-        """
+        """Refuse, by a ValueError, to aggregate the updates of so few clients. Most rules accept any number."""
 
     @abstractmethod
     def __call__(self, given: Aggregation) -> State:
