@@ -72,7 +72,7 @@ class Engine:
     def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
         """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
 
-        The example is on the model's device. A prefix is looked for until there is one, which stays.
+        The example (channels, height, width) is prepared, and on the model's device. A prefix that was found stays.
         """
         if self.prefix is None and (prefix := find_prefix(self.model, image, least_share)):
             self.prefix = prefix

@@ -14,8 +14,7 @@ from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.ranks import Ranks
 from perada.core.states import State, expand, is_finite, send
 from perada.engine.engine import Engine
-from perada.engine.loss_scaling import KeptScales, LossScales
-from perada.engine.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
+from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
 
 ServerOptimizer = Literal["adam", "sgd"]
