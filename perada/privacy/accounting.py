@@ -12,8 +12,7 @@ through its images in shuffled order, each image is used once per pass, so a pas
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from statistics import fmean, pstdev
 from typing import Any
@@ -202,7 +201,10 @@ def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accou
     from opacus.accountants import RDPAccountant, create_accountant
     from opacus.accountants.analysis import rdp
 
-    with quiet_opacus():
+    with warnings.catch_warnings():
+        # Of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter.
+        warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
+        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
         if accountant == "rdp":  # what Opacus's accountant does, but that a step's cost is computed once
             total = sum(steps * _step_rdp(sigma, rate) for sigma, rate, steps in segments)
             return float(rdp.get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=total, delta=delta)[0])
@@ -241,15 +243,6 @@ def _gdp_epsilon(segments: list[tuple[float, float, int]], delta: float) -> floa
     if not gdp.delta_eps_mu(eps=500.0, mu=mu) <= delta:  # 500 is as far as Opacus searches
         return math.inf
     return float(opacus.get_epsilon(delta=delta))
-
-
-@contextmanager
-def quiet_opacus() -> Iterator[None]:
-    """Silence what Opacus says of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
-        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
-        yield
 
 
 def check_delta(delta: float, section: str = "") -> None:

@@ -86,10 +86,7 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
     """Noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
 
     z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
-    σ_b is the standard deviation of the noise in the count.
-
-    Raises:
-        ValueError: If the count alone costs as much as z allows.
+    σ_b is the standard deviation of the noise in the count. A ValueError if the count alone costs as much as z allows.
 
     >>> round(split_noise(0.6, 0.5), 9)
     0.75
