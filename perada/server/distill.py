@@ -75,7 +75,6 @@ class Distillation:
     share_steps: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         name = "distillation: {}".format
         check_whole(name("steps"), self.steps, 0, hint="0 switches distillation off")
         check_whole(name("batch_size"), self.batch_size, also=["full"])
@@ -172,9 +171,8 @@ class Distiller:
             rows = indices.shape[1]
             divided = self.options.share_steps and 1 < self.ranks.size <= rows
             pairs = self._pairs(sent, student, indices, device, divided)
-            validate = self._accuracy if self.options.validate_every else None
             with torch.enable_grad():
-                refined = self.train(student, pairs, average_from, validate, scales, rows if divided else None)
+                refined = self.train(student, pairs, average_from, scales, rows if divided else None)
             self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
@@ -220,7 +218,6 @@ class Distiller:
         student: State,
         batches: Iterable[tuple[Tensor, Tensor]],
         average_from: float | None = None,
-        validate: Callable[[State], float] | None = None,
         scales: LossScales | None = None,
         rows: int | None = None,
     ) -> State:
@@ -230,15 +227,15 @@ class Distiller:
             student: As of a call.
             batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
             average_from: As of a call.
-            validate: Score of a state, higher is better; used as :attr:`Distillation.validate_every` says.
             scales: The student's loss scale, in float16.
             rows: Images of a step on all ranks together, where they are divided among them.
         """
         options, engine = self.options, self.engine
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
-        leaves = [state[key].requires_grad_() for key in self.parameters if key in state]
+        trained = {key: state[key].requires_grad_() for key in self.parameters if key in state}
+        leaves = list(trained.values())
         optimizer = options.make_optimizer(leaves, masked=scales is not None)
-        best = (validate(student), student) if validate and options.validate_every else None
+        best = (self._accuracy(student), student) if options.validate_every else None
         averages: State = {}
         first = options.steps if average_from is None else math.ceil(round(average_from * options.steps, 9))
         for step, (x, teacher) in enumerate(batches):
@@ -259,11 +256,11 @@ class Distiller:
             else:
                 optimizer.step()
             if step >= first:
-                for key, value in _first({key: state[key] for key in self.parameters if key in state}).items():
+                for key, value in _first(trained).items():
                     averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
-            if best and validate and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
+            if best and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
                 reached = _first(state) | averages
-                best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
+                best = max(best, (self._accuracy(reached), reached), key=lambda pair: pair[0])
         return best[1] if best else _first(state) | averages
 
 

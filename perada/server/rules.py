@@ -151,8 +151,7 @@ class _Optimizer(ComposedRule):
 
 def _kept(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
     """``state[name][key]`` where Δ is; before the first round, ``start`` everywhere."""
-    value = state.get(name, {}).get(key)
-    return torch.full_like(delta, start) if value is None else value.to(delta)
+    return state.get(name, {}).get(key, torch.full_like(delta, start)).to(delta)
 
 
 def _keep(state: dict[str, State], name: str, key: str, value: Tensor) -> Tensor:
