@@ -8,7 +8,7 @@ axis, and must treat each client as if it were alone.
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -41,10 +41,10 @@ class Slot:
 
     keys: tuple[str, ...]
     parameters: tuple[str, ...]
-    head: frozenset[str] = field(default_factory=frozenset)
-    norms: frozenset[str] = field(default_factory=frozenset)
-    input: frozenset[str] = field(default_factory=frozenset)
-    adapter: frozenset[str] = field(default_factory=frozenset)
+    head: frozenset[str] = frozenset()
+    norms: frozenset[str] = frozenset()
+    input: frozenset[str] = frozenset()
+    adapter: frozenset[str] = frozenset()
 
 
 class ClientStep(Protocol):
@@ -91,15 +91,9 @@ class ClientStep(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What the server knows when it sends a round's clients their states.
+    """What the server knows when it sends a round's C clients their states.
 
-    Attributes:
-        global_state: The global state.
-        slot: Names of the trained tensors.
-        round: Counted from 0.
-        clients: To whom, C ids.
-        num_clients: Clients M of the federation.
-        seed: The run's seed.
+    The round is counted from 0, ``clients`` are ids, ``num_clients`` is M of the federation, ``seed`` that of the run.
     """
 
     global_state: State

@@ -50,11 +50,8 @@ class LossScaling:
 class LossScales:
     """The loss scales of C clients while they train; all begin at ``start``, by default the options' initial scale.
 
-    Attributes:
-        scale: (C,).
-        good_steps: (C,) good steps in a row since the scale last changed.
-        skipped: (C,) number of steps skipped.
-        stepped: (C,) whether a client took any step.
+    Each has, as (C,), its ``scale``, the ``good_steps`` in a row since that last changed, the number of steps
+    ``skipped``, and whether it ``stepped`` at all.
     """
 
     def __init__(self, options: LossScaling, clients: int, start: LossScale | None, device: torch.device) -> None:
@@ -80,8 +77,7 @@ class LossScales:
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
         """Change the scales of some clients by their gradients (C, ...), in single precision at least.
 
-        Returns:
-            Which clients' gradients are all finite (C,): who is to take the step.
+        It gives (C,) whose gradients are all finite: who is to take the step.
         """
         options, scale, good_steps = self.options, self.scale[rows], self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])

@@ -41,6 +41,11 @@ class Prefix:
         self._kinds: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
         self._seen: dict[str, Tensor] | None = None
 
+    def parts(self, features: Tensor) -> dict[str, Tensor]:
+        """What of the features (R, F) each module gave, still flattened."""
+        sizes = [self.shapes[path].numel() for path in self.needed]
+        return dict(zip(self.needed, torch.split(features, sizes, 1), strict=True))
+
     def holds(self, x_R: Tensor) -> bool:
         """Whether rows are features (R, F) instead of images."""
         return x_R.dim() == 2 and x_R.shape[1] == self.size
@@ -53,10 +58,9 @@ class Prefix:
         self._given = None
         if not self.holds(x_R):
             return x_R
-        parts = torch.split(x_R, [self.shapes[path].numel() for path in self.needed], 1)
         self.rows = len(x_R)
         self._given = {}
-        for path, part in zip(self.needed, parts, strict=True):
+        for path, part in self.parts(x_R).items():
             dtype, layout = self._kinds.get(path, (part.dtype, torch.contiguous_format))
             self._given[path] = part.view(-1, *self.shapes[path]).to(dtype, copy=True, memory_format=layout)
         return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)

@@ -161,8 +161,7 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
 
 def _needed(prefix: Prefix, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
     """Paths whose outputs the logits depend on; none where the features of all paths do not give the same logits."""
-    sizes = [prefix.shapes[path].numel() for path in prefix.needed]
-    given = dict(zip(prefix.needed, torch.split(features, sizes, 1), strict=True))
+    given = prefix.parts(features)
 
     def same(spoilt: set[str]) -> bool:
         parts = [torch.full_like(part, torch.nan) if path in spoilt else part for path, part in given.items()]
