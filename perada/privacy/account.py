@@ -142,7 +142,7 @@ class Account:
 
     def record(self) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types, for reports and model cards."""
-        rates = [self.rate(client) if self.options.sampling == "poisson" else 1.0 for client in range(len(self.sizes))]
+        rates = [self._counted_rate(client) for client in range(len(self.sizes))]
         noise = {"noise_multipliers": self._least(), "sample_rates": rates}
         return {"options": asdict(self.options)} | noise | self.epsilons()
 
@@ -196,9 +196,12 @@ class Account:
 
     def _costs(self, client: int, tuning: bool) -> Iterator[tuple[float, float, int, bool]]:
         """(σ, q, steps, sent) of what the client trains at once."""
-        rate = self.rate(client) if self.options.sampling == "poisson" else 1.0
         for looks, steps, sent in self._steps(self.sizes[client], tuning):
-            yield self.noise_multipliers[client] / looks**0.5, rate, steps, sent
+            yield self.noise_multipliers[client] / looks**0.5, self._counted_rate(client), steps, sent
+
+    def _counted_rate(self, client: int) -> float:
+        """The rate at which the client's steps are counted: shuffling earns no amplification."""
+        return self.rate(client) if self.options.sampling == "poisson" else 1.0
 
     def _counted(self, sent: bool) -> bool:
         """Whether the ledger that limits refer to counts it."""
@@ -228,22 +231,17 @@ class Account:
                 f"privacy: target_epsilon={target} needs a number of rounds to be calibrated for; give max_epochs "
                 "(rounds), or noise_multiplier"
             )
-        planned = self._planned(0)
-        known: dict[tuple[float, int, int], float] = {}
-        result = []
+        planned, once, result = self._planned(0), cache(calibrate), []  # clients of one size mostly have one plan
         for client, size in enumerate(self.sizes):
             entries = [entry for entry in self._steps(size, False) if self._counted(entry.sent)]
             after = [entry for entry in self._steps(size, True) if self._counted(entry.sent)]
             looks = max(entry.looks for entry in entries + after)  # where they differ, the noise is a little more
             steps = max(1, planned[client]) * sum(e.steps for e in entries) + sum(e.steps for e in after)
-            key = self.rate(client) if options.sampling == "poisson" else 1.0, steps, looks
-            if key not in known:
-                try:
-                    sigma = calibrate(target, options.delta, key[0], steps, options.accountant)
-                except ValueError as error:
-                    raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
-                known[key] = sigma * looks**0.5
-            result.append(known[key])
+            try:
+                sigma = once(target, options.delta, self._counted_rate(client), steps, options.accountant)
+            except ValueError as error:
+                raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
+            result.append(sigma * looks**0.5)
         return result
 
     def _check_ledger(self) -> None:

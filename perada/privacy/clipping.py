@@ -117,7 +117,8 @@ def noisy_mean(
             raise ValueError(f"{name} has {len(values)} clients, but there are {clients} generators; give one for each")
     if generators is not None and len({id(source) for source in generators}) < clients:
         raise ValueError("two clients share a generator: their noise would depend on one another; give each its own")
-    each = list(zip(stds, expected_batch, generators or [None] * clients, strict=True))
+    sources = [None] * clients if generators is None else generators
+    each = list(zip(stds, expected_batch, sources, strict=True))
     for deviation, size, _ in each:
         check_number("std", deviation, least=0)
         check_number("expected_batch", size, above=0, hint="a client without images cannot take part")

@@ -44,12 +44,9 @@ class Whole:
 
 @dataclass
 class Factors:
-    """Gradients of a linear map's weight (O, I, ...) as factors: row r has Σ_n b_rn a_rnᵀ.
+    """Gradients of a linear map's weight (O, I, ...), which has this shape, as factors: row r has Σ_n b_rn a_rnᵀ.
 
-    Attributes:
-        a: Inputs (R, N, I).
-        b: Gradients by the outputs (R, N, O).
-        shape: Of the weight.
+    They are the inputs a (R, N, I), and the gradients b (R, N, O) by the outputs.
     """
 
     a: Tensor

@@ -202,10 +202,8 @@ def _several(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> Batch:
 class _Trial:
     """Clipped sums of a batch, of all of it but one image a client, and of those images.
 
-    Attributes:
-        all: Indices of rows (C, B).
-        others: Indices (C, B − 1), of those left when one is taken out of each.
-        alone: Clipped gradients (C, ...) of the images that are taken out.
+    Rows are the indices of ``all`` (C, B), and of the ``others`` (C, B − 1) when one image is taken out of each client.
+    Those that are taken out ``alone`` have these clipped gradients (C, ...).
     """
 
     def __init__(
