@@ -13,10 +13,8 @@ _Context = Any  # torch gives it no type
 class FrozenBatchNorm(nn.Module):
     """A BatchNorm of which nothing is trained, in evaluation mode: a scale and a shift for each channel.
 
-    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it.
-
-    Args:
-        original: With running statistics; its tensors stay its own, so that it can be moved and loaded.
+    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it. The original has running
+    statistics. Its tensors stay its own, so that it can be moved and loaded.
     """
 
     def __init__(self, original: nn.Module) -> None:

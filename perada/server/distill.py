@@ -25,11 +25,8 @@ ONLY = slice(0, 1)
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
     """Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
 
-    Args:
-        student: Logits (B, K).
-        teacher: Logits (B, K).
-        temperature: Both logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015).
-        multilabel: Each of the K logits is a Bernoulli probability of its own; their divergences are averaged over K.
+    The logits (B, K) are divided by the temperature, the loss is multiplied by its square (Hinton et al., 2015). If
+    ``multilabel``, each of the K is a Bernoulli probability of its own; their divergences are averaged over K.
 
     >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
     0.0
@@ -221,14 +218,10 @@ class Distiller:
         scales: LossScales | None = None,
         rows: int | None = None,
     ) -> State:
-        """The state after the student's steps.
+        """The state after the student's steps, as of a call.
 
-        Args:
-            student: As of a call.
-            batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
-            average_from: As of a call.
-            scales: The student's loss scale, in float16.
-            rows: Images of a step on all ranks together, where they are divided among them.
+        A step takes a pair of images (B, channels, height, width) and the teachers' mean logits (B, K). Where its images
+        are divided among the ranks, ``rows`` is their number on all of them. In float16 the student has ``scales``.
         """
         options, engine = self.options, self.engine
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
