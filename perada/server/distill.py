@@ -220,7 +220,7 @@ class Distiller:
     ) -> State:
         """The state after the student's steps, as of a call.
 
-        A step takes a pair of images (B, channels, height, width) and the teachers' mean logits (B, K). Where its images
+        A step takes images (B, channels, height, width) and the teachers' mean logits (B, K). Where its images
         are divided among the ranks, ``rows`` is their number on all of them. In float16 the student has ``scales``.
         """
         options, engine = self.options, self.engine
