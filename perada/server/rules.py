@@ -184,7 +184,9 @@ class FedAvgM(_Optimizer):
 class _Adaptive(_Optimizer):
     """m ← β₁ m + (1 − β₁) Δ, then w ← w + lr · m / (√v + τ). m starts at 0 and v at τ², without bias correction."""
 
-    def __init__(self, lr: float, beta1: float, tau: float, aggregate: ServerRule | None) -> None:
+    def __init__(
+        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
+    ) -> None:
         super().__init__(lr, aggregate)
         check_number("beta1", beta1, least=0, below=1)
         check_number("tau", tau, above=0)
@@ -210,11 +212,6 @@ class FedAdagrad(_Adaptive):
         tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
         aggregate: Where Δ comes from. Default: the mean.
     """
-
-    def __init__(
-        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
-    ) -> None:
-        super().__init__(lr, beta1, tau, aggregate)
 
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
         return v + squared
