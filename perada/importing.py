@@ -26,7 +26,10 @@ _HOMES = {
     ),
     "perada.data.partitions": "data.apportion data.division data.holdout data.label_partitions:by_label",
     "perada.data.sets": "data.datasets:images data.folders data.readers data.shapes",
-    "perada.engine": "fold frozen_layers loss_scaling losses masked_optimizers prefix prefix_search stacked_layers",
+    "perada.engine": (
+        "engine.masked_optimizers:loss_scaling fold frozen_layers loss_scaling losses "
+        "masked_optimizers:loss_scaling prefix prefix_search stacked_layers"
+    ),
     "perada.experiments": "compare pretrain studies",
     "perada.federation": (
         "cohort evaluation:scores local_training round_report scoring:evaluation server_turn:federation settings store"
@@ -36,8 +39,11 @@ _HOMES = {
         "callbacks.protect:private_setup module outcome strategies"
     ),
     "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
+    "perada.privacy": (
+        "privacy.calibration:accounting privacy.client_level_refusals:rehearsal privacy.independence:probe"
+    ),
     "perada.results": "export privacy_card report run",
-    "perada.server": "refinement:distill",
+    "perada.server": "refinement:distill server.server_optimizers:rules",
 }
 MOVED = {
     f"perada.{former.split(':')[0]}": f"{home}.{re.split('[.:]', former)[-1]}"

@@ -20,9 +20,6 @@ class APFL(Algorithm):
         alpha: α of every client at first. With 1 the personal models are Standalone's.
         lr_alpha: Learning rate of α, which each client adapts by its own gradient after every minibatch, between 0 and
             1 (the paper's adaptive variant). 0 keeps it fixed.
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     inference = "personal"

@@ -8,7 +8,7 @@ axis, and must treat each client as if it were alone.
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -41,10 +41,10 @@ class Slot:
 
     keys: tuple[str, ...]
     parameters: tuple[str, ...]
-    head: frozenset[str] = field(default_factory=frozenset)
-    norms: frozenset[str] = field(default_factory=frozenset)
-    input: frozenset[str] = field(default_factory=frozenset)
-    adapter: frozenset[str] = field(default_factory=frozenset)
+    head: frozenset[str] = frozenset()
+    norms: frozenset[str] = frozenset()
+    input: frozenset[str] = frozenset()
+    adapter: frozenset[str] = frozenset()
 
 
 class ClientStep(Protocol):
@@ -62,9 +62,7 @@ class ClientStep(Protocol):
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
 
-        Args:
-            states: A role, or a stack.
-            stream: The role whose random stream dropout draws from. Default: the role itself, or the first for a stack.
+        ``stream`` is the role whose random stream dropout draws from. Default: the role, or the first for a stack.
         """
 
     def loss(self, states: str | State, stream: str | None = None) -> Tensor:
@@ -81,10 +79,10 @@ class ClientStep(Protocol):
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Take one optimiser step on a role, or on several from one gradient.
+        """Take one optimiser step on a role's parameters, or on those of several from one gradient.
 
         Args:
-            role: Whose parameters to move.
+            role: One or several.
             loss: (C,), differentiated for each client alone. ``None``: only the terms below.
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
             slope: Adds this gradient, which is that of <slope, parameters>.
@@ -93,15 +91,9 @@ class ClientStep(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What the server knows when it sends a round's clients their states.
+    """What the server knows when it sends a round's C clients their states.
 
-    Attributes:
-        global_state: The global state.
-        slot: Names of the trained tensors.
-        round: Counted from 0.
-        clients: To whom, C ids.
-        num_clients: Clients M of the federation.
-        seed: The run's seed.
+    The round is counted from 0, ``clients`` are ids, ``num_clients`` is M of the federation, ``seed`` that of the run.
     """
 
     global_state: State
@@ -117,11 +109,8 @@ class ServerStep:
     """The server's side of a round.
 
     Attributes:
-        round: Counted from 0.
+        round, num_clients, slot, seed: As of :class:`Broadcast`.
         clients: Who sent the updates, in their order.
-        num_clients: Clients M of the federation.
-        slot: Names of the trained tensors.
-        seed: The run's seed.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...), each on the device that trained it. :meth:`mean` and :attr:`distill`
             move only sums over clients; reading a name gathers the tensors of all clients. With privacy of whole
@@ -160,6 +149,8 @@ class ServerStep:
 class Algorithm(Options):
     """A federated algorithm. A subclass overrides only what differs from FedAvg.
 
+    Whoever makes one with an option that cannot be used, such as a negative strength, gets a ValueError.
+
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
         sends: Whether clients send anything.
@@ -181,11 +172,7 @@ class Algorithm(Options):
         return type(self).__name__
 
     def check(self, slot: Slot, num_clients: int) -> None:
-        """Refuse, at set-up, trained tensors or a number of clients that the algorithm cannot work with.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Refuse, by a ValueError at set-up, trained tensors or a number of clients that it cannot work with."""
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """The phases of a round of local training. Every client finishes one before any starts the next."""
@@ -216,8 +203,9 @@ class Algorithm(Options):
         return {}, trained["local"]
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state. What it leaves out stays as it was."""
-        return server.mean(server.updates, server.weights)
+        """The new global state: the mean, distilled if the algorithm ``distills``. What is left out stays as it was."""
+        average = server.mean(server.updates, server.weights)
+        return server.distill(average, server.updates) if self.distills else average
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""

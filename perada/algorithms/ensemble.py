@@ -30,9 +30,7 @@ class EnsembleAlgorithm(Algorithm):
     def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
         """What the server sends to each of C clients, (C, ...).
 
-        Args:
-            sending: What the server knows.
-            losses: (C, K) mean loss of each model on each client's training images, where clients compare them.
+        ``losses`` (C, K) are the mean loss of each model on each client's training images, where clients compare them.
         """
         return super().broadcast(sending)
 
@@ -44,8 +42,7 @@ class EnsembleAlgorithm(Algorithm):
 def ensemble_of(algorithm: Algorithm) -> EnsembleAlgorithm:
     """The algorithm itself or, where it has one global model, what an ensemble of one does.
 
-    Raises:
-        TypeError: If it has something that only an :class:`EnsembleAlgorithm` is asked for.
+    A TypeError if it has something that only an :class:`EnsembleAlgorithm` is asked for.
     """
     if isinstance(algorithm, EnsembleAlgorithm):
         return algorithm

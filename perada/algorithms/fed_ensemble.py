@@ -44,9 +44,6 @@ class FedEnsemble(EnsembleAlgorithm):
         keeps: What a client of a base without personal models predicts with: the ``ensemble``, or the ``best`` mode,
             which had the least loss on its training images when it last took part (mode 0 before). For ``best`` it is
             sent all modes.
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     def __init__(
@@ -192,14 +189,9 @@ def _stacked(states: list[State]) -> State:
 
 
 def mode_schedule(seed: int, round: int, num_clients: int, modes: int, strata: int) -> Tensor:
-    """The mode (M,) that each client would train in a round.
+    """The mode (M,), one of K, that each of M clients would train in a round, counted from 0. An age is K rounds.
 
-    Args:
-        seed: The run's seed.
-        round: Counted from 0. An age is ``modes`` rounds.
-        num_clients: M.
-        modes: K.
-        strata: Q random sets of clients, whose sizes differ by at most one.
+    The Q ``strata`` are random sets of clients, whose sizes differ by at most one.
 
     >>> torch.stack([mode_schedule(0, round, 4, 3, 2) for round in range(3)]).sort(0).values.tolist()
     [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]]

@@ -16,9 +16,6 @@ class FedAlt(FedSim):
     Args:
         split: What is private, as in :class:`FedSim`.
         personal_epochs: Epochs on v in each round. Default: as long as on u; 0 leaves v as it is.
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:

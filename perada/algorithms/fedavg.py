@@ -15,10 +15,7 @@ class FedAvgFT(Algorithm):
     """FedAvg+FT: after the last round of FedAvg, every client fine-tunes the global state and keeps the result.
 
     Args:
-        finetune_epochs: Epochs of that fine-tuning.
-
-    Raises:
-        ValueError: If ``finetune_epochs`` is not positive.
+        finetune_epochs: Epochs of that fine-tuning, above 0.
     """
 
     def __init__(self, finetune_epochs: float = 1) -> None:

@@ -31,9 +31,6 @@ class FedBE(EnsembleAlgorithm):
         samples: Number of models drawn each round.
         distill: ``False`` lets the ensemble itself predict, by the mean of its probabilities.
         average_from: Share of the distillation steps after which the student's states are averaged. 1 takes the last.
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     def __init__(
@@ -72,18 +69,11 @@ class FedBE(EnsembleAlgorithm):
 def sample_models(
     updates: Mapping[str, Tensor], weights: Tensor, sampler: Sampler, samples: int, random: torch.Generator
 ) -> State:
-    """Draw models from a distribution fitted to those of C clients.
+    """Draw S models (S, ...) from a distribution fitted to those of C clients, a stack (C, ...).
 
-    Args:
-        updates: Stack (C, ...).
-        weights: Weights (C,) of the Gaussian's mean and variances. The Dirichlet distribution is Dir(1, ..., 1).
-        sampler: ``gaussian`` or ``dirichlet``.
-        samples: Number S of models.
-        random: Source of the draws.
-
-    Returns:
-        Stack (S, ...). Counters are the clients' maximum. The Gaussian's running variances, which must not be negative,
-        are the clients' mean.
+    The weights (C,) are those of the Gaussian's mean and variances. The Dirichlet distribution is Dir(1, ..., 1).
+    Counters are the clients' maximum. The Gaussian's running variances, which must not be negative, are the clients'
+    mean.
     """
     center = mean(updates, weights)
     # Normalised exponential variables are distributed as Dir(1, ..., 1).

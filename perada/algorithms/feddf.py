@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedDF (Lin et al., NeurIPS 2020)."""
 
-from perada.algorithms.base import Algorithm, ServerStep
-from perada.core.states import State
+from perada.algorithms.base import Algorithm
 
 
 class FedDF(Algorithm):
@@ -13,7 +12,3 @@ class FedDF(Algorithm):
     """
 
     distills = True
-
-    def server_step(self, server: ServerStep) -> State:
-        """Average, then distil."""
-        return server.distill(server.mean(server.updates, server.weights), server.updates)

@@ -16,10 +16,7 @@ class FedDyn(Algorithm):
     averaged.
 
     Args:
-        alpha: α.
-
-    Raises:
-        ValueError: If ``alpha`` is not positive.
+        alpha: α, above 0.
     """
 
     def __init__(self, alpha: float = 0.1) -> None:

@@ -10,9 +10,6 @@ class FedProx(Algorithm):
 
     Args:
         prox_strength: μ. With 0 this is FedAvg.
-
-    Raises:
-        ValueError: If ``prox_strength`` is negative.
     """
 
     def __init__(self, prox_strength: float = 0.1) -> None:

@@ -14,9 +14,6 @@ class FedRep(FedAlt):
     Args:
         head_epochs: Epochs on the head in each round. Default: as long as on the body. With 0 this is FedAvg of the
             body under each client's initial head.
-
-    Raises:
-        ValueError: If ``head_epochs`` is negative.
     """
 
     def __init__(self, head_epochs: float | None = None) -> None:

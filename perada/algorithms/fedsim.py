@@ -21,9 +21,6 @@ class FedSim(PartialSharing):
     Args:
         split: What is private: the ``input`` layer (the first that images pass), the ``output`` layer (the head), or
             the ``adapter``. Private adapters need a trained backbone to share (``train_backbone``).
-
-    Raises:
-        ValueError: If ``split`` is unknown.
     """
 
     def __init__(self, split: Split = "output") -> None:

@@ -17,9 +17,6 @@ class MTL(Algorithm):
 
     Args:
         prox_strength: λ. With 0 the personal models are Standalone's.
-
-    Raises:
-        ValueError: If ``prox_strength`` is negative.
     """
 
     inference = "personal"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PerAda (Xie et al., CVPR 2024, Algorithm 1), with and without distillation."""
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
 from perada.core.checks import check_choice, check_number
 from perada.core.states import State
 
@@ -20,9 +20,6 @@ class PerAda(Algorithm):
     Args:
         prox_strength: λ, how strongly v_m is pulled towards w.
         distill: Whether the server distils; ``False`` is "PerAda w/o KD".
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     inference = "personal"
@@ -46,8 +43,3 @@ class PerAda(Algorithm):
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """Keep v_m, send θ_m."""
         return {"personal": trained["personal"]}, trained["local"]
-
-    def server_step(self, server: ServerStep) -> State:
-        """Lines 18 to 22."""
-        average = server.mean(server.updates, server.weights)
-        return server.distill(average, server.updates) if self.distills else average

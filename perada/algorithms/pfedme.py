@@ -23,9 +23,6 @@ class PFedMe(Algorithm):
         inner_steps: Steps K of the inner problem on each minibatch.
         beta: β; 1 takes the mean.
         restart: Whether θ, and the optimiser of the inner problem, start afresh from w_m on each minibatch.
-
-    Raises:
-        ValueError: If an option cannot be used.
     """
 
     inference = "personal"

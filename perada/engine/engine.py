@@ -72,16 +72,12 @@ class Engine:
     def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
         """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
 
-        Args:
-            image: An example (channels, height, width), prepared, on the model's device.
-            least_share: Share of a forward pass's floating-point operations that features must save.
+        The example (channels, height, width) is prepared, and on the model's device. A prefix that was found stays.
         """
-        if self.prefix is not None:  # whatever was built since then knows it
-            return self.prefix
-        self.prefix = find_prefix(self.model, image, least_share)
-        if self.prefix is not None:
-            self._fold = fold(self.model, random_only=self.kind == "loop", prefix=self.prefix)
-            self._single = fold(self.model, random_only=True, prefix=self.prefix).model
+        if self.prefix is None and (prefix := find_prefix(self.model, image, least_share)):
+            self.prefix = prefix
+            self._fold = fold(self.model, random_only=self.kind == "loop", prefix=prefix)
+            self._single = fold(self.model, random_only=True, prefix=prefix).model
         return self.prefix
 
     def features(self, x: Tensor) -> Tensor:
@@ -116,24 +112,19 @@ class Engine:
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def shared_logits(self, states: State, x: Tensor, rows: int | None = None) -> Tensor:
-        """Logits (C, B, K) of C states on the same images (B, ...), in evaluation mode and without gradients.
+        """Logits (C, B, K) of C states (C, ...) on the same images (B, ...), in evaluation mode and without gradients.
 
-        Args:
-            states: Stack with leading axis C.
-            x: Images (B, channels, height, width).
-            rows: At most about this many images run at once, repeated ones counted. By default 512 of 32×32 on a CPU,
-                whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones.
+        At most about so many ``rows`` run at once, an image counted for each state. By default 512 images of 32×32 on a
+        CPU, whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones.
         """
         rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // x[0].numel()
-        chunks = {key: torch.split(value, max(1, rows // len(x))) for key, value in states.items()}
-        sizes = map(len, next(iter(chunks.values())))
+        chunks = zip(*(torch.split(value, max(1, rows // len(x))) for value in states.values()), strict=True)
         with torch.no_grad():
-            return torch.cat(
-                [
-                    self.logits({key: chunk[index] for key, chunk in chunks.items()}, x.expand(size, *x.shape))
-                    for index, size in enumerate(sizes)
-                ]
-            )
+            parts = [
+                self.logits(dict(zip(states, chunk, strict=True)), x.expand(len(chunk[0]), *x.shape))
+                for chunk in chunks
+            ]
+        return torch.cat(parts)
 
     def _folded(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:
         clients, rows = x.shape[:2]

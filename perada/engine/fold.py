@@ -63,11 +63,8 @@ class Fold:
 def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None = None) -> Fold:
     """Build the stacked twin of ``model``, sharing all its frozen modules; ``requires_grad`` tells what is trained.
 
-    Args:
-        model: The single model.
-        random_only: Replace only the layers that draw random numbers (for the loop over clients, which runs the single
-            model but must draw from the same streams).
-        prefix: Modules whose outputs may be given instead of computed.
+    With ``random_only`` just the layers that draw random numbers are replaced, for the loop over clients: it runs the
+    single model, but must draw from the same streams. Outputs of modules of the ``prefix`` may be given, not computed.
     """
     context = FoldContext()
     rows: set[str] = set()

@@ -13,20 +13,17 @@ _Context = Any  # torch gives it no type
 class FrozenBatchNorm(nn.Module):
     """A BatchNorm of which nothing is trained, in evaluation mode: a scale and a shift for each channel.
 
-    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it.
-
-    Args:
-        original: With running statistics; its tensors stay its own, so that it can be moved and loaded.
+    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it. The original has running
+    statistics. Its tensors stay its own, so that it can be moved and loaded.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.original = [original]  # in a list: not a child, so that names stay those of the single model
+        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, D, ...)."""
         norm = self.original[0]
-        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
         normalised: Tensor = _Normalise.apply(x, *tensors, norm.eps)
         return normalised

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling for float16: one scale per client, kept and changed without waiting for the device.
+"""Training in float16: one loss scale per client, and optimisers of which some clients skip a step.
 
 Small gradients are zero in float16, so they are multiplied by a scale within the network, and divided by it as they
 leave it: what reaches parameters is never scaled. A client whose gradient is not finite skips the step, and its scale
-shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018).
+shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018). Neither waits for the device.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,8 @@ class LossScale(NamedTuple):
 class LossScaling:
     """How scales change, as in :class:`torch.amp.GradScaler`.
 
-    Attributes:
-        initial: The first scale.
-        growth: Factor after ``interval`` good steps in a row.
-        backoff: Factor after a step that was skipped.
-        interval: Good steps before the scale grows.
+    From ``initial`` on, by the factor ``growth`` after ``interval`` good steps in a row, and ``backoff`` after a step
+    that was skipped.
     """
 
     initial: float
@@ -53,11 +50,8 @@ class LossScaling:
 class LossScales:
     """The loss scales of C clients while they train; all begin at ``start``, by default the options' initial scale.
 
-    Attributes:
-        scale: (C,).
-        good_steps: (C,) good steps in a row since the scale last changed.
-        skipped: (C,) number of steps skipped.
-        stepped: (C,) whether a client took any step.
+    Each has, as (C,), its ``scale``, the ``good_steps`` in a row since that last changed, the number of steps
+    ``skipped``, and whether it ``stepped`` at all.
     """
 
     def __init__(self, options: LossScaling, clients: int, start: LossScale | None, device: torch.device) -> None:
@@ -83,8 +77,7 @@ class LossScales:
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
         """Change the scales of some clients by their gradients (C, ...), in single precision at least.
 
-        Returns:
-            Which clients' gradients are all finite (C,): who is to take the step.
+        It gives (C,) whose gradients are all finite: who is to take the step.
         """
         options, scale, good_steps = self.options, self.scale[rows], self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])
@@ -146,3 +139,68 @@ def _scaled(value: Tensor, factors: Tensor) -> Tensor:
         rows = factors.view(-1, *[1] * (value.dim() - 1))
         value.register_hook(lambda gradient: gradient * rows)  # type: ignore[no-untyped-call]  # torch has no types there
     return value
+
+
+class MaskedOptimizer(torch.optim.Optimizer):
+    """Steps the clients it is told, with the arithmetic of ``torch.optim`` on stacked parameters (C, ...).
+
+    A client that skips keeps its parameters, its moments and its number of steps as they were.
+    """
+
+    def step_rows(self, stepping: Tensor) -> None:
+        """Take a step for the clients ``stepping`` (C,); the others' gradients may be anything."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        rows = stepping.view(-1, *[1] * (parameter.dim() - 1))
+                        gradient = parameter.grad.where(rows, 0)
+                        self._step(parameter, gradient, rows.to(parameter), group)
+
+    def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+        """Step ``parameter`` (C, ...), where ``rows`` (C, 1, ...) is 1 and not 0, as is the gradient there."""
+        raise NotImplementedError
+
+
+class MaskedSGD(MaskedOptimizer):
+    """``torch.optim.SGD`` with momentum and weight decay, of stacked leaves (C, ...)."""
+
+    def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+        if group["weight_decay"]:
+            gradient = gradient.addcmul(parameter, rows, value=group["weight_decay"])
+        if group["momentum"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            gradient = state["momentum_buffer"].mul_(1 - rows * (1 - group["momentum"])).add_(gradient) * rows
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class MaskedAdam(MaskedOptimizer):
+    """``torch.optim.Adam`` of stacked leaves (C, ...), or ``AdamW`` if the weight decay is ``decoupled``."""
+
+    def __init__(
+        self, parameters: list[Tensor], lr: float, weight_decay: float = 0, *, decoupled: bool = False
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+        self.betas, self.eps, self.decoupled = (0.9, 0.999), 1e-8, decoupled
+
+    def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
+        state, (beta1, beta2) = self.state[parameter], self.betas
+        if not state:
+            state["step"] = parameter.new_zeros(len(parameter))
+            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        decay = rows * group["weight_decay"]
+        if self.decoupled:
+            parameter.mul_(1 - decay * group["lr"])
+        else:
+            gradient = gradient.addcmul(parameter, decay)
+        steps = state["step"].add_(rows.flatten()).view_as(rows)
+        mean = state["exp_avg"].lerp_(gradient, rows * (1 - beta1))
+        square = state["exp_avg_sq"].mul_(1 - rows * (1 - beta2)).addcmul_(gradient, gradient, value=1 - beta2)
+        steps = steps.clamp(min=1)  # 0 before the first step that is not skipped
+        scale = (square / (1 - beta2**steps)).sqrt().add_(self.eps)
+        parameter.addcdiv_(mean * (rows / (1 - beta1**steps)), scale, value=-group["lr"])

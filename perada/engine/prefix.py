@@ -41,6 +41,11 @@ class Prefix:
         self._kinds: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
         self._seen: dict[str, Tensor] | None = None
 
+    def parts(self, features: Tensor) -> dict[str, Tensor]:
+        """What of the features (R, F) each module gave, still flattened."""
+        sizes = [self.shapes[path].numel() for path in self.needed]
+        return dict(zip(self.needed, torch.split(features, sizes, 1), strict=True))
+
     def holds(self, x_R: Tensor) -> bool:
         """Whether rows are features (R, F) instead of images."""
         return x_R.dim() == 2 and x_R.shape[1] == self.size
@@ -53,10 +58,9 @@ class Prefix:
         self._given = None
         if not self.holds(x_R):
             return x_R
-        parts = torch.split(x_R, [self.shapes[path].numel() for path in self.needed], 1)
         self.rows = len(x_R)
         self._given = {}
-        for path, part in zip(self.needed, parts, strict=True):
+        for path, part in self.parts(x_R).items():
             dtype, layout = self._kinds.get(path, (part.dtype, torch.contiguous_format))
             self._given[path] = part.view(-1, *self.shapes[path]).to(dtype, copy=True, memory_format=layout)
         return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)
@@ -86,12 +90,12 @@ class Prefix:
         return out
 
 
-class Constant(nn.Module):
-    """Stands in a model for one of its constant modules."""
+class Wrapper(nn.Module):
+    """Stands in a model for one of its modules."""
 
-    def __init__(self, original: nn.Module, path: str, prefix: Prefix) -> None:
+    def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.original, self.path, self.prefix = original, path, prefix
+        self.original = original
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever it is there
         """Whatever else is asked of the original, as by a parent that reads its options."""
@@ -99,6 +103,14 @@ class Constant(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
+
+
+class Constant(Wrapper):
+    """Stands in for a constant module."""
+
+    def __init__(self, original: nn.Module, path: str, prefix: Prefix) -> None:
+        super().__init__(original)
+        self.path, self.prefix = path, prefix
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What the original gives, computed now or given before."""

@@ -21,15 +21,10 @@ from perada.engine.stacked_layers import StackedDropout
 
 
 def find_prefix(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Prefix | None:
-    """Find the constant modules of a model, and which of them are needed.
+    """Find the constant modules of the single model, and which of them are needed.
 
-    Args:
-        model: The single model; ``requires_grad`` tells what is trained.
-        image: An example (channels, height, width), prepared.
-        least_share: Share of a forward pass's floating-point operations that features must save.
-
-    Returns:
-        The prefix, or ``None`` where there is none, or passes with features fail or would not give the same logits.
+    ``None`` where there are none, or passes with features fail, would not give the same logits or save less than
+    ``least_share`` of a pass's floating-point operations. The example (channels, height, width) is prepared.
     """
     x_R = torch.stack([image, image.flip(-1), 0.5 * image])
     try:
@@ -166,8 +161,7 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
 
 def _needed(prefix: Prefix, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
     """Paths whose outputs the logits depend on; none where the features of all paths do not give the same logits."""
-    sizes = [prefix.shapes[path].numel() for path in prefix.needed]
-    given = dict(zip(prefix.needed, torch.split(features, sizes, 1), strict=True))
+    given = prefix.parts(features)
 
     def same(spoilt: set[str]) -> bool:
         parts = [torch.full_like(part, torch.nan) if path in spoilt else part for path, part in given.items()]

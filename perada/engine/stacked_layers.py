@@ -9,7 +9,9 @@ splits the batch by client. Outputs and gradients are those of C separate models
 Shape suffixes: R = C·B rows, C clients, B images a client, D features.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +65,7 @@ class Twin(nn.Module):
 
     def __init__(self, original: nn.Module, context: FoldContext) -> None:
         super().__init__()
-        self.original = [original]  # in a list: not a child, so that names stay those of the single model
+        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
         self.context = context
         self.frozen = {name for name, p in original.named_parameters(recurse=False) if not p.requires_grad}
         for name, parameter in original.named_parameters(recurse=False):
@@ -113,7 +115,6 @@ class StackedConv2d(Twin):
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, in, H, W) to (R, out, H', W')."""
         conv = self.original[0]
-        assert isinstance(conv, nn.Conv2d)
         bias = self.stacked("bias")
         if "weight" in self.frozen:
             out = conv._conv_forward(x_R, self.weight, None)
@@ -145,7 +146,6 @@ class StackedBatchNorm(Twin):
     def forward(self, x_R: Tensor) -> Tensor:
         """Normalise (R, D, ...) per client; in training mode the running statistics are updated in place."""
         norm = self.original[0]
-        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         momentum = norm.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -163,7 +163,6 @@ class StackedBatchNorm(Twin):
     def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
         """Normalise with running statistics (C, D), which training mode updates."""
         norm = self.original[0]
-        assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         weights, biases = self.stacked("weight"), self.stacked("bias")
         use_batch = self.training or means is None
         clients, counts = self.context.clients, self.context.counts
@@ -194,7 +193,6 @@ class StackedLayerNorm(Twin):
     def forward(self, x_R: Tensor) -> Tensor:
         """Normalise (R, ..., D)."""
         norm = self.original[0]
-        assert isinstance(norm, nn.LayerNorm)
         shape = [1] * (x_R.dim() - len(norm.normalized_shape)) + list(norm.normalized_shape)
         return self.affine(F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps), shape)
 
@@ -205,7 +203,6 @@ class StackedGroupNorm(Twin):
     def forward(self, x_R: Tensor) -> Tensor:
         """Normalise (R, D, ...)."""
         norm = self.original[0]
-        assert isinstance(norm, nn.GroupNorm)
         shape = [1, norm.num_channels] + [1] * (x_R.dim() - 2)
         return self.affine(F.group_norm(x_R, norm.num_groups, None, None, norm.eps), shape)
 
@@ -218,22 +215,22 @@ class StackedDropout(Twin):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Drop single elements of (R, ...)."""
-        return x_R * self.mask(x_R, x_R.shape[1:]) if self.training else x_R
+        return x_R * self.mask(x_R, x_R.dim()) if self.training else x_R
 
     @property
     def p(self) -> float:
         """Probability of dropping."""
         return drop_rate(self.original[0])
 
-    def mask(self, x_R: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return 0 or 1/(1-p) for every row: (R, *shape)."""
-        rows = x_R.shape[0] // self.context.clients
+    def mask(self, x_R: Tensor, dims: int) -> Tensor:
+        """0 or 1/(1-p) for all that has one place in the first ``dims`` axes: (R, ...), of size 1 along the others."""
+        shape = [*x_R.shape[:dims], *[1] * (x_R.dim() - dims)]
         threshold = round(self.p * 2**16) - 2**15
         if threshold >= 2**15:
-            return x_R.new_zeros(x_R.shape[0], *shape)
-        keep = self.context.next_streams().bits(rows * int(torch.Size(shape).numel())) >= threshold
-        mask = torch.empty_like(x_R) if shape == x_R.shape[1:] else x_R.new_empty(x_R.shape[0], *shape)
-        return mask.copy_(keep.view(mask.shape)).mul_(1 / (1 - self.p))
+            return x_R.new_zeros(shape)
+        keep = self.context.next_streams().bits(math.prod(shape) // self.context.clients) >= threshold
+        mask = torch.empty_like(x_R) if dims == x_R.dim() else x_R.new_empty(shape)
+        return mask.copy_(keep.view(shape)).mul_(1 / (1 - self.p))
 
 
 class StackedChannelDropout(StackedDropout):
@@ -241,9 +238,7 @@ class StackedChannelDropout(StackedDropout):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Drop channels of (R, D, ...)."""
-        if not self.training:
-            return x_R
-        return x_R * self.mask(x_R, x_R.shape[1:2]).view(*x_R.shape[:2], *[1] * (x_R.dim() - 2))
+        return x_R * self.mask(x_R, 2) if self.training else x_R
 
 
 def drop_rate(module: nn.Module) -> float:

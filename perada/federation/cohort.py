@@ -19,9 +19,8 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.seeding import Streams
 from perada.core.states import State, prefix
 from perada.engine.engine import Engine
-from perada.engine.loss_scaling import LossScales
+from perada.engine.loss_scaling import LossScales, MaskedOptimizer
 from perada.engine.losses import client_losses
-from perada.engine.masked_optimizers import MaskedOptimizer
 from perada.federation.local_training import Chunk, LocalTraining
 from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound

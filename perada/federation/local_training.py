@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Stacks
 from perada.core.states import State, clone
-from perada.engine.masked_optimizers import MaskedAdam, MaskedSGD
+from perada.engine.loss_scaling import MaskedAdam, MaskedSGD
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 

@@ -20,12 +20,10 @@ from perada.lightning.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy, calibrate
 from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
-from perada.privacy.client_level_refusals import check_client_level
 from perada.privacy.clipping import check_precision
-from perada.privacy.independence import check_clients_apart, check_one_image
-from perada.privacy.probe import check_gradients, check_products
+from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
 from perada.privacy.protection import Protection
-from perada.privacy.rehearsal import check_unsent, rehearse
+from perada.privacy.rehearsal import check_client_level, check_unsent, rehearse
 from perada.privacy.training import PrivateTraining
 
 OF_CLIENTS = ("personal/", "global/", "train/")

@@ -39,7 +39,7 @@ class StackedDropPath(StackedDropout):
         assert isinstance(original, timm.layers.DropPath)
         if not self.training:
             return x_R
-        mask = self.mask(x_R, ()).view(-1, *[1] * (x_R.dim() - 1))
+        mask = self.mask(x_R, 1)
         return x_R * (mask if original.scale_by_keep else mask.bool())
 
 

@@ -4,8 +4,7 @@
 Opacus is imported when it is first needed, because that takes seconds.
 """
 
-from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, history_epsilon
-from perada.privacy.calibration import calibrate
+from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, history_epsilon
 from perada.privacy.clipping import noisy_mean, sensitivity
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.randomness import secure_permutation, secure_uniform

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from perada.core.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
-from perada.privacy.accounting import ROUNDING, Ledgers, check_plan, history_epsilon
-from perada.privacy.calibration import calibrate
+from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, check_plan, history_epsilon
 from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes
@@ -69,7 +68,7 @@ class Account:
         planned: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
-        self.rounds, self.tuning, self._planned = rounds, tuning, planned
+        self.rounds, self.tuning, self._planned = rounds, tuning or Training((), ()), planned
         self.ledgers, self.lost = Ledgers(), Ledgers()
         self._steps = cache(self._entries)
         self._check_ledger()
@@ -80,9 +79,7 @@ class Account:
 
     def training(self, tuning: bool) -> Training:
         """What is trained in a round, or after the last one."""
-        training = self.tuning if tuning else self.rounds
-        assert training is not None
-        return training
+        return self.tuning if tuning else self.rounds
 
     def rate(self, client: int) -> float:
         """Probability q of an image of the client to be in a batch."""
@@ -97,11 +94,7 @@ class Account:
             )
 
     def cost(self, plan: RoundPlan, tuning: bool = False) -> list[Row]:
-        """What the clients of ``plan`` will spend: (client, σ, q, steps, whether they are sent).
-
-        Raises:
-            ValueError: If they take other steps than the ledgers count.
-        """
+        """What the clients of ``plan`` will spend; a ValueError if they take other steps than the ledgers count."""
         counted = tuple(
             tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients)
             for phase in self.training(tuning).phases
@@ -149,7 +142,7 @@ class Account:
 
     def record(self) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types, for reports and model cards."""
-        rates = [self.rate(client) if self.options.sampling == "poisson" else 1.0 for client in range(len(self.sizes))]
+        rates = [self._counted_rate(client) for client in range(len(self.sizes))]
         noise = {"noise_multipliers": self._least(), "sample_rates": rates}
         return {"options": asdict(self.options)} | noise | self.epsilons()
 
@@ -190,9 +183,7 @@ class Account:
 
     def _entries(self, size: int, tuning: bool) -> tuple[_Entry, ...]:
         """What a client with ``size`` images trains at once."""
-        training = self.tuning if tuning else self.rounds
-        if training is None:
-            return ()
+        training = self.training(tuning)
         steps = [phase.local_steps(size, self.batch_size) for phase in training.phases]
         asked_in = list(zip(steps, training.queries, strict=True))
         sent = {stream: not tuning and stream not in training.unsent for asked in training.queries for stream in asked}
@@ -205,9 +196,12 @@ class Account:
 
     def _costs(self, client: int, tuning: bool) -> Iterator[tuple[float, float, int, bool]]:
         """(σ, q, steps, sent) of what the client trains at once."""
-        rate = self.rate(client) if self.options.sampling == "poisson" else 1.0
         for looks, steps, sent in self._steps(self.sizes[client], tuning):
-            yield self.noise_multipliers[client] / looks**0.5, rate, steps, sent
+            yield self.noise_multipliers[client] / looks**0.5, self._counted_rate(client), steps, sent
+
+    def _counted_rate(self, client: int) -> float:
+        """The rate at which the client's steps are counted: shuffling earns no amplification."""
+        return self.rate(client) if self.options.sampling == "poisson" else 1.0
 
     def _counted(self, sent: bool) -> bool:
         """Whether the ledger that limits refer to counts it."""
@@ -237,22 +231,17 @@ class Account:
                 f"privacy: target_epsilon={target} needs a number of rounds to be calibrated for; give max_epochs "
                 "(rounds), or noise_multiplier"
             )
-        planned = self._planned(0)
-        known: dict[tuple[float, int, int], float] = {}
-        result = []
+        planned, once, result = self._planned(0), cache(calibrate), []  # clients of one size mostly have one plan
         for client, size in enumerate(self.sizes):
             entries = [entry for entry in self._steps(size, False) if self._counted(entry.sent)]
             after = [entry for entry in self._steps(size, True) if self._counted(entry.sent)]
             looks = max(entry.looks for entry in entries + after)  # where they differ, the noise is a little more
             steps = max(1, planned[client]) * sum(e.steps for e in entries) + sum(e.steps for e in after)
-            key = self.rate(client) if options.sampling == "poisson" else 1.0, steps, looks
-            if key not in known:
-                try:
-                    sigma = calibrate(target, options.delta, key[0], steps, options.accountant)
-                except ValueError as error:
-                    raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
-                known[key] = sigma * looks**0.5
-            result.append(known[key])
+            try:
+                sigma = once(target, options.delta, self._counted_rate(client), steps, options.accountant)
+            except ValueError as error:
+                raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
+            result.append(sigma * looks**0.5)
         return result
 
     def _check_ledger(self) -> None:

@@ -12,8 +12,7 @@ through its images in shuffled order, each image is used once per pass, so a pas
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from statistics import fmean, pstdev
 from typing import Any
@@ -72,16 +71,9 @@ class Ledger:
         self._clients: dict[int, Counter[tuple[float, float]]] = {}
 
     def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int) -> None:
-        """Count steps of a client.
+        """Count steps, empty batches included, at the rate q in (0, 1], or shuffled passes at the rate 1.
 
-        Args:
-            client: The client.
-            noise_multiplier: σ; after a step without noise, 0, the client's epsilon is infinite.
-            sample_rate: q of Poisson sampling, in (0, 1]; 1.0 for shuffled passes.
-            steps: Number of steps, empty batches included, or of passes.
-
-        Raises:
-            ValueError: If a number is out of its range.
+        After a step whose σ is 0 the client's epsilon is infinite. A number out of its range is a ValueError.
         """
         check_step(noise_multiplier, sample_rate, steps)
         if steps:
@@ -97,14 +89,11 @@ class Ledger:
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[int, float]:
         """Epsilon of each of ``clients``, 0.0 for one without a step; by default of those who took a step, in order."""
-        known: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
-        result = {}
-        for client in sorted(self._clients) if clients is None else clients:
-            key = frozenset(self.history(client).items())
-            if key not in known:  # clients of one size mostly have one history
-                known[key] = self.epsilon(client, delta, accountant)
-            result[client] = known[key]
-        return result
+        clients = sorted(self._clients) if clients is None else clients
+        histories = {client: frozenset(self.history(client).items()) for client in clients}
+        # Clients of one size mostly have one history.
+        known = {history: history_epsilon(dict(history), delta, accountant) for history in set(histories.values())}
+        return {client: known[history] for client, history in histories.items()}
 
     def summary(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[str, float]:
         """``mean``, ``std`` (of the clients as a population) and ``max`` of :meth:`epsilons`; 0.0 without clients.
@@ -125,11 +114,7 @@ class Ledger:
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by what :meth:`state_dict` gave, of which a copy is taken.
-
-        Raises:
-            ValueError: If ``state`` is not from :meth:`state_dict`; the ledger is then as it was.
-        """
+        """Replace everything by a copy of what :meth:`state_dict` gave; a ValueError changes nothing."""
         if "rows" not in state:
             raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
         fresh = Ledger()
@@ -168,11 +153,7 @@ class Ledgers:
         return {"server": self.server.state_dict(), "release": self.release.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace both by what :meth:`state_dict` gave.
-
-        Raises:
-            ValueError: If ``state`` is not from :meth:`state_dict`; both are then as they were.
-        """
+        """Replace both by what :meth:`state_dict` gave; a ValueError changes nothing."""
         if set(state) != {"server", "release"}:
             raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
         server, release = Ledger(), Ledger()
@@ -181,13 +162,49 @@ class Ledgers:
         self.server, self.release = server, release
 
 
+def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
+    """Smallest noise multiplier, up to a tolerance, whose planned steps stay within a budget.
+
+    The steps, or shuffled passes at the rate 1, are those of all rounds together. The epsilon of the result lies in
+    [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever is less. Less than that is
+    spent only where the accountant jumps.
+
+    Raises:
+        ValueError: If a number is out of its range, or no noise brings the accountant's bound down to the target.
+    """
+    check_number("target_epsilon", target_epsilon, above=0, hint="usual budgets lie from 1 to 10")
+    check_step(1.0, sample_rate, steps)
+    if not steps:
+        raise ValueError("the plan has no steps, so that any noise would do; give the steps of all rounds together")
+    tolerance = min(0.01, target_epsilon / 100)
+    low, high = 0.0, 20.0  # bisection as in Opacus's search, which fails for gdp where epsilon is 0
+    while not (spent := history_epsilon({(high, sample_rate): steps}, delta, accountant)) <= target_epsilon:
+        high = 2 * high
+        if high > 1e6:
+            raise ValueError(
+                f"target_epsilon={target_epsilon} at delta={delta} is below what the {accountant} accountant can show "
+                "with any noise; raise the target, or use 'prv', whose bound goes lower than that of 'rdp'"
+            )
+    while target_epsilon - spent > tolerance and high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        epsilon = history_epsilon({(middle, sample_rate): steps}, delta, accountant)
+        if epsilon <= target_epsilon:
+            high, spent = middle, epsilon
+        else:
+            low = middle
+    return high
+
+
 @lru_cache(maxsize=100_000)  # clients who did not take part in a round are asked about again
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
     """ε by ``rdp`` or ``prv``."""
     from opacus.accountants import RDPAccountant, create_accountant
     from opacus.accountants.analysis import rdp
 
-    with quiet_opacus():
+    with warnings.catch_warnings():
+        # Of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter.
+        warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
+        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
         if accountant == "rdp":  # what Opacus's accountant does, but that a step's cost is computed once
             total = sum(steps * _step_rdp(sigma, rate) for sigma, rate, steps in segments)
             return float(rdp.get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=total, delta=delta)[0])
@@ -226,15 +243,6 @@ def _gdp_epsilon(segments: list[tuple[float, float, int]], delta: float) -> floa
     if not gdp.delta_eps_mu(eps=500.0, mu=mu) <= delta:  # 500 is as far as Opacus searches
         return math.inf
     return float(opacus.get_epsilon(delta=delta))
-
-
-@contextmanager
-def quiet_opacus() -> Iterator[None]:
-    """Silence what Opacus says of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
-        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
-        yield
 
 
 def check_delta(delta: float, section: str = "") -> None:

@@ -77,8 +77,7 @@ def noisy_updates(
         raise ValueError(f"{len(generators)} generators for {clients} clients; give each client one of its own")
     result = {key: received[key].detach().clone() for key in updates}
     for key in sorted(clipped):  # so that the order of the dictionary does not matter
-        for client in range(clients):
-            source = None if generators is None else generators[client]
+        for client, source in enumerate(generators or [None] * clients):
             result[key][client] = with_noise(result[key][client], std, source, clipped[key][client])
     return result
 
@@ -87,10 +86,7 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
     """Noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
 
     z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
-    σ_b is the standard deviation of the noise in the count.
-
-    Raises:
-        ValueError: If the count alone costs as much as z allows.
+    σ_b is the standard deviation of the noise in the count. A ValueError if the count alone costs as much as z allows.
 
     >>> round(split_noise(0.6, 0.5), 9)
     0.75
@@ -206,16 +202,9 @@ class ClientLevel:
         over the C clients then has noise z · S, so that z is the noise multiplier of any function of the uniform mean.
         A single row has less noise than that. Integer tensors are those received.
 
-        Args:
-            updates: What clients of the round sent, (c, ...), also what is not finite: whether it is depends on data.
-            received: What they were sent, (c, ...).
-            round: Counted from 0.
-            clients: Ids of all C clients of the round, in order.
-            places: Which of them the updates are of, where other ranks have the others; by default all.
-            ranks: The processes.
-
-        Returns:
-            ``updates`` made private, (c, ...), with the same names, order and dtypes.
+        Names, order and dtypes stay those of ``updates``, (c, ...) as are those received. They are of the clients at
+        ``places`` among all C ``clients`` of the round, by default of all, and may hold what is not finite: whether
+        they do depends on data. Other ranks have the others.
         """
         secure, ranks = self.options.secure_rng, ranks or Ranks()
         own = list(range(len(clients)) if places is None else places)

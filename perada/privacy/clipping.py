@@ -80,8 +80,7 @@ def left_out(rows: Tensor, factors: Tensor) -> Tensor:
 def sensitivity(max_norm: MaxNorm) -> float:
     """Largest change of the clipped sum by one image: the bound itself, or √(Σ bound²) of bounds per parameter.
 
-    Raises:
-        ValueError: If a bound is not positive and finite.
+    A ValueError if a bound is not positive and finite.
 
     >>> sensitivity({"weight": 3.0, "bias": 4.0})
     5.0
@@ -102,16 +101,9 @@ def noisy_mean(
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
     when std = noise multiplier · sensitivity. It is computed in double precision and rounded once, with the noise in
-    it. Parameters take their noise in the order of their names, whatever that of the dictionary.
-
-    Args:
-        summed: ``{parameter: (C, ...)}``, from :func:`weighted_sum`.
-        std: Standard deviation of the noise in the sum, for all clients or one for each.
-        expected_batch: Images expected in a batch, one number for each client.
-        generators: One for each client; ``None`` draws from a cryptographic generator.
-
-    Returns:
-        ``{parameter: (C, ...)}``, in the order and the dtype of ``summed``.
+    it. Parameters take their noise in the order of their names, whatever that of the dictionary. The sums are
+    ``{parameter: (C, ...)}``, from :func:`weighted_sum`; the result has their order and dtypes. There is one ``std``
+    for all clients, or one for each. Without generators, one for each client, a cryptographic one is drawn from.
 
     Raises:
         ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is

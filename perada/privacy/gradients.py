@@ -64,11 +64,7 @@ NoisyGradients = Callable[[Query], State]
 
 
 def make_gradients(options: Privacy, engine: Engine, multilabel: bool) -> NoisyGradients:
-    """The privacy engine that ``options`` name, on the training engine's model.
-
-    Raises:
-        ValueError: If it cannot run the model or the options.
-    """
+    """The privacy engine that ``options`` name, on the training engine's model; a ValueError if it cannot run them."""
     chosen = engine.kind if options.engine == "auto" else options.engine
     if chosen != "folded":
         if options.clipping == "automatic":

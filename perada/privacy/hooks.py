@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from perada.core.states import train_mode
 from perada.engine.fold import shell
+from perada.engine.prefix import Wrapper
 from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import left_out, weighted_sum, wide
 
@@ -43,12 +44,9 @@ class Whole:
 
 @dataclass
 class Factors:
-    """Gradients of a linear map's weight (O, I, ...) as factors: row r has Σ_n b_rn a_rnᵀ.
+    """Gradients of a linear map's weight (O, I, ...), which has this shape, as factors: row r has Σ_n b_rn a_rnᵀ.
 
-    Attributes:
-        a: Inputs (R, N, I).
-        b: Gradients by the outputs (R, N, O).
-        shape: Of the weight.
+    They are the inputs a (R, N, I), and the gradients b (R, N, O) by the outputs.
     """
 
     a: Tensor
@@ -91,21 +89,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class _Apart(nn.Module):
+class _Apart(Wrapper):
     """Hands out a copy of what a hooked layer gives, which the network may then change in place."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
     def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
-        return self.layer(*args, **options).clone()
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the layer's
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
+        return self.original(*args, **options).clone()
 
 
 def apart(module: nn.Module) -> nn.Module:
@@ -120,7 +108,7 @@ def apart(module: nn.Module) -> nn.Module:
 def layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """All modules by the path that they have in the network, the wrappers being none."""
     if isinstance(module, _Apart):
-        module = module.layer
+        module = module.original
     yield path, module
     for name, child in module._modules.items():
         if child is not None:

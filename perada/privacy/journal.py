@@ -38,8 +38,7 @@ class Journal:
     def write(self, entry: dict[str, Any]) -> list[Path]:
         """Add an entry to every file, and give those of ``others`` that could not be written; it is then on disk.
 
-        Raises:
-            OSError: If one of ``own`` cannot be written.
+        An OSError if one of ``own`` cannot be written.
         """
         lost = []
         for path in (*self.own, *self.others):
@@ -64,8 +63,7 @@ class Journal:
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
     """The entries of one run, and of those resumed from it, by their ``id``; a line that was cut off was never begun.
 
-    Raises:
-        ValueError: If a whole line of a file is no entry.
+    A ValueError if a whole line of a file is no entry.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in paths:

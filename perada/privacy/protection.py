@@ -49,15 +49,8 @@ class Protection:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
 
         A round that is begun is counted, whatever becomes of it: its noise has been drawn. Where all noise follows from
-        the seed the same is drawn again, and the round is counted once.
-
-        Args:
-            plan: All of the round's clients.
-            ranks: The processes.
-            tuning: Whether it is the fine-tuning after the last round.
-
-        Raises:
-            OSError: If it cannot be written down.
+        the seed the same is drawn again, and the round is counted once. The plan is of all its clients, or of the
+        fine-tuning after the last round. An OSError if it cannot be written down.
         """
         if not self.private:
             return
@@ -103,10 +96,7 @@ class Protection:
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
         """Count and give the rounds that were begun after the checkpoint of which this run is resumed.
 
-        All ranks call it, with the files that hold them.
-
-        Raises:
-            ValueError: If what this run has written down itself is not in them.
+        All ranks call it, with the files that hold them. A ValueError if what this run wrote itself is not in them.
         """
         journals = list(journals)
         known = ranks.gather(read_journals(journals, self.run))[0]

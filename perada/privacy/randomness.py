@@ -20,8 +20,7 @@ _BLOCK = 2**18  # normal draws made at a time: up to 8 MiB of random bytes
 def secure_uniform(shape: tuple[int, ...]) -> Tensor:
     """Draw numbers of 53 random bits from [0, 1): multiples of 2**-53 in float64, on the CPU.
 
-    Raises:
-        ValueError: If a side of the shape is negative.
+    A ValueError if a side of the shape is negative.
     """
     for side in shape:
         check_whole("a side of the shape", side, 0)
@@ -58,10 +57,7 @@ def secure_permutation(n: int) -> Tensor:
     """Draw an order of ``range(n)``, each as likely as any other: that of n random keys of 64 bits.
 
     Where two keys are equal all are drawn again, since a sort would prefer one order of the two. The indices (n,) are
-    int64, on the CPU.
-
-    Raises:
-        ValueError: If n is negative.
+    int64, on the CPU. A ValueError if n is negative.
     """
     check_whole("n", n, 0)
     while True:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often an algorithm looks at a batch, and what it never sends, found out before anything is trained."""
+"""What private training must know of an algorithm and a server rule, found out before anything is trained.
+
+That is how often a step looks at a batch, what is never sent, and whether privacy of whole clients can be had.
+"""
 
 import copy
 from collections import Counter
@@ -8,16 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Slot, Stacks
+from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, ServerStep, Slot, Stacks, ensemble_of
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand
-from perada.server import Mean, Updates, client_weights
+from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 
 REHEARSED = 3
 """Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""
 UNPLANNED = 10**6
 """Rounds of a run of which nobody said how many it has."""
+TRIED = 6
+"""Clients in the trial of a rule."""
 
 Queries = tuple[dict[str, int], ...]
 """For each phase, how often one local step asks for a gradient, by the stream whose batch it is of."""
@@ -26,8 +31,7 @@ Queries = tuple[dict[str, int], ...]
 def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], num_clients: int) -> Queries:
     """Go through one local step of every phase without images, and count the gradients it asks for.
 
-    Raises:
-        ValueError: If a step asks for what private training cannot give.
+    A ValueError if it asks for what private training cannot give.
     """
     kept = {role: expand(state, 1) for role, state in algorithm.kept(initial, slot).items()}
     received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), num_clients, 0))
@@ -49,13 +53,10 @@ def check_unsent(
     num_clients: int,
     rounds: int | None = None,
 ) -> None:
-    """Rehearse the first rounds and the last one, once more with other gradients from one stream; compare what is sent.
+    """Refuse, by a ValueError, an algorithm that sends what depends on a stream which its ``unsent`` names.
 
-    The made-up gradients depend on the states at which they are asked for, as real ones do. ``queries`` is what
-    :func:`rehearse` found.
-
-    Raises:
-        ValueError: If what is sent depends on a stream that ``algorithm.unsent`` names.
+    The first rounds and the last one are rehearsed, and once more with other gradients from that stream. Such made-up
+    gradients depend on the states at which they are asked for, as real ones do. ``queries`` are :func:`rehearse`'s.
     """
     named = sorted(algorithm.unsent & {stream for asked in queries for stream in asked})
     numbers = sorted({*range(REHEARSED), max(REHEARSED, rounds or UNPLANNED) - 1})
@@ -179,3 +180,70 @@ def no_logits(algorithm: Algorithm) -> ValueError:
         f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
         "images (step.logits), which no noise covers; use step.loss, whose gradient is private"
     )
+
+
+def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:
+    """Refuse, by a ValueError, what is made for more of the clients' updates than their uniform mean.
+
+    The mean alone has all of the noise, and it is all that the server's step is given: every row of its updates is the
+    noisy mean. So nothing here could leak, but what is refused could not do what it is for.
+    """
+    name = type(algorithm).__name__
+    inner = algorithm.base if isinstance(algorithm, FedEnsemble) else algorithm
+    sample_level = "or protect single images instead (the section privacy)"
+    if not algorithm.sends:
+        raise ValueError(f"client_privacy cannot be used with {name}: its clients send nothing; leave it out")
+    if weighting != "uniform":
+        raise ValueError(
+            f"client_privacy cannot be used with weighting={weighting!r}: a client's number of images is private; "
+            "choose weighting='uniform'"
+        )
+    if not rule.function_of_mean or not only_the_mean_counts(rule):
+        raise ValueError(
+            f"client_privacy cannot be used with the server rule {rule.kind}: it is not a function of the clients' "
+            "mean, which alone has the noise; choose a rule on the mean, such as 'mean' or 'fedavgm', or set "
+            "function_of_mean in a rule of your own that is one"
+        )
+    if isinstance(inner, FedBE) and not inner.distill:
+        raise ValueError(
+            f"client_privacy cannot be used with {name}(distill=False): its ensemble holds single clients' updates "
+            f"and models drawn from them; choose FedAvg, {sample_level}"
+        )
+    if algorithm.distills and distils:
+        raise ValueError(
+            f"client_privacy cannot be used with {name} with distillation: the teachers are single clients' updates, "
+            "which have only a share of the noise; choose PerAda(distill=False), or set distillation.steps=0, "
+            f"{sample_level}"
+        )
+    if (modes := ensemble_of(algorithm).modes) > 1:
+        raise ValueError(
+            f"client_privacy cannot be used with {name}(modes={modes}): a mode's mean is over a part of the "
+            f"clients, with a part of the noise; set modes=1, {sample_level}"
+        )
+
+
+def only_the_mean_counts(rule: ServerRule) -> bool:
+    """Try a rule for three rounds on two sets of updates of one mean: whether the results are the same.
+
+    A ValueError if it fails.
+    """
+    random = torch.Generator().manual_seed(0)
+    rounds = [torch.randn(TRIED, 4, generator=random, dtype=torch.float64) for _ in range(3)]
+    results = []
+    for alike in (False, True):
+        tried, state = copy.deepcopy(rule), dict[str, State]()
+        previous = {"weight": torch.zeros(4, dtype=torch.float64)}
+        for round, rows in enumerate(rounds):
+            updates = {"weight": rows.mean(0).expand_as(rows) if alike else rows}
+            weights = client_weights("uniform", [1] * TRIED)
+            try:
+                previous |= tried(Aggregation(updates, weights, clone(previous), frozenset(previous), round, state))
+            except Exception as error:  # a rule of the caller's own
+                raise ValueError(
+                    f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "
+                    f"where that is tried ({type(error).__name__}: {error})"
+                ) from error
+        parts = {"": previous} | state
+        results.append({f"{name}/{key}": value for name, part in parts.items() for key, value in part.items()})
+    one, other = results
+    return one.keys() == other.keys() and all(torch.allclose(one[key], other[key], 1e-9, 1e-12) for key in one)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a client's images: Poisson samples, where amplification by subsampling is proved, and shuffled passes."""
+"""Batches of a client's images: Poisson samples, where amplification by subsampling is proved, and shuffled passes.
+
+A number that is out of its range is a ValueError.
+"""
 
 import math
 
@@ -19,23 +22,12 @@ def poisson_batches(
 
     The draws are independent over images and steps (Poisson sampling, Abadi et al. 2016, section 3), so a batch has a
     binomial number of images and may be empty. An empty batch is a step like any other: it is noise alone, and it is
-    counted. The indices are a pure function of the arguments, unless they are drawn securely.
-
-    Args:
-        images: Number of the client's images, n.
-        sample_rate: Probability q of an image to be in a batch, in (0, 1].
-        steps: Number of batches.
-        seed: The run's seed. Whoever knows it knows the batches: a client must keep it to itself.
-        role: What is trained, for example ``"local"``: the composition of costs assumes independent batches of each.
-        round: The round.
-        client: The client.
-        secure: Draw from a cryptographic generator instead; no draw can then be repeated.
+    counted. Those of each ``role`` that is trained, such as ``"local"``, are independent of the others', as the
+    composition of costs assumes. The indices are a pure function of the arguments, and a client must keep the seed to
+    itself, unless they are drawn securely, from a cryptographic generator: then no draw can be repeated.
 
     Returns:
         ``steps`` tensors of ascending indices below ``images``, int64, each of shape (batch,), where batch may be 0.
-
-    Raises:
-        ValueError: If a number is out of its range.
 
     >>> batches = poisson_batches(4, 1.0, 2, seed=0, role="local", round=0, client=0)
     >>> [batch.tolist() for batch in batches]
@@ -65,9 +57,6 @@ def shuffled_batches(
     Returns:
         ``steps`` tensors of indices below ``images``, int64, each of shape (batch,), batch from 1 to B.
 
-    Raises:
-        ValueError: If a number is out of its range.
-
     >>> batches = shuffled_batches(5, 2, 4, seed=0, role="local", round=0, client=0)
     >>> [len(batch) for batch in batches], torch.cat(batches[:3]).sort().values.tolist()
     ([2, 2, 1, 2], [0, 1, 2, 3, 4])
@@ -80,9 +69,6 @@ def shuffled_batches(
 
 def passes(images: int, batch_size: int, steps: int) -> int:
     """Passes over a client's n images that ``steps`` batches of B begin: ⌈steps / ⌈n / B⌉⌉, counted at rate 1.
-
-    Raises:
-        ValueError: If a number is out of its range.
 
     >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
     [0, 1, 1, 2]
@@ -97,9 +83,6 @@ def expected_batch_size(images: int, sample_rate: float) -> float:
     """Mean number of images in a Poisson batch, n · q: what a noisy sum of gradients is divided by.
 
     It is not rounded (Opacus takes ``int(n * q)``), and never the size of the batch that was drawn, which is private.
-
-    Raises:
-        ValueError: If a number is out of its range.
 
     >>> expected_batch_size(10, 0.25)
     2.5

@@ -59,10 +59,8 @@ class PrivateRound:
     ) -> Tensor:
         """Losses (C,) that are 0, and whose gradient by ``states`` (C, ...) is the noisy one on a stream's batch.
 
-        The clients are those of the round in ``rows``; ``dropout`` are their random streams.
-
-        Raises:
-            RuntimeError: If more gradients are asked for than the ledgers count.
+        The clients are those of the round in ``rows``; ``dropout`` are their random streams. A RuntimeError if more
+        gradients are asked for than the ledgers count.
         """
         account, batch = self.training.account, one_of(batches)
         self._asked[batch.step, stream, rows.start] += 1

@@ -4,8 +4,17 @@
 from perada.server.aggregate import Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
 from perada.server.rule_base import Aggregation, Mean, ServerRule
-from perada.server.rules import SERVER_RULES, Median, ModifiedLocalGD, TrimmedMean, make_rule
-from perada.server.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from perada.server.rules import (
+    SERVER_RULES,
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    Median,
+    ModifiedLocalGD,
+    TrimmedMean,
+    make_rule,
+)
 
 __all__ = [
     "SERVER_RULES",

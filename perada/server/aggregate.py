@@ -17,13 +17,8 @@ Weighting = Literal["uniform", "samples"]
 def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
     """Weights (C,) of clients, in float64, that sum to one.
 
-    Args:
-        weighting: ``"uniform"`` (PerAda, Algorithm 1, line 18), or ``"samples"`` for each client's share of the images
-            (FedAvg).
-        samples: Training images of each client.
-
-    Raises:
-        ValueError: If ``weighting`` is unknown.
+    They are ``"uniform"`` (PerAda, Algorithm 1, line 18), or each client's share of the images (FedAvg), of which
+    ``samples`` has the numbers. Another word is a ValueError.
 
     >>> client_weights("samples", [1, 3]).tolist()
     [0.25, 0.75]
@@ -107,12 +102,8 @@ class Updates(Mapping[str, Tensor]):
 def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
     """Weighted mean over the leading client axis, summed in double precision.
 
-    Args:
-        updates: Stack (C, ...), or :class:`Updates`.
-        weights: Weights (C,) that sum to one.
-
-    Returns:
-        A state without the client axis. Of integer tensors (counters of BatchNorm) it holds the maximum.
+    The updates are a stack (C, ...) or :class:`Updates`, the weights (C,) sum to one. The mean has no client axis; of
+    integer tensors (counters of BatchNorm) it is the maximum.
 
     >>> mean({"w": torch.tensor([[1.0], [5.0]])}, torch.tensor([0.25, 0.75]))["w"].tolist()
     [4.0]

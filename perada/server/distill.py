@@ -14,8 +14,7 @@ from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.ranks import Ranks
 from perada.core.states import State, expand, is_finite, send
 from perada.engine.engine import Engine
-from perada.engine.loss_scaling import KeptScales, LossScales
-from perada.engine.masked_optimizers import MaskedAdam, MaskedOptimizer, MaskedSGD
+from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
 
 ServerOptimizer = Literal["adam", "sgd"]
@@ -24,16 +23,10 @@ ONLY = slice(0, 1)
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
-    """Kullback-Leibler divergence of the student from the teacher, mean over images.
+    """Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
 
-    Args:
-        student: Logits (B, K).
-        teacher: Logits (B, K).
-        temperature: Both logits are divided by it; the loss is multiplied by its square (Hinton et al., 2015).
-        multilabel: Each of the K logits is a Bernoulli probability of its own; their divergences are averaged over K.
-
-    Returns:
-        A scalar.
+    The logits (B, K) are divided by the temperature, the loss is multiplied by its square (Hinton et al., 2015). If
+    ``multilabel``, each of the K is a Bernoulli probability of its own; their divergences are averaged over K.
 
     >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
     0.0
@@ -79,7 +72,6 @@ class Distillation:
     share_steps: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         name = "distillation: {}".format
         check_whole(name("steps"), self.steps, 0, hint="0 switches distillation off")
         check_whole(name("batch_size"), self.batch_size, also=["full"])
@@ -134,13 +126,11 @@ class Distiller:
     do not move its running statistics, and nothing is dropped.
 
     Attributes:
-        engine: Runs the states.
         options: How; in a round that is not to be distilled the student stays as it is.
         parameters: Names of the tensors to train.
         data: Public images, and the server's validation set.
         round: Counted from 0.
         multilabel: Whether labels are 0/1 per class.
-        ranks: The processes.
         scales: The student's loss scale, in float16.
         progress: Wraps the steps in a progress bar.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.
@@ -160,20 +150,27 @@ class Distiller:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
-        """Distil.
+        """The refined state.
 
         Args:
             student: State to start from; it is not changed.
             teachers: Stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
             average_from: The result is the mean of the student's states after the steps whose index is at least this
                 share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
-
-        Returns:
-            The refined state.
         """
         device = next(iter(student.values())).device
-        scales = self.scales.open("student", 1, device)
-        refined = self._refined(student, teachers, average_from, device, scales)
+        scales, refined = self.scales.open("student", 1, device), student
+        sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
+        # Its own only teacher: Adam would turn rounding errors into steps of full length.
+        alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
+        if self.options.active(self.round) and not alone:
+            indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
+            rows = indices.shape[1]
+            divided = self.options.share_steps and 1 < self.ranks.size <= rows
+            pairs = self._pairs(sent, student, indices, device, divided)
+            with torch.enable_grad():
+                refined = self.train(student, pairs, average_from, scales, rows if divided else None)
+            self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
             skipped = self.metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
@@ -181,28 +178,6 @@ class Distiller:
         finite = is_finite(refined)
         self.diverged |= not finite
         return refined if finite else student
-
-    def _refined(
-        self,
-        student: State,
-        teachers: Mapping[str, Tensor],
-        average_from: float | None,
-        device: torch.device,
-        scales: LossScales | None,
-    ) -> State:
-        sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
-        alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
-        if alone or not self.options.active(self.round):
-            return student  # its own only teacher: Adam would turn rounding errors into steps of full length
-        indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
-        rows = indices.shape[1]
-        divided = self.options.share_steps and 1 < self.ranks.size <= rows
-        pairs = self._pairs(sent, student, indices, device, divided)
-        validate = self._accuracy if self.options.validate_every else None
-        with torch.enable_grad():
-            refined = self.train(student, pairs, average_from, validate, scales, rows if divided else None)
-        self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
-        return refined
 
     def _pairs(
         self, sent: Updates, student: State, indices: Tensor, device: torch.device, divided: bool
@@ -240,28 +215,20 @@ class Distiller:
         student: State,
         batches: Iterable[tuple[Tensor, Tensor]],
         average_from: float | None = None,
-        validate: Callable[[State], float] | None = None,
         scales: LossScales | None = None,
         rows: int | None = None,
     ) -> State:
-        """Take the student's steps.
+        """The state after the student's steps, as of a call.
 
-        Args:
-            student: State to start from; it is not changed.
-            batches: Images (B, channels, height, width) and the teachers' mean logits (B, K), a pair a step.
-            average_from: As of a call.
-            validate: Score of a state, higher is better; used as :attr:`Distillation.validate_every` says.
-            scales: The student's loss scale, in float16.
-            rows: Images of a step on all ranks together, where they are divided among them.
-
-        Returns:
-            The refined state.
+        A step takes images (B, channels, height, width) and the teachers' mean logits (B, K). Where its images
+        are divided among the ranks, ``rows`` is their number on all of them. In float16 the student has ``scales``.
         """
         options, engine = self.options, self.engine
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
-        leaves = [state[key].requires_grad_() for key in self.parameters if key in state]
+        trained = {key: state[key].requires_grad_() for key in self.parameters if key in state}
+        leaves = list(trained.values())
         optimizer = options.make_optimizer(leaves, masked=scales is not None)
-        best = (validate(student), student) if validate and options.validate_every else None
+        best = (self._accuracy(student), student) if options.validate_every else None
         averages: State = {}
         first = options.steps if average_from is None else math.ceil(round(average_from * options.steps, 9))
         for step, (x, teacher) in enumerate(batches):
@@ -282,11 +249,11 @@ class Distiller:
             else:
                 optimizer.step()
             if step >= first:
-                for key, value in _first({key: state[key] for key in self.parameters if key in state}).items():
+                for key, value in _first(trained).items():
                     averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
-            if best and validate and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
+            if best and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
                 reached = _first(state) | averages
-                best = max(best, (validate(reached), reached), key=lambda pair: pair[0])
+                best = max(best, (self._accuracy(reached), reached), key=lambda pair: pair[0])
         return best[1] if best else _first(state) | averages
 
 

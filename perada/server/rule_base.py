@@ -41,7 +41,8 @@ class Aggregation:
 class ServerRule(Options, ABC):
     """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
 
-    A rule holds options only. What it remembers goes to :attr:`Aggregation.state`.
+    A rule holds options only, and one that is out of its range is a ValueError. What it remembers goes to
+    :attr:`Aggregation.state`.
 
     Attributes:
         weighted: Whether the clients' weights count. If not, ``weighting='samples'`` is refused.
@@ -59,19 +60,13 @@ class ServerRule(Options, ABC):
         return type(self).__name__
 
     def check(self, clients: int) -> None:
-        """Refuse to aggregate the updates of so few clients.
-
-        Raises:
-            ValueError: If the rule cannot. Most rules accept any number.
-        """
+        """Refuse, by a ValueError, to aggregate the updates of so few clients. Most rules accept any number."""
 
     @abstractmethod
     def __call__(self, given: Aggregation) -> State:
-        """Aggregate.
+        """A state with the names of ``given.updates``, without the client axis.
 
-        Returns:
-            A state with the names of ``given.updates``, without the client axis. Of integer tensors (counters of
-            BatchNorm) it holds the maximum, not an average.
+        Of integer tensors (counters of BatchNorm) it holds the maximum, not an average.
         """
 
 

@@ -13,7 +13,7 @@ import perada
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.privacy.independence import check_one_image
+from perada.privacy.probe import check_one_image
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
