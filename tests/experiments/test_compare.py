@@ -356,7 +356,7 @@ def test_recipes_keep_their_own_algorithm(recipe, capsys):
 
 
 def record(label, **values):
-    return {"label": label, "stage": "run", "seed": 0, "variant": [], "point": {}} | values
+    return {"label": label, "stage": "run", "seed": 0, "variant": [], "point": {}, "args": []} | values
 
 
 def test_summary_marks_what_is_not_known():
@@ -386,7 +386,7 @@ def test_epsilon_has_columns_where_a_run_was_private(tmp_path):
     records.append(record("lost", stage="tune", point={"lr": "1"}, failed="ValueError: no"))
     results = Results(tmp_path / "r.json")
     results.records = records
-    results.write()
+    results.arrange([])
     text = summary(Results(tmp_path / "r.json").records)
     table = rows(text)
     assert [name for name in table["open"] if name.startswith("ε")] == ["ε server", "ε release", "ε max"]

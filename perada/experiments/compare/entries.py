@@ -29,11 +29,6 @@ class Entry:
     options: tuple[str, ...] = ()
     paper: tuple[str, ...] = FULL
 
-    @property
-    def kind(self) -> type[Algorithm]:
-        """The algorithm's class."""
-        return _made(self.base)[0]
-
     def words(self, given: type[Algorithm], paper: bool = False) -> list[str]:
         """Options of ``perada fit`` for this algorithm.
 
@@ -42,7 +37,7 @@ class Entry:
                 any other has its own defaults, and not another algorithm's arguments of the same name.
             paper: Whether to train what the paper trains.
         """
-        reset = [] if self.kind is given else ["--federated.algorithm=null"]
+        reset = [] if _made(self.base)[0] is given else ["--federated.algorithm=null"]
         return [*reset, *algorithm_words(self.base), *self.options, *(self.paper if paper else ())]
 
 
