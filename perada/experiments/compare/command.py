@@ -3,7 +3,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, parse_gri
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, grid_table, summary
-from perada.experiments.compare.workers import Event, Task, Workers, in_process
+from perada.experiments.compare.workers import CarryOut, Workers, in_process
 
 
 class Comparison:
@@ -28,17 +28,10 @@ class Comparison:
         results: What there is, and where new results go.
         threads: Threads of each run; they do not depend on the number of runs at once, and so neither do results.
         jobs: Runs at once.
-        carry_out: Runs tasks, and yields starts and results as they come.
+        carry_out: Does so.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        results: Results,
-        threads: int,
-        jobs: int,
-        carry_out: Callable[[Sequence[Task]], Generator[Event]],
-    ) -> None:
+    def __init__(self, plan: Plan, results: Results, threads: int, jobs: int, carry_out: CarryOut) -> None:
         self.plan, self.results, self.threads, self.jobs, self.carry_out = plan, results, threads, jobs, carry_out
         self.began = time.monotonic()
         self.started = self.failed = 0
@@ -151,7 +144,8 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
         plan = Plan(make_cli, given.recipes, algorithms, given.seeds, grid, given.paper, overrides)
     results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
     with Workers(worker, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
-        carry_out = workers.run if workers else partial(in_process, make_cli, threads=given.threads)
+        here: CarryOut = partial(in_process, make_cli, given.threads)
+        carry_out = workers.run if workers else here
         failed = Comparison(plan, results, given.threads, given.jobs, carry_out).run()
     if grid:
         print(grid_table(results.records), end="\n\n")

@@ -11,7 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from perada.core.states import megabytes, numel
 from perada.experiments.compare.plan import CHOSEN_BY, MakeCLI
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
@@ -92,7 +91,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     cli.trainer.callbacks.append(watch)
     cli.trainer.fit(cli.model, cli.datamodule)
     whole = build_backbone(cli.model.backbone, cli.model.num_classes, pretrained=False, image_size=cli.model.image_size)
-    parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
+    tensors = [*whole.model.parameters(), *whole.model.buffers()]
     history, last = cli.loop.history, cli.loop.history[-1]
     measured = [cli.model.scores[name] for name in CHOSEN_BY]
     measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
@@ -102,8 +101,8 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "params/trained": last["params/trained"],
         "params/sent": last["params/sent"],
         "mb_sent": last["comm/up_mb"] / (cli.loop.clients_per_round or cli.loop.num_clients),
-        "full/params": numel(parameters),
-        "full/mb": megabytes(parameters | buffers),
+        "full/params": sum(p.numel() for p in whole.model.parameters()),
+        "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": watch.seconds / len(history),
         **epsilons(last),
     }

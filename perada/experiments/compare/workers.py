@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 
 from perada.experiments.compare.plan import MakeCLI
@@ -18,10 +18,12 @@ Task = tuple[Sequence[str], bool]
 """Options of ``perada fit``, and whether to score the initial model too."""
 Event = tuple[int, Result | None]
 """The number of a task, and its result; None when it starts."""
+CarryOut = Callable[[Sequence[Task]], Generator[Event]]
+"""Runs tasks, and yields starts and results as they come."""
 SILENT = "--trainer.enable_progress_bar=false"
 
 
-def in_process(make_cli: MakeCLI, tasks: Sequence[Task], threads: int) -> Generator[Event]:
+def in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
     """Run the tasks here, one after another."""
     for number, (args, start) in enumerate(tasks):
         yield number, None

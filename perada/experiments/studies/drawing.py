@@ -23,15 +23,7 @@ def check_drawing() -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure that belongs to no window system and to no global state.
-
-    Args:
-        width: In inches.
-        height: In inches.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """An empty figure, so many inches wide and high, that belongs to no window system and to no global state."""
     check_drawing()
     from matplotlib.figure import Figure
 

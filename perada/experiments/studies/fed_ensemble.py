@@ -49,14 +49,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def draw(
     path: Path, problem: Problem, x: Tensor, curves: dict[int, tuple[Tensor, Tensor]], rows: Sequence[dict[str, Any]]
 ) -> Path:
-    """Draw the first re-run's modes and their mean, FedAvg's re-runs, and the variance against K.
+    """Draw the first re-run's modes and their mean, FedAvg's re-runs, and the variance against K, as a PNG.
 
-    Args:
-        path: PNG to write.
-        problem: The data.
-        x: The grid (G,).
-        curves: By K: predictions of the modes of the first re-run (K, G), averaged predictions of all (R, G).
-        rows: As :func:`summary` takes them.
+    ``x`` is the grid (G,); ``curves``, by K, predictions of the modes of the first re-run (K, G) and averaged
+    predictions of all (R, G).
     """
     figure = new_figure(11, 3.6)
     axes = figure.subplots(1, 3)

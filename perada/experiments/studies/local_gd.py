@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,9 @@ def study(
             bar.update()
 
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "regression": lambda: by_dimension(
-                lambda d: regression_at(d, nodes, regression, seed), regression, advance
-            ),
-            "classification": lambda: by_dimension(
-                lambda d: classification_at(d, nodes, classification, seed), classification, advance
-            ),
-            "head": lambda: head_curves(head, seed, advance),
+            "regression": partial(by_dimension, regression_at, nodes, regression, seed, advance),
+            "classification": partial(by_dimension, classification_at, nodes, classification, seed, advance),
+            "head": partial(head_curves, head, seed, advance),
         }
         for name, compute in parts.items():
             began = time.perf_counter()
@@ -117,12 +114,7 @@ def study(
 
 
 def draw(path: Path, found: dict[str, Any]) -> Path:
-    """Draw panels (a) to (i) of the paper's Figure 1.
-
-    Args:
-        path: PNG to write.
-        found: The curves of the three parts, as :func:`study` returns them.
-    """
+    """Draw panels (a) to (i) of the paper's Figure 1, of what :func:`study` returns, as a PNG."""
     figure = new_figure(9.8, 7.8)
     panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
     panels += _head_panels(found["head"])

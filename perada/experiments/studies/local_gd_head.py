@@ -101,15 +101,15 @@ def load_images(settings: HeadSettings) -> list[tuple[Tensor, Tensor]]:
     Raises:
         FileNotFoundError: If Fashion-MNIST is missing.
     """
-    digits, loaded = settings.dataset == "digits", []
-    for train in (True, False):
-        split = Digits(train) if digits else FashionMNIST(settings.root, settings.download, train)
-        try:
-            split.download()
+    data = Digits() if settings.dataset == "digits" else FashionMNIST(settings.root, settings.download)
+    loaded = []
+    try:
+        data.download()
+        for split in (data.with_split(True), data.with_split(False)):
             assert split.images is not None and split.labels is not None  # both sets are read whole
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which needs no files") from error
-        loaded.append((split.images, split.labels))
+            loaded.append((split.images, split.labels))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which needs no files") from error
     return loaded
 
 

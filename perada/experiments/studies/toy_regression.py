@@ -107,16 +107,8 @@ def basis(x: Tensor, centres: Tensor) -> Tensor:
 def local_gain(phi: Tensor, lr: float, steps: int) -> Tensor:
     """What local gradient descent does to the residuals of a client, in closed form.
 
-    With Gram matrix G = ΦΦᵀ/N, s steps on 1/2N ||Φw - y||² move w by -Φᵀ M (Φw - y), where
-    M = (lr/N) Σ_{j<s} (I - lr G)^j.
-
-    Args:
-        phi: Basis functions of the clients' points (C, N, D).
-        lr: Learning rate.
-        steps: s.
-
-    Returns:
-        M, (C, N, N).
+    With basis functions Φ (C, N, D) and Gram matrix G = ΦΦᵀ/N, s steps on 1/2N ||Φw - y||² move w by -Φᵀ M (Φw - y),
+    where M = (lr/N) Σ_{j<s} (I - lr G)^j, (C, N, N).
 
     Raises:
         ValueError: If gradient descent diverges on some client.
@@ -137,15 +129,12 @@ def federated_round(modes: Tensor, taken: Tensor, takes_part: Tensor, phi: Tenso
     """One round: clients train the mode they are given, the server averages each mode over those that had it.
 
     Args:
-        modes: Weights (R, K, D).
+        modes: Weights (R, K, D); a mode that nobody had stays as it is.
         taken: Mode of each client (R, C).
         takes_part: Whether a client trains in this round (R, C).
         phi: Basis functions (C, N, D).
         y: Outputs (C, N).
         gain: Of :func:`local_gain`, (C, N, N).
-
-    Returns:
-        New weights (R, K, D); a mode that nobody had stays as it is.
     """
     reruns, count, size = modes.shape
     flat = modes.reshape(-1, size)
