@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
+from tqdm import tqdm
 
 from perada.experiments.compare.entries import ENTRIES, names
 from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, parse_grid, words
@@ -21,14 +22,9 @@ from perada.experiments.compare.workers import CarryOut, Workers, in_process
 
 
 class Comparison:
-    """Runs what a plan asks for and is not in the file of results yet.
+    """Runs what a plan asks for and is not in the file of results yet, so many ``jobs`` at once.
 
-    Args:
-        plan: What is to be run.
-        results: What there is, and where new results go.
-        threads: Threads of each run; they do not depend on the number of runs at once, and so neither do results.
-        jobs: Runs at once.
-        carry_out: Does so.
+    The threads of a run do not depend on the number of runs at once, and so neither do its results.
     """
 
     def __init__(self, plan: Plan, results: Results, threads: int, jobs: int, carry_out: CarryOut) -> None:
@@ -103,31 +99,17 @@ class Comparison:
         """Which run of how many, the time since the start, and an estimate of what is left."""
         self.started += 1
         left = [(count, self.results.seconds(label)) for label, count in self.left.items()]
-        words = f"{_clock(time.monotonic() - self.began)} so far"
+        words = f"{tqdm.format_interval(time.monotonic() - self.began)} so far"
         if all(seconds is not None for _, seconds in left):
-            words += f", about {_clock(sum(count * (seconds or 0) for count, seconds in left) / self.jobs)} left"
+            rest = sum(count * (seconds or 0) for count, seconds in left) / self.jobs
+            words += f", about {tqdm.format_interval(rest)} left"
         return f"{self.started}/{self.total} {job} ({words})"
 
 
-def _clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any.
-
-    >>> _clock(75.2), _clock(3601)
-    ('1:15', '1:00:01')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
-    """Run ``perada compare``.
+    """Run ``perada compare``; ``words`` hold options for ``perada fit`` too.
 
-    Args:
-        parser: Gets its options.
-        words: Those, and further options for ``perada fit``.
-        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
-        worker: Command that starts a process which calls :func:`~perada.experiments.compare.workers.worker_main`.
+    The command ``worker`` starts a process that calls :func:`~perada.experiments.compare.workers.worker_main`.
 
     Raises:
         SystemExit: With code 1, after the table, if a run failed.

@@ -2,6 +2,7 @@
 """What is run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,30 +27,20 @@ VALIDATE = "--data.evaluate_on=validation"
 
 @dataclass(frozen=True)
 class Job:
-    """One run. Its fields are written beside its results.
+    """One run. Its fields are written beside its results."""
 
-    Attributes:
-        label: Its row in the table.
-        recipe: Name or file.
-        seed: Of the run.
-        stage: ``tune`` for a run of the grid, ``run`` for one of the table.
-        point: Value of the grid.
-        args: Options of ``perada fit``.
-        variant: What the user asked for beside recipe and algorithm, to tell rows of one file apart.
-        digest: Of the recipe's content.
-    """
-
-    label: str
-    recipe: str
+    label: str  # its row in the table
+    recipe: str  # name or file
     seed: int
-    stage: str
+    stage: str  # "tune" for a run of the grid, "run" for one of the table
     point: Point
-    args: list[str]
-    variant: list[str]
-    digest: str
+    args: list[str]  # options of `perada fit`
+    variant: list[str]  # what the user asked for beside recipe and algorithm, to tell rows of one file apart
+    digest: str  # of the recipe's content
 
     def __str__(self) -> str:
-        values = "".join(f", {short(name)}={value}" for name, value in self.point.items())
+        names = [re.sub(r"[^+]*\.", "", name) for name in self.point]  # without the sections of the options
+        values = "".join(f", {name}={value}" for name, value in zip(names, self.point.values(), strict=True))
         return f"{self.label}, seed {self.seed}{values}" + " (validation)" * (self.stage == "tune")
 
 
@@ -87,15 +78,6 @@ def parse_grid(asked: Sequence[str]) -> dict[str, list[str]]:
 def words(point: Point) -> list[str]:
     """A point of the grid as options of ``perada fit``."""
     return [f"--{option}={value}" for name, value in point.items() for option in name.split("+")]
-
-
-def short(name: str) -> str:
-    """The last parts of options joined with ``+``.
-
-    >>> short("model.lr_personal+model.lr_local")
-    'lr_personal+lr_local'
-    """
-    return "+".join(option.rpartition(".")[2] for option in name.split("+"))
 
 
 class Plan:

@@ -14,13 +14,10 @@ Record = dict[str, Any]
 
 
 class Results:
-    """Records of runs, in a file or only in memory.
-
-    Args:
-        path: A JSON file; what it holds is read.
+    """Records of runs, in a JSON file, whose own are read, or only in memory.
 
     Raises:
-        ValueError: If it is there and holds something else.
+        ValueError: If the file holds something else.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -33,10 +33,7 @@ def in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Genera
 class Workers:
     """Processes that run tasks, each the next one where it is free; the ``with`` statement around them ends them.
 
-    Args:
-        command: Starts a process that calls :func:`worker_main`.
-        threads: Threads that each process computes with.
-        jobs: Number of processes; they are started when there are tasks for them.
+    ``command`` starts one, which calls :func:`worker_main`; that is done when there are tasks for it.
     """
 
     def __init__(self, command: Sequence[str], threads: int, jobs: int) -> None:
@@ -128,9 +125,6 @@ def worker_main(make_cli: MakeCLI) -> None:
     """Run what comes in on standard input, a line of JSON for each run, and answer each with a line on standard output.
 
     What runs print goes to standard error instead.
-
-    Args:
-        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
     outlet = os.fdopen(os.dup(1), "w")

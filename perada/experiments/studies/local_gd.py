@@ -7,7 +7,7 @@ The paper is https://arxiv.org/abs/2412.07971v1; what is computed is in ``local_
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ QUICK: dict[str, Any] = {
 }
 """Settings of ``--quick``."""
 
-Line = tuple[str, list[float], list[float], str]
+Line = tuple[str, Sequence[float], list[float], str]
 """Label, x, y and matplotlib's format of a curve."""
 Panel = tuple[str, str, bool, list[Line]]
 """Title, label of x, whether y is logarithmic, curves."""
@@ -132,7 +132,7 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
 def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
     rounds, by_d = found["rounds"], found["dimensions"]
     labels = {"central": "G – C", "closed": "G – closed form, L steps", "limit": "G – closed form, L → ∞"}
-    distances = _lines(rounds, labels, ["-", "--", ":"], _numbers(rounds["central"]))
+    distances = _lines(rounds, labels, ["-", "--", ":"], range(len(rounds["central"])))
     ends = labels | {"central_least_norm": "C – X⁺y"}
     errors = {"error": "G", "central_error": "C"}
     return [
@@ -144,7 +144,7 @@ def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
 
 def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
     by_d = found["dimensions"]
-    ks = _numbers(found["rounds"]["plain_central"], 1)
+    ks = range(1, len(found["rounds"]["plain_central"]) + 1)
     rounds = found["rounds"] | {"central_svm": found["rounds"]["central_svm"] * len(ks)}  # a constant
     to_central = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
     to_svm = {"plain_svm": "G – SVM", "modified_svm": "G-Mod – SVM", "central_svm": "C – SVM"}
@@ -161,7 +161,7 @@ def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
 
 
 def _head_panels(found: Curves) -> list[Panel]:
-    ks = _numbers(found["plain_central"], 1)
+    ks = range(1, len(found["plain_central"]) + 1)
     to_central = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
     right = {"plain_accuracy": "G", "modified_accuracy": "G-Mod", "central_accuracy": "C, same steps"}
     return [
@@ -170,14 +170,10 @@ def _head_panels(found: Curves) -> list[Panel]:
     ]
 
 
-def _lines(curves: Curves, labels: dict[str, str], styles: list[str], x: list[float] | None = None) -> list[Line]:
+def _lines(curves: Curves, labels: dict[str, str], styles: list[str], x: Sequence[float] | None = None) -> list[Line]:
     """The named curves with their labels and styles, by default against the dimension."""
     x = curves["dimension"] if x is None else x
     return [(label, x, curves[name], style) for (name, label), style in zip(labels.items(), styles, strict=True)]
-
-
-def _numbers(curve: list[float], start: int = 0) -> list[float]:
-    return [float(number) for number in range(start, start + len(curve))]
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -30,13 +30,7 @@ DECAY_EVERY = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """The data of all clients and the basis.
-
-    Attributes:
-        x: Inputs (C, N) in [-1, 1].
-        y: Outputs (C, N).
-        centres: Of the basis functions, (D,).
-    """
+    """The data of all clients, inputs (C, N) in [-1, 1] and outputs (C, N), and the centres (D,) of the basis."""
 
     x: Tensor
     y: Tensor
@@ -169,11 +163,7 @@ def train(problem: Problem, settings: Settings, modes: int, bar: "tqdm[Any] | No
 
 
 def decompose(predictions: Tensor, truth: Tensor) -> dict[str, float]:
-    """Bias and variance of predictions over re-runs (equation 3), averaged over the grid.
-
-    Args:
-        predictions: (R, G).
-        truth: E[y | x], (G,).
+    """Bias and variance of predictions (R, G) over re-runs (equation 3), averaged over the grid; truth E[y | x], (G,).
 
     Returns:
         ``squared_bias``, its root ``bias``, ``variance``, and ``variance_se``, the standard error of the variance.
