@@ -24,9 +24,7 @@ class AddedLayer(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         for part in self.parts:
             setattr(self, part, nn.ModuleDict())
-        self._disable_adapters = False
         self._active_adapter = adapter_name
-        self.merged_adapters = []
         self.update_layer(adapter_name, config)
 
     def build(self, config: Any) -> tuple[nn.Module, ...]:  # noqa: ANN401  # the method's own
@@ -57,7 +55,6 @@ class AddedLayer(nn.Module, BaseTunerLayer):
 class AddingModel(BaseTuner):
     """Put an adapter behind each targeted module."""
 
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
     method: ClassVar[str]  # what errors call it
     families: ClassVar[str]  # networks in which `targets` finds modules
     follows: ClassVar[str]  # modules that an adapter can follow

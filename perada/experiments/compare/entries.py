@@ -77,10 +77,6 @@ ENTRIES = {name: Entry(name) for name in NAMED} | _SPECIAL
 
 
 def names(asked: Iterable[str]) -> list[str]:
-    """The entries asked for, each once; ``all`` stands for every one.
-
-    >>> names(["ditto", "fedavg", "ditto"])
-    ['ditto', 'fedavg']
-    """
+    """The entries asked for, each once; ``all`` stands for every one."""
     asked = list(asked)
     return list(dict.fromkeys(ENTRIES if "all" in asked else asked))

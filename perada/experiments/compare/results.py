@@ -80,12 +80,7 @@ class Results:
 
 
 def choose(records: Sequence[tuple[Point, Record | None]]) -> tuple[Point, float] | None:
-    """The point of the grid with the best score, the first of several; None where no run has one.
-
-    >>> good = {"personal/local_test": 0.5, "personal/global_test": 0.25, "diverged": False}
-    >>> choose([({"lr": "1"}, good), ({"lr": "2"}, {**good, "diverged": True}), ({"lr": "3"}, None)])
-    ({'lr': '1'}, 0.375)
-    """
+    """The point of the grid with the best score, the first of several; None where no run has one."""
     scored = [(point, value) for point, record in records if (value := score(record)) is not None]
     return max(scored, key=lambda pair: pair[1]) if scored else None
 

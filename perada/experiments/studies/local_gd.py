@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
-from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
+from perada.experiments.studies.drawing import check_output, new_figure, write
 from perada.experiments.studies.local_gd_curves import (
     ClassificationSettings,
     Curves,
@@ -28,6 +28,9 @@ from perada.experiments.studies.local_gd_curves import (
 )
 from perada.experiments.studies.local_gd_head import HeadSettings, head_curves, load_images
 from perada.results.report import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NODES, REGRESSION, CLASSIFICATION, HEAD = Nodes(), RegressionSettings(), ClassificationSettings(), HeadSettings()
 """The paper's settings, where it gives them."""
@@ -81,9 +84,7 @@ def study(
     if quick:
         options = QUICK
         nodes, regression, classification, head = options.values()
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
-    check_drawing()
+    check_output(output)
     load_images(head)  # says at once if they are missing
     found: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -105,16 +106,13 @@ def study(
             seconds[name] = round(time.perf_counter() - began, 1)
     settings = {"seed": seed, **{name: asdict(value) for name, value in options.items()}}
     written = {"settings": settings, "seconds": seconds, **found}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "local_gd.json").write_text(json.dumps(written) + "\n", encoding="utf-8")
-    draw(output / "local_gd.png", found)
     print(summary(found))
-    print(f"Wrote local_gd.json and local_gd.png to {output}")
+    write(output, "local_gd", json.dumps(written), draw(found))
     return written
 
 
-def draw(path: Path, found: dict[str, Any]) -> Path:
-    """Draw panels (a) to (i) of the paper's Figure 1, of what :func:`study` returns, as a PNG."""
+def draw(found: dict[str, Any]) -> "Figure":
+    """Draw panels (a) to (i) of the paper's Figure 1, of what :func:`study` returns."""
     figure = new_figure(9.8, 7.8)
     panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
     panels += _head_panels(found["head"])
@@ -126,7 +124,7 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
         if log:
             axis.set_yscale("log")
         axis.legend(fontsize="small")
-    return save_figure(figure, path)
+    return figure
 
 
 def _regression_panels(found: dict[str, Curves]) -> list[Panel]:

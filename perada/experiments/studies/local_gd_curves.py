@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -90,9 +90,6 @@ class Nodes(Counts):
     samples: int = 50
 
 
-Linear = TypeVar("Linear", RegressionSettings, ClassificationSettings)
-
-
 def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, seed: int) -> Curves:
     """One dimension's curves by round, w⁰ first.
 
@@ -153,7 +150,11 @@ def _numbers(**curves: Tensor) -> Curves:
 
 
 def by_dimension(
-    at: Callable[[int, Nodes, Linear, int], Curves], nodes: Nodes, settings: Linear, seed: int, advance: Advance
+    at: Callable[[int, Nodes, Any, int], Curves],
+    nodes: Nodes,
+    settings: RegressionSettings | ClassificationSettings,
+    seed: int,
+    advance: Advance,
 ) -> dict[str, Curves]:
     """Curves by round at one dimension, and the last value of every curve at many.
 

@@ -115,17 +115,14 @@ def vectors(settings: HeadSettings) -> Vectors:
     )
     fed: list[Tensor] = []
     head = backbone.model.get_submodule(backbone.head)
-    hook = head.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].flatten(1)))
+    head.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].flatten(1)))
     parts = []
-    try:
-        for images, labels in load_images(settings):
-            fed.clear()
-            with torch.no_grad():
-                for chunk in torch.split(images, 512):
-                    backbone.model(prepare_images(chunk, backbone.image, settings.image_size))
-            parts += [torch.cat(fed), labels]
-    finally:
-        hook.remove()
+    for images, labels in load_images(settings):
+        fed.clear()
+        with torch.no_grad():
+            for chunk in torch.split(images, 512):
+                backbone.model(prepare_images(chunk, backbone.image, settings.image_size))
+        parts += [torch.cat(fed), labels]
     return Vectors(*parts)
 
 
