@@ -13,11 +13,7 @@ class AddedLayer(nn.Module, BaseTunerLayer):
 
     Each part is a dictionary of its own, keyed by adapter name: PEFT can then strip the name from the keys it saves.
     PEFT finds ``modules_to_save`` by the ends of names, so no dictionary's name ends as a module's may (``norm``).
-
-    Args:
-        base_layer: The module, whose output has D features or channels; it stays as it is.
-        adapter_name: PEFT's name of the adapter.
-        config: What to build.
+    The module, ``base_layer``, stays as it is.
     """
 
     parts: ClassVar[tuple[str, ...]]
@@ -28,9 +24,7 @@ class AddedLayer(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         for part in self.parts:
             setattr(self, part, nn.ModuleDict())
-        self._disable_adapters = False
         self._active_adapter = adapter_name
-        self.merged_adapters = []
         self.update_layer(adapter_name, config)
 
     def build(self, config: Any) -> tuple[nn.Module, ...]:  # noqa: ANN401  # the method's own
@@ -59,18 +53,11 @@ class AddedLayer(nn.Module, BaseTunerLayer):
 
 
 class AddingModel(BaseTuner):
-    """Put an adapter behind each targeted module.
+    """Put an adapter behind each targeted module."""
 
-    Attributes:
-        method: What errors call it.
-        families: Networks in which :meth:`targets` finds modules.
-        follows: Modules that an adapter can follow.
-    """
-
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
-    method: ClassVar[str]
-    families: ClassVar[str]
-    follows: ClassVar[str]
+    method: ClassVar[str]  # what errors call it
+    families: ClassVar[str]  # networks in which `targets` finds modules
+    follows: ClassVar[str]  # modules that an adapter can follow
 
     def targets(self, config: Any) -> list[str]:  # noqa: ANN401  # the method's own
         """Return the modules to adapt where the user names none."""

@@ -16,8 +16,7 @@ PEFT_PREFIX = "base_model.model."
 def _owned(model: nn.Module, config: SelectiveConfig) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield (path, module, names of its own selected parameters) for each module that owns one."""
     for path, module in model.named_modules():
-        parts = path.split(".")
-        named = {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)} & set(config.modules)
+        named = any(f"{path}.".startswith(f"{name}.") for name in config.modules)
         norm = "norm" in config.select and "Norm" in type(module).__name__
         own = [
             name
@@ -49,7 +48,6 @@ class SelectiveModel(BaseTuner):
 
     prefix = "perada_selective_"
     tuner_layer_cls = BaseTunerLayer
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT's base class declares it so)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *_: object, **__: object) -> None:
         """Freeze ``model`` but for the selected parameters.

@@ -23,9 +23,6 @@ _CONFIGS = (".yaml", ".yml", ".json")
 def import_named(args: Sequence[str]) -> None:
     """Import the modules of the current folder that class paths in options, or in the recipes among them, name.
 
-    Args:
-        args: Words of a command line, the recipes by their paths.
-
     Raises:
         ValueError: If one is there and cannot be imported.
     """

@@ -47,11 +47,7 @@ COMMANDS: Tree = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: Words after ``perada``; by default those of the command line.
-    """
+    """Run the words after ``perada``; by default those of the command line."""
     text = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
     _run(sys.argv[1:] if args is None else list(args), COMMANDS, text, "perada")
 

@@ -8,24 +8,26 @@ import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from perada.core.images import ImageConfig
 from perada.core.seeding import generator, seeded
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
 from perada.data.sets.images import Digits, FashionMNIST, ImageSet
 from perada.data.sets.shapes import Shapes
-from perada.models.backbones import Backbone, build_backbone
+from perada.models.backbones import build_backbone
 
 __all__ = ["pretrain"]
 
@@ -55,22 +57,13 @@ OPTIMIZERS: dict[Optimizer, str] = {"sgd": f"SGD with Nesterov momentum {MOMENTU
 
 
 class _Classifier(pl.LightningModule):
-    """Trains all parameters of a backbone: one rise and fall of the learning rate, shifts and mirroring.
-
-    Args:
-        backbone: The model, with its head.
-        image: What its images look like.
-        optimizer: Its name.
-        lr: Highest learning rate.
-        steps: Steps of the whole training.
-        seed: Of the augmentation.
-    """
+    """Trains all parameters: one rise and fall of the learning rate within ``steps``, shifts and mirroring."""
 
     def __init__(
-        self, backbone: Backbone, image: ImageConfig, optimizer: Optimizer, lr: float, steps: int, seed: int
+        self, model: nn.Module, image: ImageConfig, optimizer: Optimizer, lr: float, steps: int, seed: int
     ) -> None:
         super().__init__()
-        self.model, self.image, self.optimizer = backbone.model, image, optimizer
+        self.model, self.image, self.optimizer = model, image, optimizer
         self.lr, self.steps, self.seed = lr, steps, seed
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -101,24 +94,8 @@ class _Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _image_set(dataset: SetName, root: str | None, download: bool) -> ImageSet:
-    """The set of this name."""
-    if dataset == "FashionMNIST":
-        return FashionMNIST(root, download)
-    return Digits() if dataset == "Digits" else Shapes()
-
-
-def _tensors(data: ImageSet) -> TensorDataset:
-    """Images (N, 1, H, W) uint8 and labels (N,) of one split."""
-    data.download()
-    assert data.images is not None and data.labels is not None  # both are read whole
-    return TensorDataset(data.images, data.labels)
-
-
-def _loader(
-    data: TensorDataset, batch_size: int, shuffled_by: torch.Generator | None
-) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches gathered by index from tensors, in order or, given a generator, shuffled and full."""
+def _loader(data: ImageSet, batch_size: int, shuffled_by: torch.Generator | None) -> DataLoader[Any]:
+    """Batches gathered by index, in order or, given a generator, shuffled and full."""
     order = SequentialSampler(data) if shuffled_by is None else RandomSampler(data, generator=shuffled_by)
     batches = BatchSampler(order, batch_size, drop_last=shuffled_by is not None)
     # A loader without a generator takes a seed from the global stream, even where it has nothing to draw.
@@ -165,47 +142,37 @@ def pretrain(
     """
     if output.suffix != ".safetensors":
         raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
-    data = _image_set(dataset, root, download)
+    sets: dict[SetName, Callable[[], ImageSet]]
+    sets = {"FashionMNIST": partial(FashionMNIST, root, download), "Digits": Digits, "Shapes": Shapes}
+    data = sets[dataset]()
+    data.download()
     assert data.num_classes is not None  # each of them is labelled
-    train, test = (_tensors(data.with_split(part)) for part in (True, False))
+    train, test = (data.with_split(part) for part in (True, False))
+    loader = _loader(train, batch_size, generator(seed, "batches"))
     with seeded(seed, "pretrain"):
         built = build_backbone(backbone, data.num_classes, pretrained=False, image_size=image_size)
-    built.model.requires_grad_(True).train()
-    image = built.image
+    model, image = built.model.requires_grad_(True).train(), built.image
     assert image is not None  # a name, not a network of the caller's own
-    loader = _loader(train, batch_size, generator(seed, "batches"))
-    classifier = _Classifier(built, image, optimizer, lr, epochs * len(loader), seed)
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_model_summary=False
     )
+    classifier = _Classifier(model, image, optimizer, lr, epochs * len(loader), seed)
     trainer.fit(classifier, loader)
     (scores,) = trainer.test(classifier, _loader(test, 1000, None))
     output.parent.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.contiguous() for key, value in built.model.state_dict().items()}, output)
-    arguments = {"dataset": dataset, "backbone": backbone, "epochs": epochs, "batch_size": batch_size}
-    arguments |= {"optimizer": optimizer, "lr": lr, "image_size": image_size}
-    words = " ".join(f"--{key}={value}" for key, value in ({"output": output} | arguments | {"seed": seed}).items())
-    command, accuracy = f"perada pretrain {words}", scores["test/accuracy"]
-    counts = data.num_classes, len(test)
-    card = _card(output, command, dataset, backbone, optimizer, image, accuracy, counts, seed)
+    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, output)
+    arguments: dict[str, Any] = {"output": output, "dataset": dataset, "backbone": backbone, "epochs": epochs}
+    arguments |= {"batch_size": batch_size, "optimizer": optimizer, "lr": lr, "image_size": image_size, "seed": seed}
+    card = _card(arguments, image, data.num_classes, len(test), scores["test/accuracy"])
     output.with_suffix(".md").write_text(card, encoding="utf-8")
     return output
 
 
-def _card(
-    file: Path,
-    command: str,
-    dataset: SetName,
-    backbone: str,
-    optimizer: Optimizer,
-    image: ImageConfig,
-    accuracy: float,
-    counts: tuple[int, int],
-    seed: int,
-) -> str:
-    """Model card: what the weights are, what made them, how to load them. ``counts``: classes and test images."""
-    classes, tested = counts
-    (name, reference), side, mean, std = SOURCES[dataset], image.input_size[-1], image.mean, image.std
+def _card(arguments: dict[str, Any], image: ImageConfig, classes: int, tested: int, accuracy: float) -> str:
+    """Model card: what the weights are, what made them with which arguments of :func:`pretrain`, how to load them."""
+    file, backbone, optimizer = arguments["output"], arguments["backbone"], arguments["optimizer"]
+    words = " ".join(f"--{key}={value}" for key, value in arguments.items())
+    (name, reference), side = SOURCES[arguments["dataset"]], image.input_size[-1]
     return f"""# {file.name}
 
 timm's `{backbone}` with a head for the {classes} classes of {name}, trained from scratch by perada.
@@ -213,16 +180,16 @@ timm's `{backbone}` with a head for the {classes} classes of {name}, trained fro
 | | |
 |---|---|
 | accuracy on the {tested:,} test images | {accuracy:.4f} |
-| command | `{command}` |
+| command | `perada pretrain {words}` |
 | commit | {_commit()} |
-| seed | {seed} |
+| seed | {arguments["seed"]} |
 | machine | {platform.system()} {platform.machine()}, {_processor()}, {torch.get_num_threads()} threads |
 | software | Python {platform.python_version()}, torch {version("torch")}, timm {version("timm")} |
 | size | {file.stat().st_size:,} bytes |
 | SHA-256 | `{hashlib.sha256(file.read_bytes()).hexdigest()}` |
 
 **Images**: uint8 grey images to [0, 1], repeated to three channels, resized to {side}×{side} pixels (bilinear,
-antialiased), minus {mean}, over {std}.
+antialiased), minus {image.mean}, over {image.std}.
 In training they are shifted by up to {PADDING} pixels and mirrored at random.
 
 **Training**: all parameters, cross-entropy, {OPTIMIZERS[optimizer]} and weight decay {WEIGHT_DECAY[optimizer]}, the

@@ -2,8 +2,6 @@
 """Adapters as PEFT folders, written and read."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,7 +9,6 @@ from peft import PeftConfig
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
@@ -47,20 +44,6 @@ def write_section(path: Path, section: str) -> None:
         rest = f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip()
     if rest != text:
         path.write_text(rest, encoding="utf-8")
-
-
-@contextmanager
-def contiguous(model: nn.Module) -> Iterator[None]:
-    """Within the ``with`` statement no tensor of ``model`` is channels-last, which files cannot hold."""
-    channels_last = torch.channels_last
-    last = [p for p in model.parameters() if not p.is_contiguous() and p.is_contiguous(memory_format=channels_last)]
-    try:
-        for parameter in last:
-            parameter.data = parameter.data.contiguous()
-        yield
-    finally:
-        for parameter in last:
-            parameter.data = parameter.data.contiguous(memory_format=channels_last)
 
 
 def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None) -> State:

@@ -19,7 +19,6 @@ from perada.engine.ensembles import ensemble
 from perada.models.backbones import AdaptedModel, build_backbone
 from perada.results.export import (
     BACKBONE_FILE,
-    contiguous,
     load_adapter,
     load_backbone,
     read_config,
@@ -141,14 +140,13 @@ class Run:
         privacy, personal = self.info.get("privacy"), self._personal is not None
         if is_test_mode(privacy):
             warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
-        with contiguous(self._adapted.model):
-            for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
-                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None))
-            for client in range(self.num_clients if self._personal or len(self._global) == 1 else 0):
-                card = privacy_card(privacy, client if personal else None)  # else it is a copy of the global one
-                save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}", card)
-            if _own_weights(self.info):
-                save_backbone(self._adapted, folder)
+        for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
+            save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None))
+        for client in range(self.num_clients if personal or len(self._global) == 1 else 0):
+            card = privacy_card(privacy, client if personal else None)  # else it is a copy of the global one
+            save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}", card)
+        if _own_weights(self.info):
+            save_backbone(self._adapted, folder)
         content = {
             "format": FORMAT,
             "num_clients": self.num_clients,

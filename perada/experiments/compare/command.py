@@ -5,57 +5,50 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
+from tqdm import tqdm
 
 from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, Request, parse_grid, words
+from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, parse_grid, words
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, grid_table, summary
-from perada.experiments.compare.workers import Workers, in_process
+from perada.experiments.compare.workers import CarryOut, Workers, in_process
 
 
 class Comparison:
-    """Runs what a plan asks for and is not in the file of results yet.
+    """Runs what a plan asks for and is not in the file of results yet, so many ``jobs`` at once.
 
-    Args:
-        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
-        plan: What is to be run.
-        results: What there is, and where new results go.
-        threads: Threads of each run; they do not depend on the number of runs at once, and so neither do results.
-        jobs: Runs at once.
-        workers: Their processes; None to run here, one after another.
+    The threads of a run do not depend on the number of runs at once, and so neither do its results.
     """
 
-    def __init__(
-        self, make_cli: MakeCLI, plan: Plan, results: Results, threads: int, jobs: int, workers: Workers | None
-    ) -> None:
-        self.make_cli, self.plan, self.results = make_cli, plan, results
-        self.threads, self.jobs, self.workers = threads, jobs, workers
+    def __init__(self, plan: Plan, results: Results, threads: int, jobs: int, carry_out: CarryOut) -> None:
+        self.plan, self.results, self.threads, self.jobs, self.carry_out = plan, results, threads, jobs, carry_out
         self.began = time.monotonic()
         self.started = self.failed = 0
-        runs = len(plan.request.points()) + len(dict.fromkeys(plan.request.seeds))
+        runs = len(plan.points) + len(plan.seeds)
         self.left = {plan.job(row, 0, "run", {}).label: runs for row in plan.rows}
         self.total = runs * len(plan.rows)
 
     def run(self) -> int:
         """Run the grid and the table; return how many runs failed."""
-        tuning = self.plan.tuning()
-        self._carry_out(tuning, [])
+        tuning = {row: self.plan.tuning(row) for row in self.plan.rows}
+        tried = list(chain.from_iterable(tuning.values()))
+        self._run(tried, tried)
         final = self.plan.final(self._choose(tuning))
-        self._carry_out(final, tuning)
-        self.results.arrange(tuning + final)
+        self._run(final, tried + final)
+        self.results.arrange(tried + final)
         return self.failed
 
-    def _choose(self, tuning: list[Job]) -> dict[tuple[str, str], Point]:
-        """The best point of each row; the others have no runs."""
+    def _choose(self, tuning: dict[tuple[str, str], list[Job]]) -> dict[tuple[str, str], Point]:
+        """The best point of each row; a row without one is left out."""
         chosen: dict[tuple[str, str], Point] = {}
-        size = len(self.plan.request.points())
-        for place, row in enumerate(self.plan.rows):
-            jobs = tuning[place * size : (place + 1) * size]
+        for row, jobs in tuning.items():
             best = choose([(job.point, self.results.find(job)) for job in jobs])
             if best is not None:
                 chosen[row] = best[0]
@@ -68,15 +61,15 @@ class Comparison:
                 print(f"{jobs[0].label}: {NO_POINT}", file=sys.stderr)
         return chosen
 
-    def _carry_out(self, wanted: list[Job], before: list[Job]) -> None:
-        """Run the jobs that have no results, and write each result as it comes."""
+    def _run(self, wanted: list[Job], order: list[Job]) -> None:
+        """Run the jobs that have no results, and write each result as it comes, all in the order given."""
         pending = []
         for job in wanted:
             found = self.results.find(job)
             if found is None:
                 pending.append(job)
             else:
-                found |= job.record()
+                found |= vars(job)
                 self.started += 1
                 self.left[job.label] -= 1
         # The first run of each recipe and seed scores the initial model, if that was not done.
@@ -84,55 +77,39 @@ class Comparison:
         starts = [job for (recipe, seed), job in first.items() if not self.results.started(recipe, seed)]
         if self.jobs > 1:  # the longest first, so that no process has nothing to do at the end
             pending.sort(key=lambda job: -(self.results.seconds(job.label) or 0.0))
-        tasks = [(job.args, job in starts) for job in pending]
-        here = in_process(self.make_cli, tasks, self.threads)
-        for number, result in here if self.workers is None else self.workers.run(tasks):
+        for number, result in self.carry_out([(job.args, job in starts) for job in pending]):
             if result is None:
                 print(f"--- {self._progress(pending[number])}", flush=True)
             else:
-                self._take(pending[number], result, before + wanted)
+                self._take(pending[number], result, order)
 
     def _take(self, job: Job, result: Result, order: list[Job]) -> None:
         """Record what came of a run."""
         self.left[job.label] -= 1
-        record = {**job.record(), "seconds": result["seconds"], "threads": self.threads}
+        record = vars(job) | {"seconds": result["seconds"], "threads": self.threads}
         if "failed" in result:
             self.failed += 1
             print(f"{job} failed: {result['failed']}", file=sys.stderr, flush=True)
         if "start" in result:
-            start = {**job.record(), "stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
-            self.results.add({**start, **result["start"]}, order)
+            start = {"stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
+            self.results.add(vars(job) | start | result["start"], order)
         self.results.add(record | result.get("run", result), order)
 
     def _progress(self, job: Job) -> str:
         """Which run of how many, the time since the start, and an estimate of what is left."""
         self.started += 1
         left = [(count, self.results.seconds(label)) for label, count in self.left.items()]
-        words = f"{_clock(time.monotonic() - self.began)} so far"
+        words = f"{tqdm.format_interval(time.monotonic() - self.began)} so far"
         if all(seconds is not None for _, seconds in left):
-            words += f", about {_clock(sum(count * (seconds or 0) for count, seconds in left) / self.jobs)} left"
+            rest = sum(count * (seconds or 0) for count, seconds in left) / self.jobs
+            words += f", about {tqdm.format_interval(rest)} left"
         return f"{self.started}/{self.total} {job} ({words})"
 
 
-def _clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any.
-
-    >>> _clock(75.2), _clock(3601)
-    ('1:15', '1:00:01')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
-    """Run ``perada compare``.
+    """Run ``perada compare``; ``words`` hold options for ``perada fit`` too.
 
-    Args:
-        parser: Gets its options.
-        words: Those, and further options for ``perada fit``.
-        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
-        worker: Command that starts a process which calls :func:`~perada.experiments.compare.workers.worker_main`.
+    The command ``worker`` starts a process that calls :func:`~perada.experiments.compare.workers.worker_main`.
 
     Raises:
         SystemExit: With code 1, after the table, if a run failed.
@@ -141,18 +118,18 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
     _add_options(parser)
     own, overrides = _divide(words, parser)
     given = parser.parse_args(own)
-    request = Request(
-        given.recipes, names(given.algorithms), given.seeds, parse_grid(given.tune), given.paper, overrides
-    )
-    if request.paper and not request.algorithms:
+    grid, algorithms = parse_grid(given.tune), names(given.algorithms)
+    if given.paper and not algorithms:
         raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
     results = Results(given.output)
     with quiet():
-        plan = Plan(make_cli, request)
+        plan = Plan(make_cli, given.recipes, algorithms, given.seeds, grid, given.paper, overrides)
     results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
     with Workers(worker, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
-        failed = Comparison(make_cli, plan, results, given.threads, given.jobs, workers).run()
-    if request.grid:
+        here: CarryOut = partial(in_process, make_cli, given.threads)
+        carry_out = workers.run if workers else here
+        failed = Comparison(plan, results, given.threads, given.jobs, carry_out).run()
+    if grid:
         print(grid_table(results.records), end="\n\n")
     print(summary(results.records))
     if failed:

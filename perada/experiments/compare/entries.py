@@ -17,32 +17,19 @@ FULL = ("--model.adapter=full", "--model.adapter_options=null")
 
 @dataclass(frozen=True)
 class Entry:
-    """An algorithm with its options.
+    """An algorithm with its options of ``perada fit``."""
 
-    Attributes:
-        base: Its name for :func:`perada.algorithms.make_algorithm`, which says its class and its arguments.
-        options: Further options of ``perada fit`` that belong to it.
-        paper: Options with which it trains what its paper trains.
-    """
-
-    base: str
-    options: tuple[str, ...] = ()
-    paper: tuple[str, ...] = FULL
-
-    @property
-    def kind(self) -> type[Algorithm]:
-        """The algorithm's class."""
-        return _made(self.base)[0]
+    base: str  # its name for make_algorithm, which says its class and its arguments
+    options: tuple[str, ...] = ()  # further ones that belong to it
+    paper: tuple[str, ...] = FULL  # with which it trains what its paper trains
 
     def words(self, given: type[Algorithm], paper: bool = False) -> list[str]:
-        """Options of ``perada fit`` for this algorithm.
+        """Options of ``perada fit`` for this algorithm, with ``paper`` those that train what the paper trains.
 
-        Args:
-            given: Class of the recipe's own algorithm. The same class keeps the arguments that the recipe gives it;
-                any other has its own defaults, and not another algorithm's arguments of the same name.
-            paper: Whether to train what the paper trains.
+        An algorithm of the class ``given``, the recipe's own, keeps the arguments that the recipe gives it; any other
+        has its own defaults, and not another algorithm's arguments of the same name.
         """
-        reset = [] if self.kind is given else ["--federated.algorithm=null"]
+        reset = [] if _made(self.base)[0] is given else ["--federated.algorithm=null"]
         return [*reset, *algorithm_words(self.base), *self.options, *(self.paper if paper else ())]
 
 
@@ -53,8 +40,9 @@ def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
     ['--federated.algorithm=perada.algorithms.perada.PerAda', '--federated.algorithm.distill=false']
     """
     kind, arguments = _made(name)
-    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
-    own = [f"{key}.{argument}={value}" for argument, value in values.items()]
+    own = [
+        f"{key}.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in arguments.items()
+    ]
     return [f"{key}={kind.__module__}.{kind.__qualname__}", *own]
 
 
@@ -68,10 +56,9 @@ def _made(name: str) -> tuple[type[Algorithm], dict[str, Any]]:
 
 def _bound(make: Callable[..., Algorithm]) -> tuple[type[Algorithm], dict[str, Any]]:
     """Class and arguments of an entry of :data:`perada.algorithms.ALGORITHMS`."""
-    kind = make.func if isinstance(make, partial) else make
-    assert isinstance(kind, type)
-    arguments = inspect.signature(kind).bind_partial(*make.args, **make.keywords) if isinstance(make, partial) else None
-    return kind, arguments.arguments if arguments else {}
+    given = partial(make)  # of a partial it is the same one
+    assert isinstance(given.func, type)
+    return given.func, inspect.signature(given.func).bind_partial(*given.args, **given.keywords).arguments
 
 
 _BACKBONE = ("--model.train_backbone=true",)
@@ -90,10 +77,6 @@ ENTRIES = {name: Entry(name) for name in NAMED} | _SPECIAL
 
 
 def names(asked: Iterable[str]) -> list[str]:
-    """The entries asked for, each once; ``all`` stands for every one.
-
-    >>> names(["ditto", "fedavg", "ditto"])
-    ['ditto', 'fedavg']
-    """
+    """The entries asked for, each once; ``all`` stands for every one."""
     asked = list(asked)
     return list(dict.fromkeys(ENTRIES if "all" in asked else asked))

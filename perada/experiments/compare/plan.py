@@ -2,8 +2,9 @@
 """What is run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,71 +27,21 @@ VALIDATE = "--data.evaluate_on=validation"
 
 @dataclass(frozen=True)
 class Job:
-    """One run.
+    """One run. Its fields are written beside its results."""
 
-    Attributes:
-        label: Its row in the table.
-        recipe: Name or file.
-        seed: Of the run.
-        stage: ``tune`` for a run of the grid, ``run`` for one of the table.
-        point: Value of the grid.
-        args: Options of ``perada fit``.
-        variant: What the user asked for beside recipe and algorithm, to tell rows of one file apart.
-        digest: Of the recipe's content.
-    """
-
-    label: str
-    recipe: str
+    label: str  # its row in the table
+    recipe: str  # name or file
     seed: int
-    stage: str
+    stage: str  # "tune" for a run of the grid, "run" for one of the table
     point: Point
-    args: tuple[str, ...]
-    variant: tuple[str, ...]
-    digest: str
-
-    def record(self) -> dict[str, Any]:
-        """As it is written beside its results."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
-    def made(self, record: dict[str, Any]) -> bool:
-        """Whether a record is of this run."""
-        return record.get("stage") == self.stage and record.get("args") == list(self.args)
+    args: list[str]  # options of `perada fit`
+    variant: list[str]  # what the user asked for beside recipe and algorithm, to tell rows of one file apart
+    digest: str  # of the recipe's content
 
     def __str__(self) -> str:
-        values = "".join(f", {short(name)}={value}" for name, value in self.point.items())
+        names = [re.sub(r"[^+]*\.", "", name) for name in self.point]  # without the sections of the options
+        values = "".join(f", {name}={value}" for name, value in zip(names, self.point.values(), strict=True))
         return f"{self.label}, seed {self.seed}{values}" + " (validation)" * (self.stage == "tune")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `perada compare` was asked for.
-
-    Attributes:
-        recipes: Names or files.
-        algorithms: Keys of :data:`~perada.experiments.compare.entries.ENTRIES`; where empty, each recipe's own.
-        seeds: Seeds of the runs; the grid is run with the first.
-        grid: Values by name; several options joined with ``+`` get the same value.
-        paper: Whether each algorithm trains what its paper trains.
-        overrides: Options of ``perada fit`` for every run.
-    """
-
-    recipes: Sequence[str]
-    algorithms: Sequence[str] = ()
-    seeds: Sequence[int] = (0,)
-    grid: dict[str, list[str]] = field(default_factory=dict)
-    paper: bool = False
-    overrides: Sequence[str] = ()
-
-    def points(self) -> list[Point]:
-        """The grid, the last name's values changing fastest; none where nothing is tuned."""
-        rows = product(*self.grid.values()) if self.grid else ()
-        return [dict(zip(self.grid, row, strict=True)) for row in rows]
-
-    @property
-    def variant(self) -> tuple[str, ...]:
-        """What is the same for all of the command's runs."""
-        tuned = (f"--tune={name}={','.join(values)}" for name, values in self.grid.items())
-        return (*(["--paper"] if self.paper else []), *self.overrides, *tuned)
 
 
 def parse_grid(asked: Sequence[str]) -> dict[str, list[str]]:
@@ -129,83 +80,91 @@ def words(point: Point) -> list[str]:
     return [f"--{option}={value}" for name, value in point.items() for option in name.split("+")]
 
 
-def short(name: str) -> str:
-    """The last parts of options joined with ``+``.
-
-    >>> short("model.lr_personal+model.lr_local")
-    'lr_personal+lr_local'
-    """
-    return "+".join(option.rpartition(".")[2] for option in name.split("+"))
-
-
 class Plan:
-    """The runs that a request asks for.
+    """The runs that a command asks for.
 
     Args:
         make_cli: See :data:`MakeCLI`.
-        request: What was asked for.
+        recipes: Names or files.
+        algorithms: Keys of :data:`~perada.experiments.compare.entries.ENTRIES`; where empty, each recipe's own.
+        seeds: Seeds of the runs; the grid is run with the first.
+        grid: Values by name; several options joined with ``+`` get the same value.
+        paper: Whether each algorithm trains what its paper trains.
+        overrides: Options of ``perada fit`` for every run.
 
     Raises:
         ValueError: If a run's options cannot be parsed: nothing has been run by then.
     """
 
-    def __init__(self, make_cli: MakeCLI, request: Request) -> None:
-        self.request = request
+    def __init__(
+        self,
+        make_cli: MakeCLI,
+        recipes: Sequence[str],
+        algorithms: Sequence[str],
+        seeds: Sequence[int],
+        grid: dict[str, list[str]],
+        paper: bool,
+        overrides: Sequence[str],
+    ) -> None:
+        self.recipes, self.seeds, self.paper, self.overrides = recipes, list(dict.fromkeys(seeds)), paper, overrides
+        self.rows = list(dict.fromkeys(product(recipes, algorithms or [""])))
+        # The last name's values change fastest; where nothing is tuned there is no point.
+        self.points: list[Point] = [dict(zip(grid, row, strict=True)) for row in product(*grid.values()) if row]
+        tuned = [f"--tune={name}={','.join(values)}" for name, values in grid.items()]
+        self.variant = [*(["--paper"] if paper else []), *overrides, *tuned]
         self.given: dict[str, tuple[type[Algorithm], str]] = {}
-        for recipe in request.recipes:
+        for recipe in recipes:
             cli = make_cli(["--config", recipe])
             self.given[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
-        rows = [(recipe, algorithm) for recipe in request.recipes for algorithm in request.algorithms or [""]]
-        self.rows = list(dict.fromkeys(rows))
         for row in self.rows:
-            if make_cli(self.job(row, request.seeds[0], "run", {}).args).loop.test_mode:
+            if make_cli(self.job(row, self.seeds[0], "run", {}).args).loop.test_mode:
                 raise ValueError(
                     "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
                     "its results: the noise would follow from it; leave secure_rng out"
                 )
             tried: set[str] = set()
-            for point in request.points():
-                if tried.issuperset(words(point)):
+            for job in self.tuning(row):
+                if tried.issuperset(words(job.point)):
                     continue
-                tried.update(words(point))
-                job = self.job(row, request.seeds[0], "tune", point)
+                tried.update(words(job.point))
                 try:
                     make_cli(job.args)
                 except Exception as error:  # a parser's or a class's
-                    raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
+                    raise ValueError(f"--tune {' '.join(words(job.point))} with {job.label}: {error}") from error
 
     def job(self, row: tuple[str, str], seed: int, stage: str, point: Point) -> Job:
         """A run of a row: recipe and algorithm."""
         recipe, algorithm = row
         given, digest = self.given[recipe]
-        name = recipe.removesuffix(".yaml")
-        label = f"{name} {algorithm}" if algorithm and len(self.request.recipes) > 1 else algorithm or name
-        own = ENTRIES[algorithm].words(given, self.request.paper) if algorithm else []
+        label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
+        own = ENTRIES[algorithm].words(given, self.paper) if algorithm else []
         tunes = stage == "tune"
         args = [
             *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
             *own,
             f"--seed_everything={seed}",
             *([HOLD_OUT] if tunes else []),
-            *self.request.overrides,
+            *self.overrides,
             *words(point),
             *([VALIDATE] if tunes else []),
         ]
-        return Job(label, recipe, seed, stage, point, tuple(args), self.request.variant, digest)
+        return Job(label, recipe, seed, stage, point, args, self.variant, digest)
 
-    def tuning(self) -> list[Job]:
-        """The runs of the grid."""
-        seed = self.request.seeds[0]
-        return [self.job(row, seed, "tune", point) for row in self.rows for point in self.request.points()]
+    def tuning(self, row: tuple[str, str]) -> list[Job]:
+        """The runs of the grid for a row."""
+        return [self.job(row, self.seeds[0], "tune", point) for point in self.points]
 
     def final(self, chosen: dict[tuple[str, str], Point]) -> list[Job]:
         """The runs of the table, for the rows that have a point."""
-        rows = [row for row in self.rows if row in chosen]
-        return [self.job(row, seed, "run", chosen[row]) for seed in dict.fromkeys(self.request.seeds) for row in rows]
+        return [self.job(row, seed, "run", point) for seed in self.seeds for row, point in chosen.items()]
 
     def start_label(self, recipe: str) -> str:
         """The row of a recipe's initial model."""
-        return f"{recipe.removesuffix('.yaml')} {START}" if len(self.request.recipes) > 1 else START
+        return self._prefix(recipe) + START
+
+    def _prefix(self, recipe: str) -> str:
+        """What tells a row from the same one of another recipe."""
+        return f"{recipe.removesuffix('.yaml')} " if len(self.recipes) > 1 else ""
 
 
 def _digest(paths: Iterable[str]) -> str:

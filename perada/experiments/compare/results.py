@@ -14,13 +14,10 @@ Record = dict[str, Any]
 
 
 class Results:
-    """Records of runs, in a file or only in memory.
-
-    Args:
-        path: A JSON file; what it holds is read.
+    """Records of runs, in a JSON file, whose own are read, or only in memory.
 
     Raises:
-        ValueError: If it is there and holds something else.
+        ValueError: If the file holds something else.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -38,11 +35,7 @@ class Results:
                 ) from error
 
     def check(self, digests: dict[str, str]) -> None:
-        """Refuse to resume with a recipe that was edited: old and new rows would be mixed.
-
-        Args:
-            digests: Of the recipes' contents, by name.
-        """
+        """Refuse to resume with a recipe that was edited: old and new rows would be mixed; ``digests`` are by name."""
         for record in self.records:
             if digests.get(record["recipe"], record["digest"]) != record["digest"]:
                 raise ValueError(
@@ -52,7 +45,8 @@ class Results:
 
     def find(self, job: Job) -> Record | None:
         """The record of a run that did not fail."""
-        return next((record for record in self.records if job.made(record) and "failed" not in record), None)
+        same = {"stage": job.stage, "args": job.args}
+        return next((one for one in self.records if "failed" not in one and same.items() <= one.items()), None)
 
     def started(self, recipe: str, seed: int) -> bool:
         """Whether a recipe's initial model was scored with a seed."""
@@ -60,29 +54,17 @@ class Results:
         return any(wanted.items() <= record.items() for record in self.records)
 
     def add(self, record: Record, order: Sequence[Job]) -> None:
-        """Add a record, replacing an earlier one of the same run, and write the file.
-
-        Args:
-            record: The run and what came of it.
-            order: As in :meth:`arrange`.
-        """
+        """Add a record, replacing an earlier one of the same run, and :meth:`arrange` them."""
         same = ("stage", "args", "recipe", "seed")
         self.records = [old for old in self.records if any(old.get(name) != record.get(name) for name in same)]
         self.records.append(record)
         self.arrange(order)
 
     def arrange(self, order: Sequence[Job]) -> None:
-        """Put the records of these runs last, in this order, and write the file."""
-        places = {(job.stage, job.args): place for place, job in enumerate(order)}
-
-        def place(one: Record) -> int:
-            return places.get((one["stage"], tuple(one["args"])), -1)
-
-        self.records.sort(key=place)  # stable: what is not of these runs stays in front, in its order
-        self.write()
-
-    def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Put the records of these runs last, in this order, and write the file, whole or not at all."""
+        places = {(job.stage, tuple(job.args)): place for place, job in enumerate(order)}
+        # The sort is stable: what is not of these runs stays in front, in its order.
+        self.records.sort(key=lambda record: places.get((record["stage"], tuple(record["args"])), -1))
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,12 +80,7 @@ class Results:
 
 
 def choose(records: Sequence[tuple[Point, Record | None]]) -> tuple[Point, float] | None:
-    """The point of the grid with the best score, the first of several; None where no run has one.
-
-    >>> good = {"personal/local_test": 0.5, "personal/global_test": 0.25, "diverged": False}
-    >>> choose([({"lr": "1"}, good), ({"lr": "2"}, {**good, "diverged": True}), ({"lr": "3"}, None)])
-    ({'lr': '1'}, 0.375)
-    """
+    """The point of the grid with the best score, the first of several; None where no run has one."""
     scored = [(point, value) for point, record in records if (value := score(record)) is not None]
     return max(scored, key=lambda pair: pair[1]) if scored else None
 

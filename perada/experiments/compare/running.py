@@ -43,13 +43,9 @@ class Stopwatch(pl.Callback):
 
 
 def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -> Result:
-    """Run, and turn an error into its reason.
+    """Run, and turn an error into its reason; with ``start`` the initial model is scored too.
 
-    Args:
-        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
-        args: Options of ``perada fit``.
-        start: Whether to score the initial model too.
-        threads: Threads that torch computes with: their number changes results in the last digits.
+    The number of threads that torch computes with changes results in the last digits.
     """
     before = torch.get_num_threads()
     began = time.perf_counter()

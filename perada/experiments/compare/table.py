@@ -17,6 +17,7 @@ EPSILONS = {
     "privacy/client_epsilon_max": ("ε client", "largest of a client as a whole"),
 }
 """What the columns of ε are called, and what they are."""
+COSTS = ("trained", "sent", "MB sent", "s / round")
 NO_POINT = "every run of the grid failed or diverged: give --tune other values"
 
 
@@ -35,6 +36,7 @@ def summary(records: Records) -> str:
     lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
     tuned = any(record.get("point") for record in shown)
     private = [name for name in EPSILONS if any(name in record for record in shown)]
+    header = ["", *SCORES, *(EPSILONS[name][0] for name in private), *COSTS, *(["chosen"] if tuned else [])]
     rows = []
     for (label, variant), every in groups.items():
         runs = [record for record in every if "failed" not in record]
@@ -46,14 +48,12 @@ def summary(records: Records) -> str:
         point = [", ".join(every[-1].get("point", {}).values()) or "–"] if tuned else []
         scores = [_over_seeds(runs, score) for score in SCORES]
         rows.append([name, *scores, *(_epsilon(runs, ledger) for ledger in private), *_costs(runs), *point])
-    rows += [[f"{label} (failed)", *["–"] * (len(SCORES) + len(private) + 4 + tuned)] for label in lost]
-    columns = [*SCORES, *(EPSILONS[name][0] for name in private)]
-    header = ["", *columns, "trained", "sent", "MB sent", "s / round", *(["chosen"] if tuned else [])]
+    rows += [[f"{label} (failed)", *["–"] * (len(header) - 1)] for label in lost]
     full = next((record for record in shown if "full/params" in record), None)
     if full is not None:
-        counts, size = [_count(full["full/params"])] * 2, f"{full['full/mb']:.2f}"
-        empty = [""] * len(columns)
-        rows.append(["full fine-tuning would", *empty, *counts, size, "", *([""] if tuned else [])])
+        costs = [_count(full["full/params"]), _count(full["full/params"]), f"{full['full/mb']:.2f}"]
+        whole = {"": "full fine-tuning would"} | dict(zip(COSTS, costs, strict=False))
+        rows.append([whole.get(column, "") for column in header])
     notes = ["Scores in %, trained and sent parameters and MB sent of one client in one round."]
     notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + "."] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
@@ -78,9 +78,8 @@ def grid_table(records: Records) -> str:
         best = choose([(record["point"], record) for record in own])
         found = {tuple(record["point"].get(name, "") for name in names): record for record in own}
         cells = [_score(found[point]) if point in found else "" for point in points]
-        rows.append(
-            [" ".join([label, *options]) if several else label, *cells, ", ".join(best[0].values()) if best else "–"]
-        )
+        row = " ".join([label, *options]) if several else label
+        rows.append([row, *cells, ", ".join(best[0].values()) if best else "–"])
     note = f"Scores of {' and '.join(names)} in %: mean of {SCORES[0]} and {SCORES[1]} on held-out validation images."
     failures = _failures(tried)
     return _plain("\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures]))
@@ -125,7 +124,7 @@ def _epsilon(runs: Records, name: str) -> str:
 
 def _costs(runs: Records) -> list[str]:
     if not runs or "params/trained" not in runs[-1]:
-        return ["–", "–", "–", "–"]
+        return ["–"] * len(COSTS)
     last = runs[-1]
     seconds = fmean(run["seconds_per_round"] for run in runs)
     return [_count(last["params/trained"]), _count(last["params/sent"]), f"{last['mb_sent']:.2f}", f"{seconds:.1f}"]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 
 from perada.experiments.compare.plan import MakeCLI
@@ -18,10 +18,12 @@ Task = tuple[Sequence[str], bool]
 """Options of ``perada fit``, and whether to score the initial model too."""
 Event = tuple[int, Result | None]
 """The number of a task, and its result; None when it starts."""
+CarryOut = Callable[[Sequence[Task]], Generator[Event]]
+"""Runs tasks, and yields starts and results as they come."""
 SILENT = "--trainer.enable_progress_bar=false"
 
 
-def in_process(make_cli: MakeCLI, tasks: Sequence[Task], threads: int) -> Generator[Event]:
+def in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
     """Run the tasks here, one after another."""
     for number, (args, start) in enumerate(tasks):
         yield number, None
@@ -31,10 +33,7 @@ def in_process(make_cli: MakeCLI, tasks: Sequence[Task], threads: int) -> Genera
 class Workers:
     """Processes that run tasks, each the next one where it is free; the ``with`` statement around them ends them.
 
-    Args:
-        command: Starts a process that calls :func:`worker_main`.
-        threads: Threads that each process computes with.
-        jobs: Number of processes; they are started when there are tasks for them.
+    ``command`` starts one, which calls :func:`worker_main`; that is done when there are tasks for it.
     """
 
     def __init__(self, command: Sequence[str], threads: int, jobs: int) -> None:
@@ -126,9 +125,6 @@ def worker_main(make_cli: MakeCLI) -> None:
     """Run what comes in on standard input, a line of JSON for each run, and answer each with a line on standard output.
 
     What runs print goes to standard error instead.
-
-    Args:
-        make_cli: See :data:`~perada.experiments.compare.plan.MakeCLI`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
     outlet = os.fdopen(os.dup(1), "w")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the studies, drawn with matplotlib, which is imported only when one is drawn."""
+"""Files and figures of the studies, drawn with matplotlib, which is imported only when one is drawn."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,12 +8,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_drawing() -> None:
-    """See that figures can be drawn, before anything is computed.
+def check_output(output: Path) -> None:
+    """See that a study can be drawn and written into a folder, before anything is computed.
 
     Raises:
+        FileExistsError: If ``output`` is a file.
         ModuleNotFoundError: If matplotlib is not installed.
     """
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
@@ -23,23 +26,15 @@ def check_drawing() -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure that belongs to no window system and to no global state.
-
-    Args:
-        width: In inches.
-        height: In inches.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
-    check_drawing()
+    """An empty figure, so many inches wide and high, that belongs to no window system and to no global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: "Figure", path: Path) -> Path:
-    """Write a figure as a PNG of 100 dots per inch without a date, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    return path
+def write(output: Path, name: str, numbers: str, figure: "Figure") -> None:
+    """Write what a study found as NAME.json, and its figure as NAME.png, 100 dots per inch and without a date."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.json").write_text(numbers + "\n", encoding="utf-8")
+    figure.savefig(output / f"{name}.png", dpi=100, metadata={"Software": None})
+    print(f"Wrote {name}.json and {name}.png to {output}")

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jsonargparse import ArgumentParser
 from torch import Tensor
 from tqdm import tqdm
 
-from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
+from perada.experiments.studies.drawing import check_output, new_figure, write
 from perada.experiments.studies.toy_regression import (
     Problem,
     Settings,
@@ -24,6 +24,9 @@ from perada.experiments.studies.toy_regression import (
     train,
 )
 from perada.results.report import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GRID = 400
 """Points of [-1, 1] that bias and variance are averaged over."""
@@ -47,16 +50,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(
-    path: Path, problem: Problem, x: Tensor, curves: dict[int, tuple[Tensor, Tensor]], rows: Sequence[dict[str, Any]]
-) -> Path:
+    problem: Problem, x: Tensor, curves: dict[int, tuple[Tensor, Tensor]], rows: Sequence[dict[str, Any]]
+) -> "Figure":
     """Draw the first re-run's modes and their mean, FedAvg's re-runs, and the variance against K.
 
-    Args:
-        path: PNG to write.
-        problem: The data.
-        x: The grid (G,).
-        curves: By K: predictions of the modes of the first re-run (K, G), averaged predictions of all (R, G).
-        rows: As :func:`summary` takes them.
+    ``x`` is the grid (G,); ``curves``, by K, predictions of the modes of the first re-run (K, G) and averaged
+    predictions of all (R, G).
     """
     figure = new_figure(11, 3.6)
     axes = figure.subplots(1, 3)
@@ -79,7 +78,7 @@ def draw(
     axes[2].loglog(numbers, [variances[0] * numbers[0] / k for k in numbers], "k--", linewidth=1, label="∝ 1/K")
     axes[2].set(title="variance over re-runs", xlabel="modes K")
     axes[2].legend()
-    return save_figure(figure, path)
+    return figure
 
 
 def study(
@@ -106,9 +105,7 @@ def study(
         modes, given = (1, 2, 4), replace(given, reruns=10, rounds=20, ages=None)
     if not modes or min(modes) < 1 or list(modes) != sorted(set(modes)):
         raise ValueError(f"modes={list(modes)} cannot be compared; give different numbers from 1, ascending")
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
-    check_drawing()
+    check_output(output)
     problem = make_problem(given.seed)
     local_gain(basis(problem.x, problem.centres), given.lr, given.local_steps)  # refuses a rate that diverges
     x = (torch.arange(GRID, dtype=torch.float64) + 0.5) * 2 / GRID - 1
@@ -123,12 +120,9 @@ def study(
             scores = decompose(averaged, truth) | {"mode_variance": alone}
             rows.append({"modes": count, "rounds": given.length(count), **scores})
             curves[count] = (weights[0] @ phi.mT, averaged)
-    output.mkdir(parents=True, exist_ok=True)
-    written = json.dumps({"settings": asdict(given), "rows": rows}, indent=1)
-    (output / "fed_ensemble.json").write_text(written + "\n", encoding="utf-8")
-    draw(output / "fed_ensemble.png", problem, x, curves, rows)
     print(summary(rows))
-    print(f"Wrote fed_ensemble.json and fed_ensemble.png to {output}")
+    numbers = json.dumps({"settings": asdict(given), "rows": rows}, indent=1)
+    write(output, "fed_ensemble", numbers, draw(problem, x, curves, rows))
     return rows
 
 

@@ -7,15 +7,16 @@ The paper is https://arxiv.org/abs/2412.07971v1; what is computed is in ``local_
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
-from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
+from perada.experiments.studies.drawing import check_output, new_figure, write
 from perada.experiments.studies.local_gd_curves import (
     ClassificationSettings,
     Curves,
@@ -27,6 +28,9 @@ from perada.experiments.studies.local_gd_curves import (
 )
 from perada.experiments.studies.local_gd_head import HeadSettings, head_curves, load_images
 from perada.results.report import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NODES, REGRESSION, CLASSIFICATION, HEAD = Nodes(), RegressionSettings(), ClassificationSettings(), HeadSettings()
 """The paper's settings, where it gives them."""
@@ -40,7 +44,7 @@ QUICK: dict[str, Any] = {
 }
 """Settings of ``--quick``."""
 
-Line = tuple[str, list[float], list[float], str]
+Line = tuple[str, Sequence[float], list[float], str]
 """Label, x, y and matplotlib's format of a curve."""
 Panel = tuple[str, str, bool, list[Line]]
 """Title, label of x, whether y is logarithmic, curves."""
@@ -80,9 +84,7 @@ def study(
     if quick:
         options = QUICK
         nodes, regression, classification, head = options.values()
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
-    check_drawing()
+    check_output(output)
     load_images(head)  # says at once if they are missing
     found: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -94,13 +96,9 @@ def study(
             bar.update()
 
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "regression": lambda: by_dimension(
-                lambda d: regression_at(d, nodes, regression, seed), regression, advance
-            ),
-            "classification": lambda: by_dimension(
-                lambda d: classification_at(d, nodes, classification, seed), classification, advance
-            ),
-            "head": lambda: head_curves(head, seed, advance),
+            "regression": partial(by_dimension, regression_at, nodes, regression, seed, advance),
+            "classification": partial(by_dimension, classification_at, nodes, classification, seed, advance),
+            "head": partial(head_curves, head, seed, advance),
         }
         for name, compute in parts.items():
             began = time.perf_counter()
@@ -108,21 +106,13 @@ def study(
             seconds[name] = round(time.perf_counter() - began, 1)
     settings = {"seed": seed, **{name: asdict(value) for name, value in options.items()}}
     written = {"settings": settings, "seconds": seconds, **found}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "local_gd.json").write_text(json.dumps(written) + "\n", encoding="utf-8")
-    draw(output / "local_gd.png", found)
     print(summary(found))
-    print(f"Wrote local_gd.json and local_gd.png to {output}")
+    write(output, "local_gd", json.dumps(written), draw(found))
     return written
 
 
-def draw(path: Path, found: dict[str, Any]) -> Path:
-    """Draw panels (a) to (i) of the paper's Figure 1.
-
-    Args:
-        path: PNG to write.
-        found: The curves of the three parts, as :func:`study` returns them.
-    """
+def draw(found: dict[str, Any]) -> "Figure":
+    """Draw panels (a) to (i) of the paper's Figure 1, of what :func:`study` returns."""
     figure = new_figure(9.8, 7.8)
     panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
     panels += _head_panels(found["head"])
@@ -134,13 +124,13 @@ def draw(path: Path, found: dict[str, Any]) -> Path:
         if log:
             axis.set_yscale("log")
         axis.legend(fontsize="small")
-    return save_figure(figure, path)
+    return figure
 
 
 def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
     rounds, by_d = found["rounds"], found["dimensions"]
     labels = {"central": "G – C", "closed": "G – closed form, L steps", "limit": "G – closed form, L → ∞"}
-    distances = _lines(rounds, labels, ["-", "--", ":"], _numbers(rounds["central"]))
+    distances = _lines(rounds, labels, ["-", "--", ":"], range(len(rounds["central"])))
     ends = labels | {"central_least_norm": "C – X⁺y"}
     errors = {"error": "G", "central_error": "C"}
     return [
@@ -152,7 +142,7 @@ def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
 
 def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
     by_d = found["dimensions"]
-    ks = _numbers(found["rounds"]["plain_central"], 1)
+    ks = range(1, len(found["rounds"]["plain_central"]) + 1)
     rounds = found["rounds"] | {"central_svm": found["rounds"]["central_svm"] * len(ks)}  # a constant
     to_central = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
     to_svm = {"plain_svm": "G – SVM", "modified_svm": "G-Mod – SVM", "central_svm": "C – SVM"}
@@ -169,7 +159,7 @@ def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
 
 
 def _head_panels(found: Curves) -> list[Panel]:
-    ks = _numbers(found["plain_central"], 1)
+    ks = range(1, len(found["plain_central"]) + 1)
     to_central = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
     right = {"plain_accuracy": "G", "modified_accuracy": "G-Mod", "central_accuracy": "C, same steps"}
     return [
@@ -178,14 +168,10 @@ def _head_panels(found: Curves) -> list[Panel]:
     ]
 
 
-def _lines(curves: Curves, labels: dict[str, str], styles: list[str], x: list[float] | None = None) -> list[Line]:
+def _lines(curves: Curves, labels: dict[str, str], styles: list[str], x: Sequence[float] | None = None) -> list[Line]:
     """The named curves with their labels and styles, by default against the dimension."""
     x = curves["dimension"] if x is None else x
     return [(label, x, curves[name], style) for (name, label), style in zip(labels.items(), styles, strict=True)]
-
-
-def _numbers(curve: list[float], start: int = 0) -> list[float]:
-    return [float(number) for number in range(start, start + len(curve))]
 
 
 def summary(found: dict[str, Any]) -> str:

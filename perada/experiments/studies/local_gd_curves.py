@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -149,21 +150,22 @@ def _numbers(**curves: Tensor) -> Curves:
 
 
 def by_dimension(
-    at: Callable[[int], Curves], settings: RegressionSettings | ClassificationSettings, advance: Advance
+    at: Callable[[int, Nodes, Any, int], Curves],
+    nodes: Nodes,
+    settings: RegressionSettings | ClassificationSettings,
+    seed: int,
+    advance: Advance,
 ) -> dict[str, Curves]:
     """Curves by round at one dimension, and the last value of every curve at many.
-
-    Args:
-        at: Curves of one dimension.
-        settings: Which dimensions.
-        advance: Called after each.
 
     Returns:
         ``{"rounds": curves, "dimensions": curves}``; the latter with the dimensions themselves as ``dimension``.
     """
-    found, dimension, dimensions = {}, settings.dimension, settings.dimensions
-    for d in sorted({dimension, *dimensions}):
-        found[d] = at(d)
+    dimensions = settings.dimensions
+    found: dict[int, Curves] = {}
+    for d in sorted({settings.dimension, *dimensions}):
+        found[d] = at(d, nodes, settings, seed)
         advance(f"d = {d}")
-    table: Curves = {name: [found[d][name][-1] for d in dimensions] for name in found[dimension]}
-    return {"rounds": found[dimension], "dimensions": {"dimension": [float(d) for d in dimensions]} | table}
+    by_round = found[settings.dimension]
+    table: Curves = {name: [found[d][name][-1] for d in dimensions] for name in by_round}
+    return {"rounds": by_round, "dimensions": {"dimension": [float(d) for d in dimensions]} | table}

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
 from perada.api import finetune
@@ -62,12 +63,7 @@ class HeadSettings(Counts):
 
 @dataclass(frozen=True)
 class Vectors:
-    """What the backbone makes of a set of images.
-
-    Attributes:
-        train: (N, F), and ``train_labels`` (N,).
-        test: (N', F), and ``test_labels`` (N',).
-    """
+    """What the backbone makes of a set of images: (N, F) of the training split, (N', F) of the test split."""
 
     train: Tensor
     train_labels: Tensor
@@ -76,14 +72,7 @@ class Vectors:
 
 
 class Recorded(ServerRule):
-    """Another rule whose results are kept, so that every round can be looked at.
-
-    Args:
-        rule: The other one.
-
-    Attributes:
-        states: The global state after each round so far.
-    """
+    """Another rule whose results are kept in ``states``, so that every round can be looked at."""
 
     def __init__(self, rule: ServerRule) -> None:
         self.rule, self.weighted = rule, rule.weighted
@@ -101,15 +90,15 @@ def load_images(settings: HeadSettings) -> list[tuple[Tensor, Tensor]]:
     Raises:
         FileNotFoundError: If Fashion-MNIST is missing.
     """
-    digits, loaded = settings.dataset == "digits", []
-    for train in (True, False):
-        split = Digits(train) if digits else FashionMNIST(settings.root, settings.download, train)
-        try:
-            split.download()
+    data = Digits() if settings.dataset == "digits" else FashionMNIST(settings.root, settings.download)
+    loaded = []
+    try:
+        data.download()
+        for split in (data.with_split(True), data.with_split(False)):
             assert split.images is not None and split.labels is not None  # both sets are read whole
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which needs no files") from error
-        loaded.append((split.images, split.labels))
+            loaded.append((split.images, split.labels))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which needs no files") from error
     return loaded
 
 
@@ -126,17 +115,14 @@ def vectors(settings: HeadSettings) -> Vectors:
     )
     fed: list[Tensor] = []
     head = backbone.model.get_submodule(backbone.head)
-    hook = head.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].flatten(1)))
+    head.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].flatten(1)))
     parts = []
-    try:
-        for images, labels in load_images(settings):
-            fed.clear()
-            with torch.no_grad():
-                for chunk in torch.split(images, 512):
-                    backbone.model(prepare_images(chunk, backbone.image, settings.image_size))
-            parts += [torch.cat(fed), labels]
-    finally:
-        hook.remove()
+    for images, labels in load_images(settings):
+        fed.clear()
+        with torch.no_grad():
+            for chunk in torch.split(images, 512):
+                backbone.model(prepare_images(chunk, backbone.image, settings.image_size))
+        parts += [torch.cat(fed), labels]
     return Vectors(*parts)
 
 
@@ -207,16 +193,11 @@ def _train(
     return recorded.states
 
 
-def _parts(state: State) -> list[Tensor]:
-    """Weight and bias."""
-    return sorted(state.values(), key=lambda value: -value.dim())
-
-
 def _flat(state: State) -> Tensor:
-    return torch.cat([part.flatten() for part in _parts(state)]).double()
+    return parameters_to_vector(state.values()).double()
 
 
 def _accuracy(state: State, data: Vectors) -> float:
-    weight, bias = _parts(state)
+    weight, bias = state.values()
     predicted = (data.test.to(weight.device) @ weight.T + bias).argmax(1).cpu()
     return (predicted == data.test_labels).double().mean().item()

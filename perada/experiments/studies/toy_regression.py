@@ -30,13 +30,7 @@ DECAY_EVERY = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """The data of all clients and the basis.
-
-    Attributes:
-        x: Inputs (C, N) in [-1, 1].
-        y: Outputs (C, N).
-        centres: Of the basis functions, (D,).
-    """
+    """The data of all clients, inputs (C, N) in [-1, 1] and outputs (C, N), and the centres (D,) of the basis."""
 
     x: Tensor
     y: Tensor
@@ -107,16 +101,8 @@ def basis(x: Tensor, centres: Tensor) -> Tensor:
 def local_gain(phi: Tensor, lr: float, steps: int) -> Tensor:
     """What local gradient descent does to the residuals of a client, in closed form.
 
-    With Gram matrix G = ΦΦᵀ/N, s steps on 1/2N ||Φw - y||² move w by -Φᵀ M (Φw - y), where
-    M = (lr/N) Σ_{j<s} (I - lr G)^j.
-
-    Args:
-        phi: Basis functions of the clients' points (C, N, D).
-        lr: Learning rate.
-        steps: s.
-
-    Returns:
-        M, (C, N, N).
+    With basis functions Φ (C, N, D) and Gram matrix G = ΦΦᵀ/N, s steps on 1/2N ||Φw - y||² move w by -Φᵀ M (Φw - y),
+    where M = (lr/N) Σ_{j<s} (I - lr G)^j, (C, N, N).
 
     Raises:
         ValueError: If gradient descent diverges on some client.
@@ -137,15 +123,12 @@ def federated_round(modes: Tensor, taken: Tensor, takes_part: Tensor, phi: Tenso
     """One round: clients train the mode they are given, the server averages each mode over those that had it.
 
     Args:
-        modes: Weights (R, K, D).
+        modes: Weights (R, K, D); a mode that nobody had stays as it is.
         taken: Mode of each client (R, C).
         takes_part: Whether a client trains in this round (R, C).
         phi: Basis functions (C, N, D).
         y: Outputs (C, N).
         gain: Of :func:`local_gain`, (C, N, N).
-
-    Returns:
-        New weights (R, K, D); a mode that nobody had stays as it is.
     """
     reruns, count, size = modes.shape
     flat = modes.reshape(-1, size)
@@ -180,11 +163,7 @@ def train(problem: Problem, settings: Settings, modes: int, bar: "tqdm[Any] | No
 
 
 def decompose(predictions: Tensor, truth: Tensor) -> dict[str, float]:
-    """Bias and variance of predictions over re-runs (equation 3), averaged over the grid.
-
-    Args:
-        predictions: (R, G).
-        truth: E[y | x], (G,).
+    """Bias and variance of predictions (R, G) over re-runs (equation 3), averaged over the grid; truth E[y | x], (G,).
 
     Returns:
         ``squared_bias``, its root ``bias``, ``variance``, and ``variance_se``, the standard error of the variance.

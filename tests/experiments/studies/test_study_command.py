@@ -8,7 +8,7 @@ from PIL import Image
 
 from perada.cli import entry_point, main
 from perada.cli.main import STUDIES
-from perada.experiments.studies.drawing import check_drawing, new_figure, save_figure
+from perada.experiments.studies.drawing import check_output, new_figure, write
 
 
 def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):
@@ -26,7 +26,7 @@ def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_pa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="pip install 'perada\\[studies\\]'"):
-        check_drawing()
+        check_output(tmp_path)
     words = ["perada", "study", "fed-ensemble", "--quick", f"--output={tmp_path / 'out'}"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -39,8 +39,8 @@ def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_pa
 def test_a_figure_is_saved_in_its_size(tmp_path):
     figure = new_figure(3, 2)
     figure.subplots().plot([0, 1], [0, 1])
-    path = save_figure(figure, tmp_path / "new" / "line.png")
-    with Image.open(path) as image:
+    write(tmp_path / "new", "line", "{}", figure)
+    with Image.open(tmp_path / "new" / "line.png") as image:
         assert image.format == "PNG"
         assert image.size == (300, 200)
         low, high = image.convert("L").getextrema()
