@@ -53,7 +53,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("case", TARGETS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "prv")) for case in TARGETS])
 def test_the_target_is_spent_by_every_client_and_never_exceeded(case):
     algorithm, options, _ = TARGETS[case]
     target = 3.0
