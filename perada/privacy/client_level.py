@@ -243,14 +243,15 @@ class ClientLevel:
             ValueError: If ``state`` is not from :meth:`state_dict`, and everything is then as it was, or if the rounds
                 that are now planned after ``rounds_done`` would pass the target.
         """
-        if not {"norm", "ledger"} <= set(state) <= {"norm", "noise_multiplier", "ledger", "lost"}:
-            raise ValueError(f"client-level privacy has norm and ledger, not {sorted(state)}; load its state_dict()")
+        target = self.options.target_epsilon
+        needed = {"norm", "ledger", "lost"} | ({"noise_multiplier"} if target is not None else set())
+        if not needed <= set(state) <= needed | {"noise_multiplier"}:
+            raise ValueError(f"client-level privacy has {sorted(needed)}, not {sorted(state)}; load its state_dict()")
         norm, ledger, lost = float(state["norm"]), Ledger(), Ledger()
         sensitivity(norm)
         ledger.load_state_dict(state["ledger"])
         lost.load_state_dict(state["lost"])
         self.norm, self.ledger, self.lost = norm, ledger, lost
-        target = self.options.target_epsilon
         if target is not None:
             self.noise_multiplier = state["noise_multiplier"]
             left = [] if self._planned is None else self._planned(rounds_done)
