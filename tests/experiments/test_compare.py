@@ -205,6 +205,25 @@ def test_a_process_that_dies_takes_its_own_run_along_only():
     assert all(worker.process is None for worker in workers.workers)
 
 
+@pytest.mark.parametrize(
+    ("option", "names", "says"),
+    [
+        ("--federated.algorithm=Ditto", "fedavg", r"--algorithms fedavg: an option .* makes it perada\.algorithms\."),
+        ("--federated.algorithm.distill=true", "perada_no_kd", r"--algorithms perada_no_kd: .* makes it distill=True"),
+        (
+            "--config=overlay.yaml",
+            "fedprox",
+            r"--algorithms fedprox: an option or a --config for all runs makes it per",
+        ),
+    ],
+)
+def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_path, option, names, says):
+    (tmp_path / "overlay.yaml").write_text("federated: {algorithm: FedAvg}")
+    with pytest.raises(ValueError, match=says):
+        main(["compare", recipe, "--algorithms", names, option])
+    main(["compare", recipe, "--algorithms", "fedprox", "--federated.algorithm.prox_strength=0.5", *OUT])
+
+
 def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
     command = ["compare", recipe, "--algorithms", "fedrep", "fedavg", *OUT]  # fedrep has nothing to share of a head
     for _ in range(2):  # what failed is tried again
