@@ -34,6 +34,10 @@ _HOMES = {
     "perada.federation": (
         "cohort evaluation:scores local_training round_report scoring:evaluation server_turn:federation settings store"
     ),
+    "perada.federation.store": (
+        "federation.store.choice:kinds federation.store.disk:kinds federation.store.files:rows "
+        "federation.store.layout:rows federation.store.memory:kinds"
+    ),
     "perada.lightning": (
         "callbacks.features:checks callbacks.finetuning:after_rounds callbacks.parts:steps "
         "callbacks.protect:private_setup module outcome strategies"
