@@ -9,7 +9,7 @@ from perada.algorithms import Algorithm
 from perada.core.batches import AnyBatch
 from perada.core.rounds import Phase, RoundPlan
 from perada.engine.loss_scaling import LossScaling
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import LocalTraining
 from perada.federation.store import Storage
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.server import Distillation, Mean, ServerRule

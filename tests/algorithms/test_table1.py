@@ -14,7 +14,7 @@ from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import LocalTraining
 from perada.federation.settings import Settings
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.models.slots import make_slot
