@@ -32,8 +32,8 @@ _HOMES = {
     ),
     "perada.experiments": "compare pretrain studies",
     "perada.federation": (
-        "cohort evaluation:scores federation.local_training:cohort local_training:cohort round_report "
-        "scoring:evaluation server_turn:federation settings store"
+        "cohort evaluation federation.local_training:cohort federation.scores:evaluation local_training:cohort "
+        "round_report scoring:evaluation server_turn:federation settings store"
     ),
     "perada.federation.store": (
         "federation.store.choice:kinds federation.store.disk:kinds federation.store.files:rows "
