@@ -41,9 +41,10 @@ _HOMES = {
     ),
     "perada.lightning": (
         "callbacks.features:checks callbacks.finetuning:after_rounds callbacks.parts:steps "
-        "callbacks.protect:private_setup module outcome strategies"
+        "callbacks.protect:private_setup lightning.journals:run_folder lightning.processes:strategies module outcome "
+        "strategies"
     ),
-    "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
+    "perada.models": "backbone_weights:weight_files backbones models.slots:adapted slot:adapted twins",
     "perada.privacy": (
         "privacy.calibration:accounting privacy.client_level_refusals:rehearsal privacy.independence:probe"
     ),

@@ -17,9 +17,8 @@ from perada.engine.engine import Engine, EngineName
 from perada.federation.cohort import ClientOptimizer, LocalTraining
 from perada.federation.evaluation import Evaluation, MetricName, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
-from perada.models.adapted import reset_parameters
+from perada.models.adapted import make_slot, reset_parameters
 from perada.models.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
-from perada.models.slots import make_slot
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.residual.model import block_convolutions
+from perada.algorithms.base import Slot
 from perada.core.images import ImageConfig
-from perada.core.states import trained_keys
+from perada.core.states import parameter_keys, trained_keys
 
 AdapterChoice = str | PeftConfig
 """What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
@@ -231,3 +232,27 @@ def reset_parameters(model: nn.Module, within: str) -> None:
         reset = getattr(module, "reset_parameters", None)
         if trained and callable(reset) and f"{path}.".startswith(within) and not is_adapter_key(f"{path}."):
             reset()
+
+
+def make_slot(model: nn.Module, head: str) -> Slot:
+    """Sort the names of a model's trained tensors."""
+    keys = trained_keys(model)
+    norms = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm)
+    )
+    parameters = parameter_keys(model)
+    first = next(
+        path.removesuffix(".base_layer").removesuffix(".original_module")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
+    )
+    return Slot(
+        keys,
+        parameters,
+        head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
+        norms=frozenset(key for key in keys if key.startswith(norms)),
+        input=frozenset(key for key in keys if key.startswith(f"{first}.")),
+        adapter=frozenset(key for key in keys if is_adapter_key(key)),
+    )
