@@ -9,6 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,33 +31,17 @@ ClientOptimizer = Literal["sgd", "adam", "adamw"]
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How clients train.
-
-    Attributes:
-        optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``; started afresh each round and phase.
-        lr: Learning rate by role; a role without one has that of ``local``.
-        momentum: Of SGD.
-        weight_decay: Of the optimiser.
-        clip_norm: Each client's gradient of each role is scaled down to at most this norm; ``None``: not clipped.
-        multilabel: Binary cross-entropy per label instead of cross-entropy.
-    """
+    """How clients train. The optimiser is started afresh each round and phase."""
 
     optimizer: ClientOptimizer
-    lr: dict[str, float]
+    lr: dict[str, float]  # by role; a role without one has that of ``local``
     momentum: float = 0.0
     weight_decay: float = 0.0
-    clip_norm: float | None = None
-    multilabel: bool = False
+    clip_norm: float | None = None  # each client's gradient of each role is scaled down to at most this norm
+    multilabel: bool = False  # binary cross-entropy per label instead of cross-entropy
 
     def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
-        """Optimiser of a role's stacked leaves.
-
-        Args:
-            role: Whose rate it has.
-            leaves: (C, ...).
-            factor: The schedule's factor of the rate.
-            masked: Some clients may skip a step.
-        """
+        """Optimiser of a role's leaves (C, ...), with ``factor`` of its rate; ``masked`` lets clients skip steps."""
         rate = self.lr.get(role, self.lr["local"]) * factor
         if masked and self.optimizer == "sgd":
             return MaskedSGD(leaves, rate, self.momentum, self.weight_decay)
@@ -122,37 +107,23 @@ def _rows(state: State, start: int, stop: int) -> State:
 class Trained(NamedTuple):
     """What came of a round's C clients, in the plan's order.
 
-    Attributes:
-        kept: What they keep, (C, ...).
-        sent: What they send, (C, ...).
-        finite: (C,) Whose training stayed finite.
-        counts: (C,) Whose update counts: the client stayed finite or, where training is private, the update did, for
-            the server may learn nothing of what is not sent.
+    An update counts if the client stayed finite or, where training is private, the update did, for the server may learn
+    nothing of what is not sent.
     """
 
-    kept: Stacks
-    sent: State
-    finite: Tensor
-    counts: Tensor
+    kept: Stacks  # (C, ...)
+    sent: State  # (C, ...)
+    finite: Tensor  # (C,) whose training stayed finite
+    counts: Tensor  # (C,) whose update counts
 
 
 class Cohort:
     """The clients of one round while they train.
 
-    Args:
-        engine: Runs the states.
-        algorithm: Says what is trained, and how a step goes.
-        slot: Names of the trained tensors.
-        plan: The round's clients, longest first.
-        phases: The phases of local training.
-        kept: What the clients kept, stacked in the plan's order.
-        received: What the server sent, (C, ...).
-        training: Optimiser and loss.
-        factor: Factor of the learning rates in this round.
-        seed: The run's seed, for dropout.
-        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of them.
-        private: Gives the losses where training is private.
-        scales: The clients' loss scales, in float16.
+    What they ``kept`` and ``received`` from the server is (C, ...) in the plan's order, longest first. ``factor`` is
+    that of the learning rates in this round, ``seed`` the run's, for dropout. ``clients_per_chunk`` of them, by default
+    all, are in one forward and backward pass. ``private`` gives the losses where training is private, ``scales`` are
+    the clients' loss scales in float16.
     """
 
     def __init__(
@@ -192,11 +163,7 @@ class Cohort:
         self._phase = -1
 
     def step(self, batches: AnyBatch) -> None:
-        """Take one local step of the clients that a batch holds, a prefix of the plan's.
-
-        Args:
-            batches: One for all, or one for each stream where training is private; one without clients takes no step.
-        """
+        """Take one local step of the clients that a batch holds: a prefix of the plan's, or none."""
         batch = one_of(batches)
         if not batch.clients:
             return
@@ -219,16 +186,10 @@ class Cohort:
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
             for role, state in self.chunks[0].full.items()
         }
-        finite = ~self.broken
-        for state in trained.values():
-            for value in state.values():
-                finite &= value.reshape(len(value), -1).isfinite().all(1)
+        finite = counts = _finite(~self.broken, *trained.values())
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
-        counts = finite
         if self.private is not None:
-            counts = torch.ones_like(finite)
-            for value in update.values():
-                counts &= value.reshape(len(value), -1).isfinite().all(1)
+            counts = _finite(torch.ones_like(finite), update)
         return Trained(kept, update, finite, counts)
 
     def mean_losses(self) -> dict[str, Tensor]:
@@ -344,6 +305,13 @@ class _Step:
         for role in roles if cohort.private is None else ():  # a loss on private images is not for free
             cohort.losses[role][self._rows] += losses
             cohort.descents[role][self._rows] += 1
+
+
+def _finite(clients: Tensor, *stacks: State) -> Tensor:
+    """Those of ``clients`` (C,) of whom the stacks (C, ...) hold neither a NaN nor an infinity."""
+    for value in chain.from_iterable(stack.values() for stack in stacks):
+        clients = clients & value.reshape(len(value), -1).isfinite().all(1)
+    return clients
 
 
 def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:

@@ -33,15 +33,10 @@ class _Piece(NamedTuple):
 
 
 class Scores:
-    """Scores P models on G groups of images each.
+    """Scores P ``models`` on G ``groups`` of images each, whose labels are 0/1 per class if ``multilabel``.
 
-    Accuracy is counted on the device, and nothing is copied from it before the end; AUROC has to keep all predictions.
-
-    Args:
-        metric: ``"accuracy"`` or ``"auroc"`` (macro average over the classes that occur both ways).
-        multilabel: Labels are 0/1 per class.
-        models: P.
-        groups: G.
+    Accuracy is counted on the device, and nothing is copied from it before the end; AUROC, a macro average over the
+    classes that occur both ways, has to keep all predictions.
     """
 
     def __init__(self, metric: MetricName, multilabel: bool, models: int = 1, groups: int = 1) -> None:
@@ -62,14 +57,9 @@ class Scores:
         models: Sequence[int] | None = None,
         counted: Tensor | None = None,
     ) -> None:
-        """Add a batch.
+        """Add a batch: logits (p, B, K) of p ``models``, by default all, and classes (B,) or labels (B, K).
 
-        Args:
-            logits: (p, B, K) of some models.
-            y: (B,) classes or (B, K) labels.
-            groups: (B,) group of each image; by default all are of group 0.
-            models: Which p of the P models these are; by default all.
-            counted: (B,) which images count; by default all.
+        ``groups`` (B,) are those of the images, by default group 0; ``counted`` (B,) tells which count, by default all.
         """
         models = range(self._counts.shape[1]) if models is None else models
         groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
@@ -128,14 +118,7 @@ class Scores:
 
 
 def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
-    """Entropy of each prediction, in nats.
-
-    Args:
-        logits: (B, K).
-        multilabel: The mean of the entropies of K Bernoulli distributions.
-
-    Returns:
-        Entropies (B,).
+    """Entropies (B,) of predictions, in nats, of logits (B, K); if ``multilabel`` the mean of K Bernoulli ones.
 
     >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
     [4.0]
@@ -149,12 +132,7 @@ class Evaluation:
     """Scores of the personal models, on the images of their clients and on everyone's, and of the global model.
 
     On several processes each runs the personal models of the clients it owns, and the global model on every so many-th
-    batch.
-
-    Args:
-        federation: The states.
-        metric: What is counted.
-        everywhere: Clients whose models run on everyone's images.
+    batch. The models of the clients ``everywhere`` run on everyone's images.
     """
 
     def __init__(self, federation: Federation, metric: MetricName, everywhere: Sequence[int]) -> None:
@@ -208,11 +186,7 @@ class Evaluation:
         return own
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """What the steps have counted, on all processes.
-
-        Returns:
-            Scores by name, and those of each client (M,); NaN where a client has none.
-        """
+        """What all processes have counted: scores by name, and those of each client (M,), NaN where it has none."""
         ranks = self.federation.ranks
         for counted in (self._local, self._everyone, self._global, self._members):
             counted.merge(ranks)

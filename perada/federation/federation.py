@@ -31,17 +31,8 @@ from perada.server.distill import Distiller
 class Federation:
     """One server and M clients.
 
-    Args:
-        engine: Runs states through the one model.
-        slot: Names of the trained tensors.
-        initial: Gives the k-th random initial state; everyone starts from that of 0 unless there are several models.
-        settings: How the rounds go.
-        num_clients: M.
-        ranks: The processes that share the work.
-        protection: What makes the run private; by default nothing.
-
-    Attributes:
-        cohort: This rank's clients of the round that is open; ``None`` between rounds.
+    ``initial`` gives the k-th random initial state; everyone starts from that of 0 unless there are several models. The
+    ``cohort`` is that of this rank's clients in the round that is open; ``None`` between rounds.
     """
 
     def __init__(
@@ -73,13 +64,8 @@ class Federation:
     def open(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
 
-        Args:
-            shares: All of the round's clients with their numbers of local steps, and who trains them.
-            factor: Factor of the clients' learning rates.
-            loader: Gives the clients' training images, where they compare the global models on them.
-
-        Returns:
-            The clients that this rank trains, or a stand-in.
+        ``factor`` is that of the clients' learning rates; ``loader`` gives their training images, where they compare
+        the global models on them. What comes back are the clients that this rank trains, or a stand-in.
         """
         self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
@@ -132,9 +118,7 @@ class Federation:
     def close(self, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
 
-        Args:
-            data: For the clients' sizes and the public images.
-            progress: Wraps the distillation's steps in a progress bar.
+        The distillation's steps are drawn through ``progress``, such as a progress bar.
         """
         cohort, shares, self.cohort = self.cohort, self._shares, None
         assert cohort is not None
@@ -210,15 +194,9 @@ class Federation:
             self.global_state, self.server_state = self.global_state | state, step.state
 
     def personalize(self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0) -> list[int]:
-        """Let every client fine-tune the final global state alone, where the algorithm ends so.
+        """Let every client, once in the ``groups``, fine-tune the final global state alone, as the algorithm ends.
 
-        Args:
-            groups: Plans that together hold every client once.
-            loader: The prepared local steps of a plan.
-            factor: Factor of the clients' learning rates.
-
-        Returns:
-            The clients whose training became NaN or infinite; they keep the global state.
+        The clients whose training became NaN or infinite are returned; they keep the global state.
         """
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
@@ -283,8 +261,8 @@ class Federation:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of the federation that wrote ``saved``."""
-        tuned, done = saved["tuned"] is not None, saved["rounds_done"]
-        self.protection.load_state_dict(saved.get("privacy"), done, tuned)
+        self.rounds_done = saved["rounds_done"]
+        self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
         device = self._device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
@@ -295,5 +273,4 @@ class Federation:
             assert tuning is not None
             self.tuned = self._tuned_store(tuning[0])
             self.tuned.load_state_dict(saved["tuned"])
-        self.rounds_done = saved["rounds_done"]
         self.scales.load_state_dict(saved.get("loss_scales", {}))

@@ -76,9 +76,7 @@ class ClientStore:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind, saved by :meth:`state_dict`.
 
-        Raises:
-            ValueError: If it held other tensors.
-            FileNotFoundError: If it held files, and one is missing.
+        A ValueError if it held other tensors, a FileNotFoundError if it held files and one is missing.
         """
         self.written = {}
         if saved["header"] != self.layout.header:
@@ -192,19 +190,12 @@ class DiskStore(ClientStore):
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the clients' states are held.
-
-    Attributes:
-        kind: ``device``, ``host`` or ``disk``; ``auto`` takes the first of these in which all fit. Others are refused.
-        folder: Of the files; ``None`` for a temporary one.
-        prune: Delete files that no checkpoint needs any more.
-        clients: At most so many clients are ever written.
-    """
+    """Where the clients' states are held: ``auto`` takes the first of device, host and disk in which all fit."""
 
     kind: StoreKind = "auto"
-    folder: Path | None = None
-    prune: bool = True
-    clients: int = 0
+    folder: Path | None = None  # of the files; by default a temporary one
+    prune: bool = True  # delete files that no checkpoint needs any more
+    clients: int = 0  # at most so many are ever written
 
     def __post_init__(self) -> None:
         check_choice("client_store", self.kind, get_args(StoreKind))

@@ -41,11 +41,9 @@ class _Field(NamedTuple):
 
 
 class Layout:
-    """Order of a client's tensors in its row, given what a client keeps by role (no client axis).
+    """Order of a client's tensors in its row of ``size`` bytes, given what a client keeps by role (no client axis).
 
-    Attributes:
-        size: Bytes of a row.
-        header: What a safetensors file of one row begins with.
+    A safetensors file of one row begins with the ``header``.
     """
 
     def __init__(self, states: Stacks) -> None:
@@ -88,12 +86,7 @@ def read_row(client: int, path: Path, layout: Layout) -> Tensor:
 
 
 def check_row(client: int, path: Path, layout: Layout) -> None:
-    """Look at a client's file: its length, and the names and shapes of what it holds.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it was cut off, or holds other tensors.
-    """
+    """Refuse a client's file that is missing (FileNotFoundError), was cut off or holds other tensors (ValueError)."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
     begin = len(layout.header)
@@ -106,9 +99,7 @@ def check_row(client: int, path: Path, layout: Layout) -> None:
 def named_files(saved: dict[str, Any], layout: Layout) -> dict[int, Path]:
     """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
 
-    Raises:
-        FileNotFoundError: If one is missing.
-        ValueError: If it names something else.
+    If one is missing, that is a FileNotFoundError; a ValueError if it names something else.
     """
     files = {}
     for client, name in saved.get("files", {}).items():
@@ -141,10 +132,8 @@ def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """What :meth:`ClientStore.state_dict` saved in a checkpoint, with the folder of the clients' files.
 
-    A run folder that was moved or copied is found by the checkpoint's path.
-
-    Raises:
-        ValueError: If they are not there, and are said to be in no folder of a run's clients.
+    A run folder that was moved or copied is found by the checkpoint's path. A ValueError if they are not there, and are
+    said to be in no folder of a run's clients.
     """
     if saved.get("files"):
         name = next(iter(saved["files"].values()))
