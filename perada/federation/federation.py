@@ -19,7 +19,6 @@ from perada.engine.loss_scaling import KeptScales
 from perada.federation.cohort import Cohort
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
 from perada.federation.settings import FederationData, Loader, Settings
-from perada.federation.store import Storage
 from perada.federation.store.shared import SharedStore
 from perada.privacy.client_level import floor_variances
 from perada.privacy.protection import Protection
@@ -50,15 +49,17 @@ class Federation:
         self.global_state = ensemble_of(settings.algorithm).initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
-        self.store = self._store(settings.algorithm, settings.storage)
+        self.store = self._store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
         self.scales = KeptScales(settings.loss_scaling)
         self.cohort: Cohort | None = None
         self._shares = Shares.of(RoundPlan(0, (), ()))
 
-    def _store(self, algorithm: Algorithm, storage: Storage, name: str = "") -> SharedStore:
-        """Room for what an algorithm's clients keep, before they keep anything."""
+    def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
+        """Room for what an algorithm's clients keep: those drawn, or all where they are tuned."""
+        storage = replace(self.settings.storage, clients=self.num_clients) if tuned else self.settings.storage
+        name = "tuned" if tuned else ""
         return SharedStore(storage.open(algorithm.kept(self.global_state, self.slot), name), self.ranks)
 
     def open(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
@@ -201,7 +202,7 @@ class Federation:
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         algorithm, phase = tuning
-        self.tuned = self._tuned_store(algorithm)
+        self.tuned = self._store(algorithm, tuned=True)
         broken: list[int] = []
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
@@ -215,9 +216,6 @@ class Federation:
             self.tuned.scatter(shares.parts, outcomes.broken(plan), trained.kept)
             broken += outcomes.broken(plan)
         return broken
-
-    def _tuned_store(self, algorithm: Algorithm) -> SharedStore:
-        return self._store(algorithm, replace(self.settings.storage, clients=self.num_clients), "tuned")
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
@@ -271,6 +269,6 @@ class Federation:
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.personalization()
             assert tuning is not None
-            self.tuned = self._tuned_store(tuning[0])
+            self.tuned = self._store(tuning[0], tuned=True)
             self.tuned.load_state_dict(saved["tuned"])
         self.scales.load_state_dict(saved.get("loss_scales", {}))

@@ -43,3 +43,8 @@ class Settings:
     client_privacy: ClientPrivacy | None = None
     storage: Storage = field(default_factory=Storage)
     loss_scaling: LossScaling | None = None  # in float16
+
+    @property
+    def private(self) -> bool:
+        """Whether any privacy was asked for."""
+        return self.privacy is not None or self.client_privacy is not None

@@ -53,12 +53,7 @@ def storage(wanted: Storage, clients_per_round: int, num_clients: int, trainer: 
 
 
 def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
-    """The journals that tell what was begun after a checkpoint.
-
-    Args:
-        states: The saved states of a federation.
-        checkpoint: Its path.
-    """
+    """The journals that tell what was begun after a ``checkpoint``, by the saved ``states`` of its federation."""
     saved = states.get("privacy") or {}
     folder = Path(checkpoint).absolute().parent
     before = Path(saved.get("folder") or folder)
@@ -79,15 +74,12 @@ def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
 
 
 def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[Path]) -> None:
-    """Have private rounds written down from now on, and count those that a resumed run does not know of.
+    """Have private rounds written down from now on, in the folders of the trainer's checkpoint callbacks.
 
-    Args:
-        trainer: Its checkpoint callbacks name the folders.
-        federation: Whose rounds they are.
-        earlier: Journals of the runs that this one is resumed from.
+    What only the ``earlier`` journals know of, those of the runs that this one is resumed from, is counted.
     """
     protection = federation.protection
-    if protection.images is None and protection.clients is None:
+    if not protection.private:
         return
     begun = protection.count_begun(earlier, federation.ranks)
     if begun:
@@ -102,12 +94,7 @@ def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[
 
 
 def journal_rounds_to_come(trainer: pl.Trainer, federation: Federation) -> None:
-    """Where no checkpoint callback names a folder, keep the journal in the default one from the first checkpoint on.
-
-    Args:
-        trainer: Which writes a checkpoint.
-        federation: Whose rounds are written down.
-    """
+    """Where no checkpoint callback names a folder, keep the journal in the default one from the first checkpoint on."""
     done = federation.rounds_done
     if trainer.training and rounds_left(trainer, done) and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)

@@ -80,11 +80,7 @@ class FederatedStrategy(DDPStrategy):
             torch.distributed.broadcast(tensor, 0)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say in one line what to do where another process is gone.
-
-        Raises:
-            LostRankError: If it is.
-        """
+        """Say in one line, by a LostRankError, what to do where another process is gone."""
         super().on_exception(exception)
         reason = " ".join(str(exception).split())
         broken = isinstance(exception, torch.distributed.DistError) or "gloo" in reason or "NCCL" in reason
@@ -154,12 +150,7 @@ def options_here(
 ) -> dict[str, Any]:
     """Options that change what a run computes or how often its processes meet, in plain types.
 
-    Args:
-        settings: How the rounds go.
-        trainer: The trainer.
-        data: The clients' data.
-        module: The model.
-        done: Rounds behind the checkpoint that the run is resumed from.
+    The run is resumed from a checkpoint with ``done`` rounds behind it, or begins with 0.
     """
     return {
         "number of rounds (max_epochs)": trainer.max_epochs,
@@ -183,15 +174,7 @@ def options_here(
 
 
 def check_alike(ranks: Ranks, belongs: dict[str, Any]) -> None:
-    """Compare what the processes are about to train.
-
-    Args:
-        ranks: The processes.
-        belongs: What a checkpoint of this process would have to belong to.
-
-    Raises:
-        ValueError: If they differ; the first difference is named.
-    """
+    """Refuse, by a ValueError that names the first difference, processes that are about to train different things."""
     for rank, other in enumerate(ranks.gather(belongs)):
         for name, value in belongs.items():
             if other.get(name) != value:
