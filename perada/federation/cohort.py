@@ -186,10 +186,10 @@ class Cohort:
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
             for role, state in self.chunks[0].full.items()
         }
-        finite = counts = _finite(~self.broken, *trained.values())
+        finite = counts = _all_finite(~self.broken, *trained.values())
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
         if self.private is not None:
-            counts = _finite(torch.ones_like(finite), update)
+            counts = _all_finite(torch.ones_like(finite), update)
         return Trained(kept, update, finite, counts)
 
     def mean_losses(self) -> dict[str, Tensor]:
@@ -307,7 +307,7 @@ class _Step:
             cohort.descents[role][self._rows] += 1
 
 
-def _finite(clients: Tensor, *stacks: State) -> Tensor:
+def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
     """Those of ``clients`` (C,) of whom the stacks (C, ...) hold neither a NaN nor an infinity."""
     for value in chain.from_iterable(stack.values() for stack in stacks):
         clients = clients & value.reshape(len(value), -1).isfinite().all(1)

@@ -57,7 +57,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuse, by a ValueError, what Lightning can set but rounds cannot, also where a CPU would have another."""
+    """Refuse, by a ValueError, a precision that rounds do not support, also where it would be replaced on a CPU."""
     if str(precision) not in ("None", "32", "32-true", "bf16-mixed", "16-mixed", "16"):
         raise ValueError(
             f"precision={precision!r} cannot be used: it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'"

@@ -134,7 +134,7 @@ def _check_batch_norm(module: FederatedClassifier) -> None:
 
 
 def try_gradients(privacy: Privacy, module: FederatedClassifier, batch: CohortBatch, features: bool = False) -> None:
-    """Refuse, by a ValueError, what private gradients cannot be had of: images made of one of a batch, or features."""
+    """Refuse, by a ValueError, a model without private gradients of images (2, 2, ...) made of one, or of features."""
     x = batch.x[0, 0].to(next(module.model.parameters()).device)
     images = torch.stack([x, 1 - x.flip(-1), 2 * x, x.flip(-1)])
     images = module.engine.features(images) if features else images
