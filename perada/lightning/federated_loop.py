@@ -27,12 +27,18 @@ from perada.lightning.checkpoint import (
     resume,
 )
 from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
-from perada.lightning.journals import journal_rounds_to_come, journals_of, keep_journal
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
-from perada.lightning.processes import check_alike, options_here, share_work
-from perada.lightning.run_folder import log_history, run_folder, storage
+from perada.lightning.run_folder import (
+    journal_rounds_to_come,
+    journals_of,
+    keep_journal,
+    log_history,
+    run_folder,
+    storage,
+)
 from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
+from perada.lightning.strategies import check_alike, options_here, share_work
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection

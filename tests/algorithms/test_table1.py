@@ -16,10 +16,10 @@ from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import LocalTraining
 from perada.federation.settings import Settings
+from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
-from perada.models.slots import make_slot
 from perada.server import Distillation
 
 FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
