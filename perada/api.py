@@ -154,7 +154,6 @@ def finetune(
         ValueError: If an argument cannot be used, or they do not fit one another.
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
-    arguments = dict(locals())
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
     check_whole("eval_every", eval_every, hint="give test=[] in the data for no evaluation")
     options = (algorithm_options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
@@ -196,8 +195,29 @@ def finetune(
         "distillation": _distillation(distillation, shorthands, chosen, bool(data.public_size)),
         "client_store": client_store,
     }
-    # The model's options have the same names here as there.
-    model = {name: arguments[name] for name in inspect.signature(FederatedClassifier).parameters if name in arguments}
+    model = {
+        "backbone": backbone,
+        "adapter": adapter,
+        "adapter_options": adapter_options,
+        "pretrained": pretrained,
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "train_backbone": train_backbone,
+        "lr_personal": lr_personal,
+        "lr_local": lr_local,
+        "optimizer": optimizer,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "clip_norm": clip_norm,
+        "lr_schedule": lr_schedule,
+        "engine": engine,
+        "clients_per_chunk": clients_per_chunk,
+        "channels_last": channels_last,
+        "cache_features": cache_features,
+        "torch_compile": torch_compile,
+        "metric": metric,
+        "global_test_clients": global_test_clients,
+    }
     protected = {
         "privacy": options_of(Privacy, "privacy", privacy),
         "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),

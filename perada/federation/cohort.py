@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Slot, Stacks
+from perada.algorithms.trial import no_logits
 from perada.core.batches import AnyBatch, one_of
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.seeding import Streams
@@ -23,7 +24,6 @@ from perada.core.states import State, clone, prefix
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.engine.losses import client_losses
-from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]

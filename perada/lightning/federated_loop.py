@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 import yaml
 
-from perada.algorithms import Algorithm, PerAda, ensemble_of
+from perada.algorithms import Algorithm, EnsembleAlgorithm, PerAda, ensemble_of
+from perada.algorithms.trial import is_own, try_rounds
 from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
@@ -150,6 +151,8 @@ class FederatedLoop(pl.Callback):
         self.server_rule.check(
             max(1, (self.clients_per_round or data.num_clients) // ensemble_of(self.algorithm).modes)
         )
+        if is_own(self.algorithm) or is_own(self.server_rule):
+            self._try_rounds(data, module)
         fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
         if fresh:
             check_private(settings, trainer, data, module)
@@ -190,6 +193,13 @@ class FederatedLoop(pl.Callback):
             storage(self.client_store, self.clients_per_round or self.num_clients, self.num_clients, trainer),
             LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
         )
+
+    def _try_rounds(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
+        """Try what somebody else has written; of an ensemble of models only the rule is tried."""
+        algorithm = Algorithm() if isinstance(self.algorithm, EnsembleAlgorithm) else self.algorithm
+        clients = self.clients_per_round or data.num_clients
+        sizes = self.phases, data.num_clients, clients, data.num_classes
+        try_rounds(algorithm, self.server_rule, module.slot, module.initial_state(0), *sizes)
 
     def _configure(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
         """Tell the data how rounds go: batches and clients are drawn otherwise where training is private."""
