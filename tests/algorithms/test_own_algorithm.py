@@ -3,12 +3,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 import yaml
+
+from perada.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path):
+def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
     (code,), section = blocks("python"), blocks("yaml")[-1]
     assert len(code.splitlines()) < 40
     (tmp_path / "my_methods.py").write_text(code)
@@ -31,9 +31,8 @@ def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path):
         --data.train_limit=200 --data.test_limit=40 --data.partition.num_clients=4 --data.public=null
         --data.image_size=16 --data.batch_size=8
     """.split()
-    command = [str(Path(sys.executable).parent / "perada"), "fit", "--config", "mine.yaml", *small]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", "mine.yaml", *small])
     saved = torch.load(tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt")["perada"]["federation"]
     rows, header = saved["clients"]["rows"], json.loads(saved["clients"]["header"][8:])
     names = set(header) - {"__metadata__"}
