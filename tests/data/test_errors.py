@@ -127,6 +127,9 @@ def test_labels_of_different_kinds(kind):
     refused(
         FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are torch.bool", TypeError
     )
+    refused(
+        FederatedData([client(), client(labels=torch.ones(4))]), r"client 1: labels are torch.float32 \(4,\)", TypeError
+    )
 
 
 def test_images_that_are_none():
