@@ -53,8 +53,8 @@ class Run:
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
-            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it was private, as
-            :mod:`perada.results.privacy_card` describes it.
+            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it
+            was private, as :mod:`perada.results.privacy_card` describes it.
     """
 
     def __init__(
@@ -183,6 +183,7 @@ class Run:
             check_whole("num_clients", clients)
             check_whole("global_models", models)
             check_whole("num_classes", info["num_classes"])
+            check_whole("built_for", info.get("built_for"), optional=True)
             if info.get("privacy"):
                 info["privacy"] = _replace(info["privacy"], _from_json)
                 check_record(info["privacy"], clients)
