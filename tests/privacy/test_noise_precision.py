@@ -48,7 +48,7 @@ def train(images, dtype, **options):
 
 PRECISIONS = [(torch.float32, "32-true"), (torch.float32, "bf16-mixed"), (torch.float64, "32-true")]
 NOISES = [
-    pytest.param(engine, *precision, marks=[pytest.mark.slow] * (engine == "opacus" and precision != PRECISIONS[1]))
+    pytest.param(engine, *precision, marks=[pytest.mark.slow] * (engine == "opacus"))
     for engine in ("folded", "opacus", "clients")
     for precision in PRECISIONS
 ]
