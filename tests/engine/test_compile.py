@@ -22,7 +22,7 @@ def model(name, adapter):
     if name == "small":
         layers = [nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(2)]
         return insert_adapter(
-            build_backbone(nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 2)), CLASSES), adapter
+            build_backbone(nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, CLASSES)), CLASSES), adapter
         ).model
     backbone = build_backbone(name, CLASSES, pretrained=False, image_size=SIDE if "vit" in name else None)
     return insert_adapter(backbone, adapter).model
