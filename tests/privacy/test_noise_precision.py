@@ -74,7 +74,7 @@ def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     assert float(mean.norm()) == pytest.approx(BOUND, rel=0.02 if engine != "clients" else 100)
 
 
-@pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])
+@pytest.mark.parametrize("engine", ["folded", pytest.param("opacus", marks=pytest.mark.slow), "loop"])
 @pytest.mark.parametrize(
     "adapter", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "full")), "bottleneck", "head"]
 )
