@@ -231,7 +231,9 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
 
     def learn(order: float) -> float:
         """Compute one order's divergence, and the bounds that follow; return the least ε of all that are known."""
-        divergence = sum(steps * _step_rdp(sigma, rate, order) for sigma, rate, steps in segments)
+        divergence = 0.0
+        for sigma, rate, steps in segments:  # rounded as Opacus does: sum() is more exact from Python 3.12 on
+            divergence += steps * _step_rdp(sigma, rate, order)
         logarithms[order] = (order - 1) * divergence
         beside = [*sorted(one for one in logarithms if one < order)[-1:], order]
         beside += sorted(one for one in logarithms if one > order)[:1]
