@@ -183,6 +183,7 @@ class Federation:
             self.slot.parameters,
             data,
             round,
+            settings.seed,
             settings.training.multilabel,
             self.ranks,
             self.scales,
