@@ -17,7 +17,7 @@ from perada.algorithms import Algorithm, make_algorithm
 from perada.core.checks import check_whole
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine.engine import EngineName
-from perada.federation.local_training import ClientOptimizer
+from perada.federation.cohort import ClientOptimizer
 from perada.federation.store import StoreKind
 from perada.lightning import FederatedLoop, RoundCheckpoint, RoundProgressBar
 from perada.lightning.checkpoint import find_checkpoint, plain_data

@@ -32,13 +32,19 @@ _HOMES = {
     ),
     "perada.experiments": "compare pretrain studies",
     "perada.federation": (
-        "cohort evaluation:scores local_training round_report scoring:evaluation server_turn:federation settings store"
+        "cohort evaluation federation.local_training:cohort federation.scores:evaluation local_training:cohort "
+        "round_report scoring:evaluation server_turn:federation settings store"
+    ),
+    "perada.federation.store": (
+        "federation.store.choice:kinds federation.store.disk:kinds federation.store.files:rows "
+        "federation.store.layout:rows federation.store.memory:kinds"
     ),
     "perada.lightning": (
         "callbacks.features:checks callbacks.finetuning:after_rounds callbacks.parts:steps "
-        "callbacks.protect:private_setup module outcome strategies"
+        "callbacks.protect:private_setup lightning.journals:run_folder lightning.processes:strategies module outcome "
+        "strategies"
     ),
-    "perada.models": "backbone_weights:weight_files backbones slot:adapted twins",
+    "perada.models": "backbone_weights:weight_files backbones models.slots:adapted slot:adapted twins",
     "perada.privacy": (
         "privacy.calibration:accounting privacy.client_level_refusals:rehearsal privacy.independence:probe"
     ),

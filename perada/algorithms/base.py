@@ -141,8 +141,9 @@ class ServerStep:
             warnings.warn(f"round {self.round}: the server rule cannot do what it is for: {error}", stacklevel=2)
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
         parameters = frozenset(self.slot.parameters)
-        result = self.rule(Aggregation(updates, weights, self.previous, parameters, self.round, own))
-        self.state.update({RULE + name: state for name, state in own.items()})
+        given = Aggregation(updates, weights, self.previous, parameters, self.round, own)
+        result = self.rule(given)
+        self.state.update({RULE + name: state for name, state in given.state.items()})
         return result
 
 

@@ -8,58 +8,122 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Slot, Stacks
+from perada.algorithms.trial import no_logits
 from perada.core.batches import AnyBatch, one_of
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.seeding import Streams
-from perada.core.states import State, prefix
+from perada.core.states import State, clone, prefix
 from perada.engine.engine import Engine
-from perada.engine.loss_scaling import LossScales, MaskedOptimizer
+from perada.engine.loss_scaling import LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.engine.losses import client_losses
-from perada.federation.local_training import Chunk, LocalTraining
-from perada.privacy.rehearsal import no_logits
 from perada.privacy.training import PrivateRound
+
+ClientOptimizer = Literal["sgd", "adam", "adamw"]
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How clients train. The optimiser is started afresh each round and phase."""
+
+    optimizer: ClientOptimizer
+    lr: dict[str, float]  # by role; a role without one has that of ``local``
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None  # each client's gradient of each role is scaled down to at most this norm
+    multilabel: bool = False  # binary cross-entropy per label instead of cross-entropy
+
+    def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
+        """Optimiser of a role's leaves (C, ...), with ``factor`` of its rate; ``masked`` lets clients skip steps."""
+        rate = self.lr.get(role, self.lr["local"]) * factor
+        if masked and self.optimizer == "sgd":
+            return MaskedSGD(leaves, rate, self.momentum, self.weight_decay)
+        if masked:
+            return MaskedAdam(leaves, rate, self.weight_decay, decoupled=self.optimizer == "adamw")
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return kind(leaves, lr=rate, weight_decay=self.weight_decay)
+
+
+class Chunk:
+    """Clients ``start … stop`` of the cohort: full stacks, the leaves of those still training, their optimisers."""
+
+    def __init__(self, full: Stacks, kept: Stacks, received: State, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.full = {role: clone(_rows(state, start, stop)) for role, state in full.items()}
+        self.kept = {role: _rows(state, start, stop) for role, state in kept.items()}
+        self.received = _rows(received, start, stop)
+        self.states: Stacks = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.active = 0
+
+    def begin(
+        self, trained: dict[str, tuple[str, ...]], training: LocalTraining, factor: float, masked: bool = False
+    ) -> None:
+        """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
+        self.active = self.stop - self.start
+        self.optimizers = {}
+        for role, state in self.full.items():
+            leaves = {key: state[key].detach().requires_grad_() for key in trained[role] if key in state}
+            self.states[role] = {**state, **leaves}
+            if leaves:
+                self.optimizers[role] = training.make(role, list(leaves.values()), factor, masked)
+
+    def narrow(self, active: int) -> None:
+        """Go on with the first ``active`` clients only; tensors and optimiser states become views."""
+        before, self.active = self.active, active
+        for role, state in self.states.items():
+            views = {key: v.detach()[:active].requires_grad_(v.requires_grad) for key, v in state.items()}
+            if role in self.optimizers:
+                _replace(self.optimizers[role], {id(state[key]): views[key] for key in state}, before)
+            self.states[role] = views
+
+
+def _replace(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
+    """Put shorter views in the place of an optimiser's parameters of ``before`` clients, and cut its state alike."""
+    for group in optimizer.param_groups:
+        shorter = [views[id(parameter)] for parameter in group["params"]]
+        for old, new in zip(group["params"], shorter, strict=True):
+            state = optimizer.state.pop(old, {})
+            optimizer.state[new] = {
+                name: value[: len(new)] if isinstance(value, Tensor) and value.shape[:1] == (before,) else value
+                for name, value in state.items()
+            }
+        group["params"] = shorter
+
+
+def _rows(state: State, start: int, stop: int) -> State:
+    return {key: value[start:stop] for key, value in state.items()}
 
 
 class Trained(NamedTuple):
     """What came of a round's C clients, in the plan's order.
 
-    Attributes:
-        kept: What they keep, (C, ...).
-        sent: What they send, (C, ...).
-        finite: (C,) Whose training stayed finite.
-        counts: (C,) Whose update counts: the client stayed finite or, where training is private, the update did, for
-            the server may learn nothing of what is not sent.
+    An update counts if the client stayed finite or, where training is private, the update did, for the server may learn
+    nothing of what is not sent.
     """
 
-    kept: Stacks
-    sent: State
-    finite: Tensor
-    counts: Tensor
+    kept: Stacks  # (C, ...)
+    sent: State  # (C, ...)
+    finite: Tensor  # (C,) whose training stayed finite
+    counts: Tensor  # (C,) whose update counts
 
 
 class Cohort:
     """The clients of one round while they train.
 
-    Args:
-        engine: Runs the states.
-        algorithm: Says what is trained, and how a step goes.
-        slot: Names of the trained tensors.
-        plan: The round's clients, longest first.
-        phases: The phases of local training.
-        kept: What the clients kept, stacked in the plan's order.
-        received: What the server sent, (C, ...).
-        training: Optimiser and loss.
-        factor: Factor of the learning rates in this round.
-        seed: The run's seed, for dropout.
-        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of them.
-        private: Gives the losses where training is private.
-        scales: The clients' loss scales, in float16.
+    What they ``kept`` and ``received`` from the server is (C, ...) in the plan's order, longest first. ``factor`` is
+    that of the learning rates in this round, ``seed`` the run's, for dropout. ``clients_per_chunk`` of them, by default
+    all, are in one forward and backward pass. ``private`` gives the losses where training is private, ``scales`` are
+    the clients' loss scales in float16.
     """
 
     def __init__(
@@ -99,11 +163,7 @@ class Cohort:
         self._phase = -1
 
     def step(self, batches: AnyBatch) -> None:
-        """Take one local step of the clients that a batch holds, a prefix of the plan's.
-
-        Args:
-            batches: One for all, or one for each stream where training is private; one without clients takes no step.
-        """
+        """Take one local step of the clients that a batch holds: a prefix of the plan's, or none."""
         batch = one_of(batches)
         if not batch.clients:
             return
@@ -126,16 +186,10 @@ class Cohort:
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
             for role, state in self.chunks[0].full.items()
         }
-        finite = ~self.broken
-        for state in trained.values():
-            for value in state.values():
-                finite &= value.reshape(len(value), -1).isfinite().all(1)
+        finite = counts = _all_finite(~self.broken, *trained.values())
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
-        counts = finite
         if self.private is not None:
-            counts = torch.ones_like(finite)
-            for value in update.values():
-                counts &= value.reshape(len(value), -1).isfinite().all(1)
+            counts = _all_finite(torch.ones_like(finite), update)
         return Trained(kept, update, finite, counts)
 
     def mean_losses(self) -> dict[str, Tensor]:
@@ -251,6 +305,13 @@ class _Step:
         for role in roles if cohort.private is None else ():  # a loss on private images is not for free
             cohort.losses[role][self._rows] += losses
             cohort.descents[role][self._rows] += 1
+
+
+def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
+    """Those of ``clients`` (C,) of whom the stacks (C, ...) hold neither a NaN nor an infinity."""
+    for value in chain.from_iterable(stack.values() for stack in stacks):
+        clients = clients & value.reshape(len(value), -1).isfinite().all(1)
+    return clients
 
 
 def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:

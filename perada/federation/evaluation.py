@@ -1,35 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evaluation of all models of a federation: which model runs on which image, and what comes out."""
+"""The evaluation of all models of a federation: which model runs on which image, and how it is scored."""
 
 import math
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torchmetrics.functional.classification import binary_auroc
 
 from perada.algorithms import ensemble_of
 from perada.core.batches import EvalBatch
+from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.ensembles import ensemble
 from perada.federation.federation import Federation
-from perada.federation.scores import MetricName, Scores, predictive_entropy
 
+MetricName = Literal["accuracy", "auroc"]
 GROUP = 32
 """Clients whose states are gathered at once."""
+
+
+class _Piece(NamedTuple):
+    """Predictions of some models on some images, on the CPU."""
+
+    models: tuple[int, ...]
+    predictions: Tensor
+    labels: Tensor
+    groups: Tensor
+
+
+class Scores:
+    """Scores P ``models`` on G ``groups`` of images each, whose labels are 0/1 per class if ``multilabel``.
+
+    Accuracy is counted on the device, and nothing is copied from it before the end; AUROC, a macro average over the
+    classes that occur both ways, has to keep all predictions.
+    """
+
+    def __init__(self, metric: MetricName, multilabel: bool, models: int = 1, groups: int = 1) -> None:
+        self.metric, self.multilabel = metric, multilabel
+        self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
+        self._pieces: list[_Piece] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything was added."""
+        return bool(self._pieces) or bool(self._counts.any())
+
+    def update(
+        self,
+        logits: Tensor,
+        y: Tensor,
+        groups: Tensor | None = None,
+        *,
+        models: Sequence[int] | None = None,
+        counted: Tensor | None = None,
+    ) -> None:
+        """Add a batch: logits (p, B, K) of p ``models``, by default all, and classes (B,) or labels (B, K).
+
+        ``groups`` (B,) are those of the images, by default group 0; ``counted`` (B,) tells which count, by default all.
+        """
+        models = range(self._counts.shape[1]) if models is None else models
+        groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
+        if self.metric == "accuracy":
+            self._count(logits, y, groups, models, counted)
+            return
+        # In double precision: in single, confident predictions would all be ranked alike.
+        predictions = logits.double().sigmoid() if self.multilabel else logits.double().softmax(-1)
+        rows = slice(None) if counted is None else counted.cpu()
+        self._pieces.append(_Piece(tuple(models), predictions.cpu()[:, rows], y.cpu()[rows], groups.cpu()[rows]))
+
+    def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
+        if self.multilabel:
+            right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
+            every = torch.full_like(right, logits.shape[-1])
+        else:
+            right = (logits.argmax(-1) == y).long()
+            every = torch.ones_like(right)
+        both = torch.stack([right, every])
+        if counted is not None:
+            both = both * counted
+        self._counts = send(self._counts, both.device)
+        sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
+        self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
+
+    def merge(self, ranks: Ranks) -> None:
+        """Add what the other processes counted; all of them call it, once, at the end."""
+        ranks.sum_([self._counts])
+        if self.metric == "auroc":
+            self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
+
+    def compute(self) -> Tensor:
+        """Scores (P, G), on the CPU; NaN where a model has no image of a group."""
+        if self.metric == "accuracy":
+            counts = self._counts.cpu().float()
+            return counts[0] / counts[1]
+        scores = torch.full(self._counts.shape[1:], torch.nan)
+        for models in dict.fromkeys(piece.models for piece in self._pieces):
+            own = [piece for piece in self._pieces if piece.models == models]
+            predictions = torch.cat([piece.predictions for piece in own], 1)
+            labels = torch.cat([piece.labels for piece in own])
+            groups = torch.cat([piece.groups for piece in own])
+            sizes = groups.bincount(minlength=scores.shape[1]).tolist()
+            for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
+                for place, model in enumerate(models if len(rows) else ()):
+                    scores[model, group] = self._auroc(predictions[place, rows], labels[rows])
+        return scores
+
+    def _auroc(self, predictions: Tensor, labels: Tensor) -> Tensor:
+        truth = labels.long() if self.multilabel else torch.nn.functional.one_hot(labels, predictions.shape[-1])
+        positives = truth.sum(0)
+        both = ((positives > 0) & (positives < len(truth))).nonzero().flatten().tolist()
+        if not both:
+            return torch.tensor(torch.nan)
+        return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()
+
+
+def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
+    """Entropies (B,) of predictions, in nats, of logits (B, K); if ``multilabel`` the mean of K Bernoulli ones.
+
+    >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
+    [4.0]
+    """
+    p: Tensor = logits.double().sigmoid() if multilabel else logits.double().softmax(-1)
+    terms = -torch.xlogy(p, p) - (torch.xlogy(1 - p, 1 - p) if multilabel else 0)
+    return terms.mean(-1) if multilabel else terms.sum(-1)
 
 
 class Evaluation:
     """Scores of the personal models, on the images of their clients and on everyone's, and of the global model.
 
     On several processes each runs the personal models of the clients it owns, and the global model on every so many-th
-    batch.
-
-    Args:
-        federation: The states.
-        metric: What is counted.
-        everywhere: Clients whose models run on everyone's images.
+    batch. The models of the clients ``everywhere`` run on everyone's images.
     """
 
     def __init__(self, federation: Federation, metric: MetricName, everywhere: Sequence[int]) -> None:
@@ -83,11 +186,7 @@ class Evaluation:
         return own
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """What the steps have counted, on all processes.
-
-        Returns:
-            Scores by name, and those of each client (M,); NaN where a client has none.
-        """
+        """What all processes have counted: scores by name, and those of each client (M,), NaN where it has none."""
         ranks = self.federation.ranks
         for counted in (self._local, self._everyone, self._global, self._members):
             counted.merge(ranks)

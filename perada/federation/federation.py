@@ -19,7 +19,6 @@ from perada.engine.loss_scaling import KeptScales
 from perada.federation.cohort import Cohort
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
 from perada.federation.settings import FederationData, Loader, Settings
-from perada.federation.store import Storage
 from perada.federation.store.shared import SharedStore
 from perada.privacy.client_level import floor_variances
 from perada.privacy.protection import Protection
@@ -31,17 +30,8 @@ from perada.server.distill import Distiller
 class Federation:
     """One server and M clients.
 
-    Args:
-        engine: Runs states through the one model.
-        slot: Names of the trained tensors.
-        initial: Gives the k-th random initial state; everyone starts from that of 0 unless there are several models.
-        settings: How the rounds go.
-        num_clients: M.
-        ranks: The processes that share the work.
-        protection: What makes the run private; by default nothing.
-
-    Attributes:
-        cohort: This rank's clients of the round that is open; ``None`` between rounds.
+    ``initial`` gives the k-th random initial state; everyone starts from that of 0 unless there are several models. The
+    ``cohort`` is that of this rank's clients in the round that is open; ``None`` between rounds.
     """
 
     def __init__(
@@ -59,27 +49,24 @@ class Federation:
         self.global_state = ensemble_of(settings.algorithm).initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
-        self.store = self._store(settings.algorithm, settings.storage)
+        self.store = self._store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
         self.scales = KeptScales(settings.loss_scaling)
         self.cohort: Cohort | None = None
         self._shares = Shares.of(RoundPlan(0, (), ()))
 
-    def _store(self, algorithm: Algorithm, storage: Storage, name: str = "") -> SharedStore:
-        """Room for what an algorithm's clients keep, before they keep anything."""
+    def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
+        """Room for what an algorithm's clients keep: those drawn, or all where they are tuned."""
+        storage = replace(self.settings.storage, clients=self.num_clients) if tuned else self.settings.storage
+        name = "tuned" if tuned else ""
         return SharedStore(storage.open(algorithm.kept(self.global_state, self.slot), name), self.ranks)
 
     def open(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
 
-        Args:
-            shares: All of the round's clients with their numbers of local steps, and who trains them.
-            factor: Factor of the clients' learning rates.
-            loader: Gives the clients' training images, where they compare the global models on them.
-
-        Returns:
-            The clients that this rank trains, or a stand-in.
+        ``factor`` is that of the clients' learning rates; ``loader`` gives their training images, where they compare
+        the global models on them. What comes back are the clients that this rank trains, or a stand-in.
         """
         self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
@@ -132,9 +119,7 @@ class Federation:
     def close(self, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
 
-        Args:
-            data: For the clients' sizes and the public images.
-            progress: Wraps the distillation's steps in a progress bar.
+        The distillation's steps are drawn through ``progress``, such as a progress bar.
         """
         cohort, shares, self.cohort = self.cohort, self._shares, None
         assert cohort is not None
@@ -211,20 +196,14 @@ class Federation:
             self.global_state, self.server_state = self.global_state | state, step.state
 
     def personalize(self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0) -> list[int]:
-        """Let every client fine-tune the final global state alone, where the algorithm ends so.
+        """Let every client, once in the ``groups``, fine-tune the final global state alone, as the algorithm ends.
 
-        Args:
-            groups: Plans that together hold every client once.
-            loader: The prepared local steps of a plan.
-            factor: Factor of the clients' learning rates.
-
-        Returns:
-            The clients whose training became NaN or infinite; they keep the global state.
+        The clients whose training became NaN or infinite are returned; they keep the global state.
         """
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         algorithm, phase = tuning
-        self.tuned = self._tuned_store(algorithm)
+        self.tuned = self._store(algorithm, tuned=True)
         broken: list[int] = []
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
@@ -238,9 +217,6 @@ class Federation:
             self.tuned.scatter(shares.parts, outcomes.broken(plan), trained.kept)
             broken += outcomes.broken(plan)
         return broken
-
-    def _tuned_store(self, algorithm: Algorithm) -> SharedStore:
-        return self._store(algorithm, replace(self.settings.storage, clients=self.num_clients), "tuned")
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
@@ -284,8 +260,8 @@ class Federation:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of the federation that wrote ``saved``."""
-        tuned, done = saved["tuned"] is not None, saved["rounds_done"]
-        self.protection.load_state_dict(saved.get("privacy"), done, tuned)
+        self.rounds_done = saved["rounds_done"]
+        self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
         device = self._device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
@@ -294,7 +270,6 @@ class Federation:
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.personalization()
             assert tuning is not None
-            self.tuned = self._tuned_store(tuning[0])
+            self.tuned = self._store(tuning[0], tuned=True)
             self.tuned.load_state_dict(saved["tuned"])
-        self.rounds_done = saved["rounds_done"]
         self.scales.load_state_dict(saved.get("loss_scales", {}))

@@ -17,13 +17,10 @@ from perada.federation.settings import Settings
 
 @dataclass
 class RoundReport:
-    """What a round did.
+    """What a round did; ``metrics`` are training losses, numbers of parameters, megabytes sent.
 
-    Attributes:
-        broken: Clients whose training became NaN or infinite and who were left out.
-        diverged: The distillation became NaN or infinite, and its starting point was kept.
-        broken_server: The server's step became NaN or infinite, and the global state stayed as it was.
-        metrics: Training losses, numbers of parameters, megabytes sent.
+    What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
+    its starting point, and with ``broken_server`` the global state stayed as it was.
     """
 
     broken: list[int] = field(default_factory=list)
@@ -33,19 +30,12 @@ class RoundReport:
 
 
 class Outcomes(NamedTuple):
-    """What became of the C clients of a round, known to all ranks; every tensor is on the CPU.
+    """What became of the C clients of a round, known to all ranks; every tensor is (C,), on the CPU."""
 
-    Attributes:
-        finite: (C,) Whose training stayed finite.
-        counts: (C,) Whose update counts.
-        losses: Mean training loss (C,) of each client over its steps, by role, where the role has one.
-        skipped: (C,) Steps that each skipped, in float16.
-    """
-
-    finite: Tensor
-    counts: Tensor
-    losses: dict[str, Tensor]
-    skipped: Tensor | None
+    finite: Tensor  # whose training stayed finite
+    counts: Tensor  # whose update counts
+    losses: dict[str, Tensor]  # mean over a client's steps, by role, where the role has one
+    skipped: Tensor | None  # steps that were, in float16
 
     def broken(self, plan: RoundPlan) -> list[int]:
         """The clients whose training became NaN or infinite."""
@@ -53,14 +43,7 @@ class Outcomes(NamedTuple):
 
 
 def gather_outcomes(cohort: Cohort, trained: Trained, shares: Shares, ranks: Ranks) -> Outcomes:
-    """Put together what the ranks know of their clients; one collective.
-
-    Args:
-        cohort: The clients of this rank, or a stand-in where it has none.
-        trained: What came of them.
-        shares: The round's clients and who trained them.
-        ranks: The processes.
-    """
+    """Put together what the ranks know of their clients, or of a stand-in where one has none; one collective."""
     finite, counts, places, clients = trained.finite, trained.counts, shares.places, len(shares.plan.clients)
     roles, means = list(cohort.losses), cohort.mean_losses()
     known = [torch.full_like(finite, role in means) for role in roles]
@@ -82,16 +65,7 @@ def gather_outcomes(cohort: Cohort, trained: Trained, shares: Shares, ranks: Ran
 def round_metrics(
     settings: Settings, slot: Slot, global_state: State, cohort: Cohort, sent: State, outcomes: Outcomes
 ) -> dict[str, float]:
-    """Training loss, and what one client trains and all of them send.
-
-    Args:
-        settings: How the rounds go.
-        slot: Names of the trained tensors.
-        global_state: As it was sent.
-        cohort: Clients of the round, at least one.
-        sent: What they sent, (c, ...).
-        outcomes: Of all clients.
-    """
+    """Training losses, and what one client trains and all of them send; ``cohort`` and ``sent`` are of some of them."""
     algorithm, full, clients = settings.algorithm, cohort.chunks[0].full, len(outcomes.finite)
     # Every client is sent all models where it compares them, and takes one.
     received = (

@@ -9,7 +9,7 @@ from perada.algorithms import Algorithm
 from perada.core.batches import AnyBatch
 from perada.core.rounds import Phase, RoundPlan
 from perada.engine.loss_scaling import LossScaling
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import LocalTraining
 from perada.federation.store import Storage
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.server import Distillation, Mean, ServerRule
@@ -28,23 +28,7 @@ class FederationData(ServerData, Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How the rounds go.
-
-    Attributes:
-        algorithm: The algorithm.
-        training: The clients' optimiser and loss.
-        distillation: How the server distils, where the algorithm does.
-        weighting: Aggregation weights.
-        phases: The phases of local training.
-        seed: The run's seed.
-        clients_per_round: Clients drawn in each round; ``None``: all.
-        clients_per_chunk: Clients in one forward and backward pass; ``None``: all of the round's.
-        rule: How the server aggregates.
-        privacy: Privacy of the clients' images that was asked for.
-        client_privacy: Privacy of whole clients that was asked for.
-        storage: Where the clients' states are held.
-        loss_scaling: How losses are scaled, in float16; ``None``: they are not.
-    """
+    """How the rounds go, as was asked for."""
 
     algorithm: Algorithm
     training: LocalTraining
@@ -52,10 +36,15 @@ class Settings:
     weighting: Weighting
     phases: tuple[Phase, ...]
     seed: int
-    clients_per_round: int | None = None
-    clients_per_chunk: int | None = None
+    clients_per_round: int | None = None  # drawn in each round; by default all
+    clients_per_chunk: int | None = None  # in one forward and backward pass; by default all of the round's
     rule: ServerRule = field(default_factory=Mean)
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
     storage: Storage = field(default_factory=Storage)
-    loss_scaling: LossScaling | None = None
+    loss_scaling: LossScaling | None = None  # in float16
+
+    @property
+    def private(self) -> bool:
+        """Whether any privacy was asked for."""
+        return self.privacy is not None or self.client_privacy is not None

@@ -43,11 +43,7 @@ def score(
 ) -> bool:
     """Evaluate outside of Lightning's validation; return whether there was anything to evaluate.
 
-    Args:
-        trainer: Its loggers are given the scores.
-        data: The images.
-        module: The models.
-        history: The scores are added to its last record, if it has one.
+    The scores are logged, and added to the last record of the history, if it has one.
     """
     batches, limit = data.val_dataloader(), trainer.limit_val_batches
     count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)

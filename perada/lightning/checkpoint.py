@@ -23,11 +23,7 @@ from perada.server import ServerRule
 
 
 class RoundCheckpoint(ModelCheckpoint):
-    """Writes ``last.ckpt`` after every round, in place of the one before.
-
-    Args:
-        dirpath: Folder; by default ``checkpoints`` in the run's.
-    """
+    """Writes ``last.ckpt`` after every round, in place of the one before, by default into the run's ``checkpoints``."""
 
     def __init__(self, dirpath: str | None = None) -> None:
         super().__init__(
@@ -43,11 +39,7 @@ class RoundCheckpoint(ModelCheckpoint):
 
 
 def newest_checkpoint(root: Path) -> Path:
-    """The checkpoint written last below ``root/lightning_logs``, whatever its name.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """The checkpoint written last below ``root/lightning_logs``, whatever its name; if none, a FileNotFoundError."""
     found = sorted(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     if not found:
         raise FileNotFoundError(
@@ -77,11 +69,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
 
 @contextmanager
 def plain_data(ckpt_path: str | None) -> Iterator[None]:
-    """Say in one line that a checkpoint holds more than data: it is read without running any code that it brings.
-
-    Raises:
-        ValueError: If so.
-    """
+    """Say in one line, by a ValueError, that a checkpoint holds more than data: no code that it brings is run."""
     try:
         yield
     except UnpicklingError as error:
@@ -103,13 +91,7 @@ def belonging(
 ) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that loads it, in plain types.
 
-    Args:
-        algorithm: The run's.
-        rule: Of its server.
-        seed: The run's.
-        data: The clients' data.
-        module: The model.
-        disguise: Leave the seed out, and give a mark of it.
+    With ``disguise`` a mark of the seed stands in its place.
     """
     assert module.adapted is not None
     model = module.model.state_dict()
@@ -137,8 +119,7 @@ def disguised(seed: int, salt: str) -> str:
 def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Compare what :func:`belonging` said when a checkpoint was written with what it says now.
 
-    Raises:
-        ValueError: If they differ; the first difference is named.
+    A ValueError names the first difference.
     """
     for name, value in here.items():
         if saved.get(name) != value:
@@ -159,8 +140,7 @@ def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
 def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
     """Let training resume from a checkpoint after its ``rounds`` whole rounds; ``step`` is the last optimiser step.
 
-    Raises:
-        ValueError: If it cannot, or fewer rounds are asked for than it has behind it.
+    A ValueError if it cannot, or fewer rounds are asked for than it has behind it.
     """
     if "loops" not in checkpoint:
         raise ValueError(

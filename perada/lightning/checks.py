@@ -16,11 +16,7 @@ from perada.server import Distillation
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse what federated rounds cannot do.
-
-    Raises:
-        ValueError: If the trainer is set to it.
-    """
+    """Refuse, by a ValueError, a trainer that is set to what federated rounds cannot do."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         raise ValueError(
             f"strategy={type(trainer.strategy).__name__} cannot be used on {trainer.world_size} devices: clients are "
@@ -61,11 +57,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_precision(precision: object) -> None:
-    """Refuse what Lightning can set but rounds do not support, also where it would be replaced on a CPU.
-
-    Raises:
-        ValueError: If so.
-    """
+    """Refuse, by a ValueError, a precision that rounds do not support, also where it would be replaced on a CPU."""
     if str(precision) not in ("None", "32", "32-true", "bf16-mixed", "16-mixed", "16"):
         raise ValueError(
             f"precision={precision!r} cannot be used: it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'"
@@ -73,15 +65,9 @@ def check_precision(precision: object) -> None:
 
 
 def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Send one training image and one public image through the model.
+    """Send one public image and ``x``, a prepared training image (1, channels, height, width), through the model.
 
-    Args:
-        x: The training image, (1, channels, height, width), prepared.
-        data: Whose public image it is, and how many classes there are.
-        module: The model.
-
-    Raises:
-        ValueError: If one does not pass, or what comes out are not the logits of the classes.
+    A ValueError if one does not pass, or what comes out are not the logits of the classes.
     """
     _check_image("images", x, data, module)
     if data.public_size:
@@ -110,11 +96,7 @@ def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: Federa
 
 
 def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Refuse batches of one image where a BatchNorm is trained: it has no batch to take statistics of.
-
-    Raises:
-        ValueError: If a client has one image only, or batches are that small.
-    """
+    """Refuse, by a ValueError, batches of one image for a BatchNorm that is trained: statistics need at least two."""
     if not any(key.endswith("running_var") for key in module.slot.keys):
         return
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
@@ -127,11 +109,7 @@ def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) -> 
 
 
 def check_distillation(algorithm: Algorithm, distillation: Distillation, data: FederatedDataModule) -> None:
-    """Refuse to distil without the images it takes.
-
-    Raises:
-        ValueError: If there is no public set, or no validation set where one is asked for.
-    """
+    """Refuse, by a ValueError, to distil without public images, or to validate without a validation set."""
     if algorithm.distills and distillation.steps and not data.public_size:
         raise ValueError(
             f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
@@ -151,14 +129,8 @@ LEAST_SHARE = 0.1
 def use_features(image: Tensor, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
     """Serve features where that pays, or is asked for; return whether they are served.
 
-    Args:
-        image: A prepared image (channels, height, width).
-        trainer: Under whose precision features are computed.
-        data: Serves them.
-        module: Whose frozen part they are of.
-
-    Raises:
-        ValueError: If it is asked for and no frozen part comes before what is trained.
+    The frozen part is looked for with a prepared image (channels, height, width). A ValueError if features are asked
+    for and no frozen part comes before what is trained.
     """
     if module.cache_features is False:
         return False

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 import yaml
 
-from perada.algorithms import Algorithm, PerAda, ensemble_of
+from perada.algorithms import Algorithm, EnsembleAlgorithm, PerAda, ensemble_of
+from perada.algorithms.trial import is_own, try_rounds
 from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
@@ -27,12 +28,18 @@ from perada.lightning.checkpoint import (
     resume,
 )
 from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
-from perada.lightning.journals import journal_rounds_to_come, journals_of, keep_journal
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
-from perada.lightning.processes import check_alike, options_here, share_work
-from perada.lightning.run_folder import log_history, run_folder, storage
+from perada.lightning.run_folder import (
+    journal_rounds_to_come,
+    journals_of,
+    keep_journal,
+    log_history,
+    run_folder,
+    storage,
+)
 from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
+from perada.lightning.strategies import check_alike, options_here, share_work
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -144,6 +151,8 @@ class FederatedLoop(pl.Callback):
         self.server_rule.check(
             max(1, (self.clients_per_round or data.num_clients) // ensemble_of(self.algorithm).modes)
         )
+        if is_own(self.algorithm) or is_own(self.server_rule):
+            self._try_rounds(data, module)
         fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
         if fresh:
             check_private(settings, trainer, data, module)
@@ -184,6 +193,13 @@ class FederatedLoop(pl.Callback):
             storage(self.client_store, self.clients_per_round or self.num_clients, self.num_clients, trainer),
             LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
         )
+
+    def _try_rounds(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
+        """Try what somebody else has written; of an ensemble of models only the rule is tried."""
+        algorithm = Algorithm() if isinstance(self.algorithm, EnsembleAlgorithm) else self.algorithm
+        clients = self.clients_per_round or data.num_clients
+        sizes = self.phases, data.num_clients, clients, data.num_classes
+        try_rounds(algorithm, self.server_rule, module.slot, module.initial_state(0), *sizes)
 
     def _configure(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
         """Tell the data how rounds go: batches and clients are drawn otherwise where training is private."""

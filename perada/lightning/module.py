@@ -14,13 +14,11 @@ from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
-from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
+from perada.federation.cohort import ClientOptimizer, LocalTraining
+from perada.federation.evaluation import Evaluation, MetricName, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
-from perada.federation.local_training import ClientOptimizer, LocalTraining
-from perada.federation.scores import MetricName
-from perada.models.adapted import reset_parameters
+from perada.models.adapted import make_slot, reset_parameters
 from perada.models.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
-from perada.models.slots import make_slot
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 

@@ -33,11 +33,7 @@ OF_CLIENTS = ("personal/", "global/", "train/")
 def check_private(
     settings: Settings, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
 ) -> None:
-    """Refuse what would not be private.
-
-    Raises:
-        ValueError: If something is not, with the remedy.
-    """
+    """Refuse, by a ValueError with the remedy, what would not be private."""
     distils = bool(settings.distillation.steps)
     if settings.client_privacy is not None:
         check_client_level(settings.algorithm, settings.rule, settings.weighting, distils)
@@ -46,7 +42,7 @@ def check_private(
                 f"client_privacy: delta={settings.client_privacy.delta} is not below 1 / {data.num_clients}, the "
                 "number of clients: it allows to show one client in full; give less"
             )
-    if settings.privacy is None and settings.client_privacy is None:
+    if not settings.private:
         return
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
@@ -104,19 +100,15 @@ def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDat
 
 def trial_clients(settings: Settings, num_clients: int) -> list[int]:
     """Whose first batch is tried at set-up: that of one client or, where training is private, of a whole pass."""
-    if settings.privacy is None and settings.client_privacy is None:
+    if not settings.private:
         return [0]
     cohort = sample_cohort(settings.seed, 0, num_clients, settings.clients_per_round)
     return cohort[: settings.clients_per_chunk or num_clients]
 
 
 def check_network(settings: Settings, trainer: pl.Trainer, module: FederatedClassifier, batch: CohortBatch) -> None:
-    """Refuse a network in which images, or clients, do not stand alone, by trying the first batch of a round.
-
-    Raises:
-        ValueError: If so.
-    """
-    if settings.privacy is None and settings.client_privacy is None:
+    """Refuse, by a ValueError, a network in which images, or clients, of a round's first batch do not stand alone."""
+    if not settings.private:
         return
     if settings.privacy is not None:
         _check_batch_norm(module)
@@ -142,11 +134,7 @@ def _check_batch_norm(module: FederatedClassifier) -> None:
 
 
 def try_gradients(privacy: Privacy, module: FederatedClassifier, batch: CohortBatch, features: bool = False) -> None:
-    """Look whether private gradients can be had, on images (2, 2, ...) made of one of a batch, or their features.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Refuse, by a ValueError, a model without private gradients of images (2, 2, ...) made of one, or of features."""
     x = batch.x[0, 0].to(next(module.model.parameters()).device)
     images = torch.stack([x, 1 - x.flip(-1), 2 * x, x.flip(-1)])
     images = module.engine.features(images) if features else images
@@ -168,19 +156,10 @@ def _near(module: FederatedClassifier, clients: int) -> State:
 def protect(
     settings: Settings, rounds: int | None, data: FederatedDataModule, module: FederatedClassifier
 ) -> Protection:
-    """Set up the privacy of a run.
+    """Set up the privacy of a run of so many ``rounds``, ``None`` where that is open.
 
-    Args:
-        settings: How the rounds go.
-        rounds: How many are planned; ``None`` where that is open.
-        data: The clients' data.
-        module: The model.
-
-    Raises:
-        ValueError: If what is asked for cannot be kept.
+    A ValueError if what is asked for cannot be kept.
     """
-    if settings.privacy is None and settings.client_privacy is None:
-        return Protection()
     clients, algorithm = data.num_clients, settings.algorithm
 
     def planned(start: int) -> list[int]:

@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a run's folder."""
+"""What is in a run's folder, and where the journal of its private rounds is.
 
+The journal is beside the checkpoints that a run writes, and beside those it came from.
+"""
+
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
+from perada.federation.federation import Federation
 from perada.federation.store import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
+from perada.lightning.steps import rounds_left
+from perada.privacy.journal import JOURNAL, Journal
 
 
 def run_folder(trainer: pl.Trainer) -> Path | None:
@@ -39,3 +50,51 @@ def storage(wanted: Storage, clients_per_round: int, num_clients: int, trainer: 
         prune=all(isinstance(callback, RoundCheckpoint) for callback in trainer.checkpoint_callbacks),
         clients=num_clients if limit is None or limit < 0 else min(num_clients, limit * clients_per_round),
     )
+
+
+def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
+    """The journals that tell what was begun after a ``checkpoint``, by the saved ``states`` of its federation."""
+    saved = states.get("privacy") or {}
+    folder = Path(checkpoint).absolute().parent
+    before = Path(saved.get("folder") or folder)
+    found = [folder / JOURNAL]
+    for path in map(Path, saved.get("journals", [])):
+        moved = Path(os.path.normpath(folder / os.path.relpath(path, before)))  # together with the checkpoint
+        # A stranger's checkpoint may name any file, and these are written to.
+        here = [
+            place for place in (path, moved) if place.name == JOURNAL and place.is_file() and not place.is_symlink()
+        ]
+        if not here and path.parent != before:  # its own one is asked for when it is read
+            rank_zero_warn(
+                f"privacy: {str(path)!r} is not there, of a run that this one was resumed from: rounds that others "
+                "began from it are not counted, if there are any"
+            )
+        found += here
+    return list(dict.fromkeys(found))
+
+
+def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[Path]) -> None:
+    """Have private rounds written down from now on, in the folders of the trainer's checkpoint callbacks.
+
+    What only the ``earlier`` journals know of, those of the runs that this one is resumed from, is counted.
+    """
+    protection = federation.protection
+    if not protection.private:
+        return
+    begun = protection.count_begun(earlier, federation.ranks)
+    if begun:
+        rank_zero_warn(
+            f"privacy: round {', '.join(map(str, begun))} was begun once already since this checkpoint was written; "
+            "its noise has been drawn, so it is counted too"
+        )
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    own = [Path(folder) / JOURNAL for folder in folders if folder and "://" not in str(folder)]
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        protection.journal = Journal(own, earlier)
+
+
+def journal_rounds_to_come(trainer: pl.Trainer, federation: Federation) -> None:
+    """Where no checkpoint callback names a folder, keep the journal in the default one from the first checkpoint on."""
+    done = federation.rounds_done
+    if trainer.training and rounds_left(trainer, done) and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)

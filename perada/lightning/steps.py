@@ -114,11 +114,7 @@ def federation_of(module: FederatedClassifier) -> Federation:
 
 
 def parts(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[FederatedDataModule, FederatedClassifier]:
-    """The datamodule and the module, checked.
-
-    Raises:
-        TypeError: If either is not perada's.
-    """
+    """The datamodule and the module; a TypeError if either is not perada's."""
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
     if not isinstance(data, FederatedDataModule):
         raise TypeError(f"FederatedLoop needs a FederatedDataModule, not {type(data).__name__}; pass it as datamodule=")

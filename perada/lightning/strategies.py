@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several devices: a Lightning strategy whose processes each train their own clients."""
+"""Several devices: a strategy whose processes each train their own clients, and what must be alike in all of them."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from perada.core.ranks import Ranks
+from perada.data import FederatedDataModule
+from perada.federation.settings import Settings
+from perada.lightning.module import FederatedClassifier
 
 
 class LostRankError(ConnectionError):
@@ -74,11 +80,7 @@ class FederatedStrategy(DDPStrategy):
             torch.distributed.broadcast(tensor, 0)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say in one line what to do where another process is gone.
-
-        Raises:
-            LostRankError: If it is.
-        """
+        """Say in one line, by a LostRankError, what to do where another process is gone."""
         super().on_exception(exception)
         reason = " ".join(str(exception).split())
         broken = isinstance(exception, torch.distributed.DistError) or "gloo" in reason or "NCCL" in reason
@@ -133,6 +135,53 @@ def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  
     if count in ("auto", "-1", -1):
         count = torch.cuda.device_count()
     return "auto" if count in (0, 1, "1") and num_nodes == 1 else FederatedStrategy.strategy_name
+
+
+def share_work(trainer: pl.Trainer) -> None:
+    """Leave the batches as the datamodule gives them, and the logged values as they are on every process."""
+    # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
+    trainer._accelerator_connector.use_distributed_sampler = False
+    # Every process logs the same values, those of all clients.
+    warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed setting")
+
+
+def options_here(
+    settings: Settings, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, done: int
+) -> dict[str, Any]:
+    """Options that change what a run computes or how often its processes meet, in plain types.
+
+    The run is resumed from a checkpoint with ``done`` rounds behind it, or begins with 0.
+    """
+    return {
+        "number of rounds (max_epochs)": trainer.max_epochs,
+        "number of rounds behind it": done,
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        "limit_val_batches": trainer.limit_val_batches,
+        "precision": trainer.precision,
+        "batch_size": data.batch_size,
+        "eval_batch_size": data.eval_batch_size,
+        "clients_per_round": settings.clients_per_round,
+        "global_test_clients": module.global_test_clients,
+        "metric": module.metric,
+        "weighting": settings.weighting,
+        "length of local training": repr(settings.phases),
+        "local training": repr((settings.training, module.lr_schedule, module.lr_gamma, module.lr_every)),
+        "distillation": repr(settings.distillation),
+        "privacy": repr((settings.privacy, settings.client_privacy)),
+        "algorithm": repr(settings.algorithm),
+        "server rule": repr(settings.rule),
+    }
+
+
+def check_alike(ranks: Ranks, belongs: dict[str, Any]) -> None:
+    """Refuse, by a ValueError that names the first difference, processes that are about to train different things."""
+    for rank, other in enumerate(ranks.gather(belongs)):
+        for name, value in belongs.items():
+            if other.get(name) != value:
+                raise ValueError(
+                    f"process {rank} has another {name} than process {ranks.rank}: data and options must be the same "
+                    "in all; draw what is random in your script from a fixed seed"
+                )
 
 
 StrategyRegistry.register(

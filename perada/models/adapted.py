@@ -14,8 +14,9 @@ from torch import nn
 
 from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.residual.model import block_convolutions
+from perada.algorithms.base import Slot
 from perada.core.images import ImageConfig
-from perada.core.states import trained_keys
+from perada.core.states import parameter_keys, trained_keys
 
 AdapterChoice = str | PeftConfig
 """What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
@@ -37,36 +38,22 @@ INTERNAL = {field.name for field in fields(PeftConfig)}
 
 @dataclass
 class Backbone:
-    """A frozen image classifier.
-
-    Attributes:
-        model: Maps images (B, channels, height, width) to logits (B, K).
-        name: The timm name, ``hf:`` and the transformers name, or the class name.
-        head: Full name of the classification head in ``model``.
-        image: What images must look like; None where it is not known (a network of the caller's own).
-    """
+    """A frozen image classifier, which maps images (B, channels, height, width) to logits (B, K)."""
 
     model: nn.Module
-    name: str
-    head: str
-    image: ImageConfig | None
+    name: str  # the timm name, ``hf:`` and the transformers name, or the class name
+    head: str  # full name of the classification head in the model
+    image: ImageConfig | None  # what images must look like; None for a network of the caller's own
 
 
 @dataclass
 class AdaptedModel:
-    """A backbone with its adapter in place.
+    """A backbone with its adapter in place."""
 
-    Attributes:
-        backbone: Where it came from; its ``model`` now holds the adapter.
-        peft_model: PEFT's view of it, which only saving and loading need. The adapter's name in it is ``"default"``.
-        config: The adapter's configuration as it is saved.
-        beside: Trained tensors that PEFT does not save: the backbone's own, where it is trained too.
-    """
-
-    backbone: Backbone
-    peft_model: PeftModel
-    config: PeftConfig
-    beside: tuple[str, ...] = ()
+    backbone: Backbone  # its model now holds the adapter
+    peft_model: PeftModel  # only saving and loading need it; the adapter's name in it is "default"
+    config: PeftConfig  # the adapter's, as it is saved
+    beside: tuple[str, ...] = ()  # trained tensors that PEFT does not save: the backbone's own, where it is trained too
 
     @property
     def model(self) -> nn.Module:
@@ -231,3 +218,27 @@ def reset_parameters(model: nn.Module, within: str) -> None:
         reset = getattr(module, "reset_parameters", None)
         if trained and callable(reset) and f"{path}.".startswith(within) and not is_adapter_key(f"{path}."):
             reset()
+
+
+def make_slot(model: nn.Module, head: str) -> Slot:
+    """Sort the names of a model's trained tensors."""
+    keys = trained_keys(model)
+    norms = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm)
+    )
+    parameters = parameter_keys(model)
+    first = next(
+        path.removesuffix(".base_layer").removesuffix(".original_module")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
+    )
+    return Slot(
+        keys,
+        parameters,
+        head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
+        norms=frozenset(key for key in keys if key.startswith(norms)),
+        input=frozenset(key for key in keys if key.startswith(f"{first}.")),
+        adapter=frozenset(key for key in keys if is_adapter_key(key)),
+    )

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
+import torch
 
 from perada.core.checks import check_choice, check_number, check_whole
 
@@ -223,11 +223,11 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
     from opacus.accountants import RDPAccountant
     from opacus.accountants.analysis import rdp
 
-    orders = np.array(RDPAccountant.DEFAULT_ALPHAS)
-    conversion = np.log((orders - 1) / orders) - (np.log(delta) + np.log(orders)) / (orders - 1)
+    orders = torch.tensor(RDPAccountant.DEFAULT_ALPHAS, dtype=torch.float64)
+    conversion = ((orders - 1) / orders).log() - (math.log(delta) + orders.log()) / (orders - 1)
     rounding = 1e-11 * sum(steps for *_, steps in segments)
     logarithms = {1.0: 0.0}
-    divergences, least = np.full(len(orders), np.inf), np.full(len(orders), -np.inf)
+    divergences, least = torch.full_like(orders, math.inf), torch.full_like(orders, -math.inf)
 
     def learn(order: float) -> float:
         """Compute one order's divergence, and the bounds that follow; return the least ε of all that are known."""
@@ -237,16 +237,17 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
             along = (orders - left) / (right - left)
             line = low + (high - low) * along - rounding * (1 + 2 * abs(along))
             bounded = (along < 0) | (along > 1)
-            least[bounded] = np.fmax(least, line / (orders - 1) + conversion)[bounded]
+            least[bounded] = least.fmax(line / (orders - 1) + conversion)[bounded]
         divergences[orders == order] = divergence
-        least[orders == order] = np.inf  # it is known
-        return float(rdp.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0])
+        least[orders == order] = math.inf  # it is known
+        spent = rdp.get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=divergences.tolist(), delta=delta)
+        return float(spent[0])
 
     epsilon, order = math.inf, 2
-    while order <= orders[-1] and (least[orders >= order] < epsilon).any():
+    while order <= RDPAccountant.DEFAULT_ALPHAS[-1] and (least[orders >= order] < epsilon).any():
         epsilon, order = learn(float(order)), order + 1
     while least.min() < epsilon:
-        epsilon = learn(float(orders[least.argmin()]))
+        epsilon = learn(RDPAccountant.DEFAULT_ALPHAS[int(least.argmin())])
     return epsilon
 
 

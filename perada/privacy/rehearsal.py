@@ -5,15 +5,13 @@ That is how often a step looks at a batch, what is never sent, and whether priva
 """
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, ServerStep, Slot, Stacks, ensemble_of
+from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, ServerStep, Slot, ensemble_of
+from perada.algorithms.trial import Rehearsal
 from perada.core.rounds import Phase
-from perada.core.seeding import generator
 from perada.core.states import State, clone, expand
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 
@@ -37,7 +35,7 @@ def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[
     received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), num_clients, 0))
     counts = []
     for phase in phases:
-        step = _Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received)
+        step = Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received)
         step.begin(phase.name, slot)
         algorithm.client_step(step)
         counts.append(dict(step.queries))
@@ -88,7 +86,7 @@ def _sent(
     sent = []
     for round in rounds:
         received = algorithm.broadcast(Broadcast(global_state, slot, round, clients, num_clients, 0))
-        step = _Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received, round, changed)
+        step = Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received, round, changed)
         for phase in phases:
             step.begin(phase.name, slot)
             algorithm.client_step(step)
@@ -102,84 +100,6 @@ def _sent(
             global_state = global_state | algorithm.server_step(server)
             server_state = server.state
     return sent
-
-
-class _Rehearsal:
-    """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
-
-    It counts by stream the ``queries``, gradients that were asked for; those of ``changed`` are others than usual.
-    """
-
-    def __init__(
-        self, algorithm: Algorithm, opened: Stacks, kept: Stacks, received: State, round: int = 0, changed: str = ""
-    ) -> None:
-        self.algorithm, self.kept, self.received, self.round, self._changed = algorithm, kept, received, round, changed
-        self.states: Stacks = {role: clone(state) for role, state in opened.items()}
-        self.phase = ""
-        self.queries: Counter[str] = Counter()
-
-    def begin(self, phase: str, slot: Slot) -> None:
-        """Turn to a phase, and what it trains."""
-        self.phase, self.states = phase, self.finished()
-        for role, state in self.states.items():
-            for key in self.algorithm.trained(role, phase, slot):
-                if key in state:
-                    state[key].requires_grad_()
-
-    def finished(self) -> Stacks:
-        """What has come of the states, which are no longer trained."""
-        return {role: {key: value.detach() for key, value in state.items()} for role, state in self.states.items()}
-
-    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        raise no_logits(self.algorithm)
-
-    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        if isinstance(states, str):
-            stream, states = stream or states, self.states[states]
-        stream = stream or next(iter(self.states))
-        self.queries[stream] += 1
-        purpose = f"rehearsal/{stream}" + "/changed" * (stream == self._changed)
-        random = generator(0, purpose, self.round, self.queries[stream])
-        asked = [value for _, value in sorted(states.items()) if value.requires_grad]
-        slopes = [(torch.rand(value.shape, generator=random) - 0.5).to(value) for value in asked]
-        terms = [(slope * value + value**2 / 2).flatten(1).sum(1) for slope, value in zip(slopes, asked, strict=True)]
-        some = next(iter(states.values()))
-        total = sum(terms, start=torch.zeros(len(some), device=some.device))
-        return total - total.detach()
-
-    def restart(self, role: str, start: State) -> None:
-        with torch.no_grad():
-            for key, value in self.states[role].items():
-                if value.requires_grad:
-                    value.copy_(start[key])
-
-    def descend(
-        self,
-        role: str | tuple[str, ...],
-        loss: Tensor | None = None,
-        *,
-        pull: tuple[float, State] | None = None,
-        slope: State | None = None,
-    ) -> None:
-        roles = (role,) if isinstance(role, str) else role
-        leaves = [(key, v) for name in roles for key, v in self.states[name].items() if v.requires_grad]
-        for _, leaf in leaves:
-            leaf.grad = None
-        if loss is not None and loss.requires_grad:
-            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
-        with torch.no_grad():
-            for key, leaf in leaves:
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                gradient = gradient if pull is None else gradient + pull[0] * (leaf - pull[1][key])
-                leaf -= 0.1 * (gradient if slope is None else gradient + slope[key])
-
-
-def no_logits(algorithm: Algorithm) -> ValueError:
-    """What is wrong with an algorithm that looks at the outputs themselves."""
-    return ValueError(
-        f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
-        "images (step.logits), which no noise covers; use step.loss, whose gradient is private"
-    )
 
 
 def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:

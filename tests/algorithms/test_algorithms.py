@@ -117,8 +117,19 @@ def answer(function, problem):
     return function(reference(problem))
 
 
-@pytest.mark.parametrize("engine", ["folded", "loop"])
-@pytest.mark.parametrize(("name", "options", "function", "problem"), CASES)
+ENGINES = [
+    pytest.param(
+        *case.values,
+        engine,
+        id=f"{case.id}-{engine}",
+        marks=[pytest.mark.slow] * (engine == "loop" and case.values[-1] != "net-full"),
+    )
+    for engine in ("folded", "loop")
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "options", "function", "problem", "engine"), ENGINES)
 def test_equals_its_definition(name, options, function, problem, engine):
     w, personal = answer(function, problem)
     run = finetune(name, problem, engine, **options)

@@ -7,6 +7,8 @@ the "input layer" sends 6.45 M there (its Table 7 keeps 4.73 M, which is the las
 FedSim's adapters train 12.59 M, which counts norms and head twice (11.18 + 1.41).
 """
 
+from functools import cache
+
 import pytest
 
 from perada.algorithms import ALGORITHMS, make_algorithm
@@ -14,10 +16,10 @@ from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import LocalTraining
 from perada.federation.settings import Settings
+from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
-from perada.models.slots import make_slot
 from perada.server import Distillation
 
 FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
@@ -59,10 +61,9 @@ class Sizes:
     train_sizes = (8,) * 5
 
 
-def model(name):
-    backbone = build_backbone("resnet18", 10, pretrained=False)
-    adapter = "residual" if name.startswith("perada") or name.endswith("adapter") else "full"
-    return insert_adapter(backbone, adapter, train_backbone=name.endswith("adapter"))
+@cache
+def model(adapter, train_backbone):
+    return insert_adapter(build_backbone("resnet18", 10, pretrained=False), adapter, train_backbone=train_backbone)
 
 
 def test_every_algorithm_is_counted():
@@ -73,7 +74,8 @@ def test_every_algorithm_is_counted():
 def test_parameters_trained_and_sent(name):
     few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
     algorithm = make_algorithm(name, **few.get(name, {}))
-    adapted = model(name)
+    own = name.endswith("adapter")
+    adapted = model("residual" if name.startswith("perada") or own else "full", own)
     slot = make_slot(adapted.model, adapted.backbone.head)
     algorithm.check(slot, 5)
     phases = algorithm.phases(1, None)

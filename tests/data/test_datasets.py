@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import gzip
 import hashlib
 import pickle
@@ -12,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 from torch.utils.data import Subset, TensorDataset
 
-from perada.data import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageFolder, Photographs, UnlabelledFolder
+from perada.data import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageFolder, ImageSet, Photographs, UnlabelledFolder
 from perada.data.batches.samples import tensor_source
 
 RANDOM = np.random.default_rng(0)
@@ -293,3 +294,23 @@ def test_a_subset_of_items_that_are_not_there_is_refused(indices, wrong):
     assert tensor_source(Subset(Subset(base, [3, 1, -2]), [2, 0]), labelled=True).rows.tolist() == [2, 3]
     with pytest.raises(IndexError, match=f"a Subset has item {wrong} of a dataset of 4; correct its indices"):
         tensor_source(Subset(base, indices), labelled=True)
+
+
+class Eager(ImageSet):
+    """Computes what depends on the split when it is made, and keeps its options under other names."""
+
+    num_classes = 3
+
+    def __init__(self, factor, train=True, *, more=0):
+        super().__init__(train)
+        self.count = factor * (12 if train else 5) + more
+
+    def _load(self):
+        return torch.zeros(self.count, 1, 4, 4, dtype=torch.uint8), torch.arange(self.count) % 3
+
+
+def test_the_other_split_is_made_of_the_same_arguments():
+    made = Eager(2, more=1)
+    for one in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert [len(one.with_split(train)) for train in (True, False)] == [25, 11]
+        assert len(one.with_split(False).with_split(True)) == 25

@@ -5,7 +5,7 @@ import pytest
 
 from perada.core.ranks import Ranks
 from perada.lightning import federated_loop
-from perada.lightning.processes import check_alike
+from perada.lightning.strategies import check_alike
 
 from .job import run
 

@@ -250,7 +250,7 @@ def test_unknown_engines_are_refused():
         Engine(nn.Linear(1, 1), "vmap")
 
 
-@pytest.mark.parametrize("algorithm", ["perada", "fedavg_ft"])
+@pytest.mark.parametrize("algorithm", ["perada", pytest.param("fedavg_ft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize(("name", "adapter"), [("batch_norm", "full"), ("vit", "lora"), ("module", "full")])
 def test_half_precision_learns_what_single_precision_does(name, adapter, engine, algorithm, tmp_path):

@@ -120,7 +120,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["folded", "loop"])
+@pytest.mark.parametrize("kind", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_features_stand_for_images(name, kind):
     make, needed = MODELS[name]

@@ -174,7 +174,7 @@ def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
 def test_several_processes_give_what_one_gives(recipe, tmp_path, capsys):
     command = ["compare", recipe, "--algorithms", "perada", "fedavg_ft", "--tune", "model.lr_local=0.01,0.3"]
     for jobs in ("1", "2"):
-        main([*command, "--seeds", "0", "1", "--jobs", jobs, "--output", f"{jobs}.json"])
+        main([*command, "--seeds", "0", "--jobs", jobs, "--output", f"{jobs}.json"])
     one, two = (json.loads((tmp_path / f"{jobs}.json").read_text()) for jobs in "12")
     key = str
     assert sorted(map(key, timeless(one))) == sorted(map(key, timeless(two)))
@@ -203,6 +203,25 @@ def test_a_process_that_dies_takes_its_own_run_along_only():
     assert results[6]["run"] == {"n": ["e"]}
     assert all("ended with code 7" in results[number]["failed"] for number in (1, 4))
     assert all(worker.process is None for worker in workers.workers)
+
+
+@pytest.mark.parametrize(
+    ("option", "names", "says"),
+    [
+        ("--federated.algorithm=Ditto", "fedavg", r"--algorithms fedavg: an option .* makes it perada\.algorithms\."),
+        ("--federated.algorithm.distill=true", "perada_no_kd", r"--algorithms perada_no_kd: .* makes it distill=True"),
+        (
+            "--config=overlay.yaml",
+            "fedprox",
+            r"--algorithms fedprox: an option or a --config for all runs makes it per",
+        ),
+    ],
+)
+def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_path, option, names, says):
+    (tmp_path / "overlay.yaml").write_text("federated: {algorithm: FedAvg}")
+    with pytest.raises(ValueError, match=says):
+        main(["compare", recipe, "--algorithms", names, option])
+    main(["compare", recipe, "--algorithms", "fedprox", "--federated.algorithm.prox_strength=0.5", *OUT])
 
 
 def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):

@@ -15,9 +15,8 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.losses import client_losses
-from perada.federation.cohort import Cohort
-from perada.federation.local_training import LocalTraining
-from perada.models.slots import make_slot
+from perada.federation.cohort import Cohort, LocalTraining
+from perada.models.adapted import make_slot
 
 STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))

@@ -18,10 +18,10 @@ from perada.core.states import get_state
 from perada.data import Phase
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import LocalTraining
 from perada.federation.settings import Settings
 from perada.lightning import FederatedLoop
-from perada.models.slots import make_slot
+from perada.models.adapted import make_slot
 from perada.server import Distillation
 
 SIZES, CLASSES = (8, 5, 12, 3), 3

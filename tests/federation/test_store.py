@@ -59,7 +59,6 @@ def test_clients_have_the_initial_state_until_they_are_written(tmp_path, kind):
     store = stores(tmp_path)[kind]
     written = kept(2)
     store.scatter([3, 0], written)
-    assert store.kind == kind.replace("temporary", "disk")
     assert sorted(store.written) == [0, 3]
     found = store.gather([0, 1, 3])
     expected = [rows(written, 1), initial(), rows(written, 0)]
@@ -272,14 +271,14 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("clients", "memory", "kind"), [(10, 4000, "device"), (11, 1760, "disk"), (10**9, None, "disk")]
+    ("clients", "memory", "kind"), [(10, 4000, ClientStore), (11, 1760, DiskStore), (10**9, None, DiskStore)]
 )
 def test_the_place_is_chosen_by_what_all_clients_may_take(monkeypatch, clients, memory, kind):
     size = 24 + 8 + 10 + 8
     if memory is not None:
-        monkeypatch.setattr("perada.federation.store.choice.host_memory", lambda: 4 * 10 * size)
-    assert Storage(clients=clients).open(initial()).kind == kind
-    assert Storage("host", clients=clients).open(initial()).kind == "host"
+        monkeypatch.setattr("perada.federation.store.kinds.host_memory", lambda: 4 * 10 * size)
+    assert type(Storage(clients=clients).open(initial())) is kind
+    assert type(Storage("host", clients=clients).open(initial())) is HostStore
 
 
 def test_an_unknown_place_is_refused():

@@ -16,7 +16,7 @@ from perada.api import make_trainer
 from perada.core.states import get_state
 from perada.lightning import FederatedLoop
 from perada.lightning.outcome import outcome
-from perada.models.slots import make_slot
+from perada.models.adapted import make_slot
 
 
 @pytest.mark.parametrize(

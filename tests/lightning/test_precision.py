@@ -21,10 +21,9 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.loss_scaling import LossScale, LossScales, LossScaling
-from perada.federation.cohort import Cohort
-from perada.federation.local_training import LocalTraining
+from perada.federation.cohort import Cohort, LocalTraining
+from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
-from perada.models.slots import make_slot
 from perada.server import Distillation, Distiller
 
 STEPS, COUNTS, CLASSES = (12, 9, 9, 4), (6, 4, 6, 5), 3

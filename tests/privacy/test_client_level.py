@@ -343,10 +343,14 @@ def test_going_on_from_a_checkpoint():
             assert torch.equal(value, whole[round][key])
     assert resumed.state_dict() == straight.state_dict()
     assert resumed.norm != options.max_norm
-    with pytest.raises(ValueError, match="norm and ledger"):
+    with pytest.raises(ValueError, match=r"client-level privacy has \[.*\], not \[.*\]; load its state_dict"):
         resumed.load_state_dict({"norm": 1.0})
+    whole = first.state_dict()
+    for part in ("norm", "ledger", "lost"):
+        with pytest.raises(ValueError, match="client-level privacy has"):
+            resumed.load_state_dict({name: value for name, value in whole.items() if name != part})
     with pytest.raises(ValueError, match="rows"):
-        resumed.load_state_dict({"norm": 9.0, "ledger": {}})
+        resumed.load_state_dict(whole | {"norm": 9.0, "ledger": {}})
     assert resumed.state_dict() == straight.state_dict()
 
 

@@ -38,9 +38,15 @@ def private(sigma=0.0, **options):
     return {"noise_multiplier": sigma, "max_norm": BOUND, "delta": 1e-3, "secure_rng": False} | options
 
 
-@pytest.mark.parametrize("engine", ["folded", "opacus"])
-@pytest.mark.parametrize("sigma", [0.0, SIGMA])
-@pytest.mark.parametrize("case", CASES)
+ENGINES = [
+    pytest.param(case, sigma, engine, marks=[pytest.mark.slow] * (sigma == 0 and engine == "opacus"))
+    for case in CASES
+    for sigma in (0.0, SIGMA)
+    for engine in ("folded", "opacus")
+]
+
+
+@pytest.mark.parametrize(("case", "sigma", "engine"), ENGINES)
 def test_three_rounds_equal_the_plain_loop(case, sigma, engine):
     algorithm, reference, options = CASES[case]
     run = train(algorithm, private(sigma, engine=engine), **options)

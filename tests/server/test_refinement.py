@@ -12,7 +12,7 @@ from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.engine import Engine
 from perada.engine.ensembles import ensemble
-from perada.federation.scores import predictive_entropy
+from perada.federation.evaluation import predictive_entropy
 from perada.server import Distillation, Distiller
 
 LOGITS = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets with a training and a test split, kept as one uint8 tensor where they are small."""
 
-import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -35,6 +34,14 @@ class ImageSet(Dataset[Any], ABC):
 
     num_classes: int | None = None
 
+    _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the arguments, of which :meth:`with_split` makes the other split."""
+        made = super().__new__(cls)
+        made._given = args, kwargs
+        return made
+
     def __init__(self, train: bool = True) -> None:
         self.train = train
 
@@ -65,12 +72,11 @@ class ImageSet(Dataset[Any], ABC):
         """Fetch the files if that was asked for and they are missing."""
 
     def with_split(self, train: bool) -> Self:
-        """Return the training or the test split of the same set."""
-        other = copy.copy(self)
-        for name in vars(self):
-            if isinstance(getattr(type(self), name, None), cached_property):
-                delattr(other, name)
-        other.train = train
+        """Return the training or the test split of the same set: what the class makes of the same arguments."""
+        given = inspect.signature(type(self)).bind(*self._given[0], **self._given[1])
+        given.arguments["train"] = train
+        other = type(self)(*given.args, **given.kwargs)
+        other.train = train  # of a class that has no such argument
         return other
 
     def __len__(self) -> int:

@@ -32,6 +32,23 @@ class Entry:
         reset = [] if _made(self.base)[0] is given else ["--federated.algorithm=null"]
         return [*reset, *algorithm_words(self.base), *self.options, *(self.paper if paper else ())]
 
+    def check(self, made: Any) -> None:  # noqa: ANN401  # a namespace of jsonargparse
+        """Refuse to call by this name an algorithm that is another one by its ``class_path`` or ``init_args``.
+
+        Raises:
+            ValueError: If so.
+        """
+        kind, arguments = _made(self.base)
+        other = made.class_path if made.class_path != f"{kind.__module__}.{kind.__qualname__}" else ""
+        changed = other or next(
+            (f"{name}={made.init_args[name]}" for name in arguments if made.init_args[name] != arguments[name]), ""
+        )
+        if changed:
+            raise ValueError(
+                f"--algorithms {self.base}: an option or a --config for all runs makes it {changed}, so that its row "
+                "would show another algorithm; leave that out, or --algorithms (then a recipe has its own algorithm)"
+            )
+
 
 def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
     """Options of ``perada fit`` for an algorithm by name.

@@ -117,7 +117,10 @@ class Plan:
             cli = make_cli(["--config", recipe])
             self.given[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
         for row in self.rows:
-            if make_cli(self.job(row, self.seeds[0], "run", {}).args).loop.test_mode:
+            cli = make_cli(self.job(row, self.seeds[0], "run", {}).args)
+            if row[1]:
+                ENTRIES[row[1]].check(cli.config.federated.algorithm)
+            if cli.loop.test_mode:
                 raise ValueError(
                     "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
                     "its results: the noise would follow from it; leave secure_rng out"

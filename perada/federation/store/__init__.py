@@ -5,9 +5,7 @@ Whatever the place, a client's tensors are one flat row of bytes, so that moving
 of a round, or of a group in evaluation, are ever stacked.
 """
 
-from perada.federation.store.choice import Storage
-from perada.federation.store.disk import DiskStore
-from perada.federation.store.files import joined, locate, restricted
-from perada.federation.store.memory import ClientStore, HostStore, StoreKind
+from perada.federation.store.kinds import ClientStore, DiskStore, HostStore, Storage, StoreKind
+from perada.federation.store.rows import joined, locate, restricted
 
 __all__ = ["ClientStore", "DiskStore", "HostStore", "Storage", "StoreKind", "joined", "locate", "restricted"]

@@ -9,8 +9,8 @@ import torch
 from perada.algorithms.base import Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
-from perada.federation.store.files import joined, restricted
-from perada.federation.store.memory import ClientStore
+from perada.federation.store.kinds import ClientStore
+from perada.federation.store.rows import joined, restricted
 
 TOGETHER = 64
 """Clients whose states are moved in one transfer."""

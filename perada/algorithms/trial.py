@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds without images: an algorithm and a server rule are tried at set-up, before anything is computed."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Slot, Stacks
+from perada.core.checks import check_choice
+from perada.core.options import Options
+from perada.core.rounds import Phase
+from perada.core.seeding import generator
+from perada.core.states import State, clone, expand
+from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
+
+LARGEST = 10**8
+"""Numbers in the clients' states of a trial."""
+
+
+def is_own(made: Options) -> bool:
+    """Whether an algorithm or a rule, or one that it is made of, is of a class from outside perada."""
+    parts = [part for part in vars(made).values() if isinstance(part, Options)]
+    return not type(made).__module__.startswith("perada.") or any(map(is_own, parts))
+
+
+def try_rounds(
+    algorithm: Algorithm,
+    rule: ServerRule,
+    slot: Slot,
+    initial: State,
+    phases: Sequence[Phase],
+    num_clients: int,
+    clients: int,
+    num_classes: int,
+) -> None:
+    """Go through two rounds of ``clients`` on made-up gradients, and look at all states that come out.
+
+    Args:
+        algorithm: Which; a copy of it is tried.
+        rule: The server's; where it refuses so few clients, the mean stands for it.
+        slot: Names of the trained tensors.
+        initial: The global state before the first round.
+        phases: Of a round.
+        num_clients: M.
+        clients: In a round; fewer are tried where they are large.
+        num_classes: K.
+
+    Raises:
+        ValueError: If something fails or does not fit, with the name of the method.
+    """
+    name, algorithm, rule = type(algorithm).__name__, copy.deepcopy(algorithm), copy.deepcopy(rule)
+    check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
+    some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
+
+    def run(method: str, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401  # what it gives
+        return _tried(f"{name}.{method}", call, *given)
+
+    try:
+        rule.check(len(some))
+    except ValueError:
+        rule = Mean()
+    first = run("kept", algorithm.kept, initial, slot)
+    _check_stacks(f"{name}.kept", first, first)
+    kept = {role: expand(state, len(some)) for role, state in first.items()}
+    global_state, server_state = initial, dict[str, State]()
+    for round in range(2):
+        received = run("broadcast", algorithm.broadcast, Broadcast(global_state, slot, round, some, num_clients, 0))
+        _check_state(f"{name}.broadcast", received, initial, len(some), partial=True)
+        opened = run("open", algorithm.open, kept, received, slot)
+        step = Rehearsal(algorithm, opened, kept, received, round, classes=num_classes)
+        for phase in phases:
+            run("trained", step.begin, phase.name, slot)
+            run("client_step", algorithm.client_step, step)
+        closed = run("close", algorithm.close, step.finished(), kept, received, slot)
+        if not isinstance(closed, tuple) or len(closed) != 2:
+            raise _Refused(f"{name}.close gives {type(closed).__name__}; give what clients keep, and what they send")
+        kept, update = closed
+        _check_stacks(f"{name}.close, in what clients keep,", kept, first, len(some))
+        more = {key: value[0] for key, value in update.items() if key not in initial}  # for the algorithm's server_step
+        _check_state(f"{name}.close, in what clients send,", update, initial | more, len(some), partial=True)
+        if update:
+            weights = client_weights("uniform", some)
+            turn = round, some, num_clients, slot, 0, global_state, Updates(update), weights, server_state
+            server = ServerStep(*turn, _TriedRule(rule), lambda student, teachers, average_from=None: student)
+            made = run("server_step", algorithm.server_step, server)
+            _check_state(f"{name}.server_step", made, initial, partial=True)
+            global_state, server_state = global_state | made, server.state
+            _check_stacks(f"{name}.server_step, in server.state,", server_state, server_state)
+    if algorithm.inference == "personal":
+        personal = run("personal", algorithm.personal, kept, global_state)
+        _check_state(f"{name}.personal", personal, initial, len(some))
+
+
+class _Refused(ValueError):
+    """What a trial has found."""
+
+
+def _tried(who: str, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401  # what it gives
+    try:
+        return call(*given)
+    except _Refused:
+        raise
+    except Exception as error:  # whatever a class of the caller's own does
+        reason = " ".join(str(error).split())[:200]
+        raise _Refused(f"{who} fails in a round that is tried at set-up ({type(error).__name__}: {reason})") from error
+
+
+class _TriedRule(ServerRule):
+    """A rule whose results are looked at."""
+
+    def __init__(self, rule: ServerRule) -> None:
+        self.rule = rule
+
+    def __call__(self, given: Aggregation) -> State:
+        name = type(self.rule).__name__
+        result: State = _tried(name, self.rule, given)
+        _check_state(name, result, {key: given.previous.get(key, value[0]) for key, value in given.updates.items()})
+        _check_stacks(f"{name}, in given.state,", given.state, given.state)
+        return result
+
+
+def _check_stacks(who: str, found: object, expected: Mapping[str, State], clients: int | None = None) -> None:
+    """Refuse what is not the states of certain roles."""
+    if not isinstance(found, Mapping) or set(found) != set(expected):
+        given = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise _Refused(f"{who} gives {given} instead of states of the roles {sorted(expected)}")
+    for role, state in found.items():
+        _check_state(f"{who} gives {role!r}, which", state, state if clients is None else expected[role], clients)
+
+
+def _check_state(who: str, found: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
+    """Refuse what is not tensors by name, with the shapes of ``expected`` behind an axis of ``clients``, if any."""
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise _Refused(f"{who} gives {type(found).__name__}; give tensors by name, {{name: tensor}}")
+    for name, value in found.items():
+        if name not in expected:
+            raise _Refused(f"{who} gives {name!r}, and there is no trained tensor of that name")
+        shape = (() if clients is None else (clients,)) + tuple(expected[name].shape)
+        if tuple(value.shape) != shape or value.dtype != expected[name].dtype:
+            wanted = f"{shape} of {expected[name].dtype}"
+            raise _Refused(f"{who} gives {name!r} of shape {tuple(value.shape)} of {value.dtype} instead of {wanted}")
+    missing = sorted(expected.keys() - found.keys())
+    if missing and not partial:
+        raise _Refused(f"{who} lacks {missing[0]!r}" + f" and {len(missing) - 1} more names" * (len(missing) > 1))
+
+
+class Rehearsal:
+    """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
+
+    It counts by stream the ``queries``, gradients that were asked for; those of ``changed`` are others than usual.
+    There are logits of so many ``classes``; without a number they are refused.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        opened: Stacks,
+        kept: Stacks,
+        received: State,
+        round: int = 0,
+        changed: str = "",
+        classes: int | None = None,
+    ) -> None:
+        self.algorithm, self.kept, self.received, self.round, self._changed = algorithm, kept, received, round, changed
+        self._classes = classes
+        self.states: Stacks = {role: clone(state) for role, state in opened.items()}
+        self.phase = ""
+        self.queries: Counter[str] = Counter()
+
+    def begin(self, phase: str, slot: Slot) -> None:
+        """Turn to a phase, and what it trains."""
+        self.phase, self.states = phase, self.finished()
+        for role, state in self.states.items():
+            for key in self.algorithm.trained(role, phase, slot):
+                if key in state:
+                    state[key].requires_grad_()
+
+    def finished(self) -> Stacks:
+        """What has come of the states, which are no longer trained."""
+        return {role: {key: value.detach() for key, value in state.items()} for role, state in self.states.items()}
+
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        """Made-up logits of two images."""
+        if self._classes is None:
+            raise no_logits(self.algorithm)
+        return self.loss(states, stream).view(-1, 1, 1).expand(-1, 2, self._classes)
+
+    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
+        """A loss of 0 with a made-up gradient, which depends on the states."""
+        if isinstance(states, str):
+            stream, states = stream or states, self.states[states]
+        stream = stream or next(iter(self.states))
+        self.queries[stream] += 1
+        purpose = f"rehearsal/{stream}" + "/changed" * (stream == self._changed)
+        random = generator(0, purpose, self.round, self.queries[stream])
+        asked = [value for _, value in sorted(states.items()) if value.requires_grad]
+        slopes = [(torch.rand(value.shape, generator=random) - 0.5).to(value) for value in asked]
+        terms = [(slope * value + value**2 / 2).flatten(1).sum(1) for slope, value in zip(slopes, asked, strict=True)]
+        some = next(iter(states.values()))
+        total = sum(terms, start=torch.zeros(len(some), device=some.device))
+        return total - total.detach()
+
+    def restart(self, role: str, start: State) -> None:
+        """Set a role's trained parameters."""
+        with torch.no_grad():
+            for key, value in self.states[role].items():
+                if value.requires_grad:
+                    value.copy_(start[key])
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        """A step of gradient descent at a rate of 0.1."""
+        roles = (role,) if isinstance(role, str) else role
+        leaves = [(key, v) for name in roles for key, v in self.states[name].items() if v.requires_grad]
+        for _, leaf in leaves:
+            leaf.grad = None
+        clients = len(next(iter(self.received.values())))
+        if loss is not None and loss.shape != (clients,):
+            raise ValueError(f"the loss has shape {tuple(loss.shape)} instead of ({clients},), one value a client")
+        if loss is not None and loss.requires_grad:
+            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+        with torch.no_grad():
+            for key, leaf in leaves:
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                gradient = gradient if pull is None else gradient + pull[0] * (leaf - pull[1][key])
+                leaf -= 0.1 * (gradient if slope is None else gradient + slope[key])
+
+
+def no_logits(algorithm: Algorithm) -> ValueError:
+    """What is wrong with an algorithm that looks at the outputs themselves, where training is private."""
+    return ValueError(
+        f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
+        "images (step.logits), which no noise covers; use step.loss, whose gradient is private"
+    )

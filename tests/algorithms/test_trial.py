@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms and rules of somebody else's are tried at set-up: what does not fit is refused in one line."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, make_algorithm
+from perada.algorithms.trial import is_own
+from perada.server import Mean, ServerRule
+from perada.server.rules import FedAvgM
+
+from .problems import finetune
+
+
+class Own(Algorithm):
+    """Keeps a state of its own at clients and at the server."""
+
+    inference = "personal"
+
+    def kept(self, initial, slot):
+        return {"personal": initial, "drift": {name: torch.zeros_like(initial[name]) for name in slot.parameters}}
+
+    def open(self, kept, received, slot):
+        return {"local": received, "personal": kept["personal"]}
+
+    def client_step(self, step):
+        step.descend("local", step.loss("local"), slope=step.kept["drift"])
+        step.descend("personal", step.loss("personal"), pull=(0.1, step.received))
+
+    def close(self, trained, kept, received, slot):
+        drift = {name: trained["local"][name] - received[name] for name in slot.parameters}
+        return {"personal": trained["personal"], "drift": drift}, trained["local"]
+
+    def server_step(self, server):
+        result = server.mean(server.updates, server.weights)
+        server.state["rounds"] = {"count": torch.tensor(float(server.round))}
+        return result
+
+
+class Rule(ServerRule):
+    """A mean that remembers itself."""
+
+    def __call__(self, given):
+        given.state["last"] = {name: value.mean(0) for name, value in given.updates.items() if value.dim() > 1}
+        return Mean()(given)
+
+
+class Rounds(pl.Callback):
+    begun = False
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.begun = True
+
+
+def refused(algorithm="fedavg", **options):
+    rounds = Rounds()
+    with pytest.raises(ValueError) as error:
+        finetune(algorithm, "net-full", rounds=1, callbacks=[rounds], **options)
+    assert not rounds.begun
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_fits_is_trained_and_left_as_it_was():
+    algorithm, rule = Own(), Rule()
+    run = finetune(algorithm, "net-full", rounds=2, server_rule=rule)
+    assert len(run.metrics["rounds"]) == 2
+    assert vars(algorithm) == vars(Own())
+    assert vars(rule) == {}
+
+
+def test_only_classes_from_elsewhere_are_tried():
+    assert not any(is_own(make_algorithm(name)) for name in ALGORITHMS)
+    assert not is_own(FedAvgM())
+    assert is_own(Own())
+    assert is_own(FedEnsemble(base=Own()))
+    assert is_own(FedAvgM(aggregate=Rule()))
+
+
+def changed(**methods):
+    return type("Changed", (Own,), methods)()
+
+
+def send(change):
+    """An algorithm that sends something else."""
+
+    def close(self, trained, kept, received, slot):
+        kept, sent = Own.close(self, trained, kept, received, slot)
+        return kept, change(sent)
+
+    return changed(close=close)
+
+
+def keep(change):
+    def close(self, trained, kept, received, slot):
+        kept, sent = Own.close(self, trained, kept, received, slot)
+        return change(kept), sent
+
+    return changed(close=close)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (changed(inference="personel"), "Changed.inference='personel' is unknown; choose one of 'personal', 'global'"),
+        (
+            changed(kept=lambda self, initial, slot: {"drift": torch.zeros(3)}),
+            "which gives Tensor; give tensors by name",
+        ),
+        (changed(kept=lambda self, initial, slot: {"drift": initial}), "Changed.open fails .* (KeyError: 'personal')"),
+        (
+            changed(open=lambda self, kept, received, slot: {"locl": received}),
+            "Changed.client_step fails .* (KeyError: 'local')",
+        ),
+        (
+            changed(client_step=lambda self, step: step.descend("local", step.loss("local").mean())),
+            r"Changed.client_step fails .* the loss has shape () instead of (2,), one value a client",
+        ),
+        (
+            changed(client_step=lambda self, step: step.descend("local", pull=(1.0, {}))),
+            "Changed.client_step fails in a round that is tried at set-up (KeyError: 'conv.weight')",
+        ),
+        (
+            changed(close=lambda self, trained, *rest: trained["local"]),
+            "Changed.close gives dict; give what clients keep",
+        ),
+        (
+            send(lambda sent: sent | {"tau": torch.ones(2)}),
+            "Changed.server_step gives 'tau', and there is no trained tensor of that name",
+        ),
+        (
+            send(lambda sent: {name: value[:1] for name, value in sent.items()}),
+            "send, gives 'conv.weight' of shape (1, ",
+        ),
+        (
+            send(lambda sent: {name: value.float() for name, value in sent.items()}),
+            "of torch.float32 instead of (2, 4, ",
+        ),
+        (
+            keep(lambda kept: {"drift": kept["drift"]}),
+            "gives ['drift'] instead of states of the roles ['drift', 'personal']",
+        ),
+        (keep(lambda kept: kept | {"drift": {}}), "gives 'drift', which lacks 'conv.bias' and "),
+        (changed(server_step=lambda self, server: None), "Changed.server_step gives NoneType; give tensors by name"),
+        (
+            changed(server_step=lambda self, server: {"c": torch.ones(1)}),
+            "Changed.server_step gives 'c', and there is no",
+        ),
+        (changed(personal=lambda self, kept, w: w), "Changed.personal gives 'conv.weight' of shape (4, 1, 3, 3)"),
+    ],
+)
+def test_an_algorithm_that_does_not_fit_is_refused_before_the_first_round(algorithm, says):
+    message = refused(algorithm, clients_per_round=2)
+    for part in says.split(" .* "):
+        assert part in message
+
+
+def rule(result=lambda made, given: made, remember=lambda given: None):
+    def call(self, given):
+        remember(given)
+        return result(Mean()(given), given)
+
+    return type("Wrong", (ServerRule,), {"__call__": call})()
+
+
+def no_state(value):
+    def remember(given):
+        given.state["n"] = value
+
+    return remember
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (rule(lambda made, given: None), "Wrong gives NoneType; give tensors by name, {name: tensor}"),
+        (rule(lambda made, given: {"fc.bias": made["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
+        (
+            rule(lambda made, given: made | {"oops": torch.zeros(3)}),
+            "Wrong gives 'oops', and there is no trained tensor",
+        ),
+        (
+            rule(lambda made, given: dict(given.updates)),
+            "of shape (2, 4, 1, 3, 3) of torch.float64 instead of (4, 1, 3, 3)",
+        ),
+        (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "of torch.float32 instead of"),
+        (
+            rule(lambda made, given: made["absent"]),
+            "Wrong fails in a round that is tried at set-up (KeyError: 'absent')",
+        ),
+        (rule(remember=no_state(1)), "Wrong, in given.state, gives 'n', which gives int; give tensors by name"),
+        (rule(remember=no_state(torch.zeros(3))), "gives 'n', which gives Tensor; give tensors by name"),
+        (rule(remember=no_state({"a": [1, 2]})), "gives 'n', which gives dict; give tensors by name"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused_before_the_first_round(wrong, says):
+    assert says in refused(server_rule=wrong, clients_per_round=2)
+
+
+def test_a_rules_state_may_be_replaced_whole():
+    seen = []
+
+    def remember(given):
+        seen.append(dict(given.state))
+        given.state = {"count": {"n": torch.tensor(float(given.round + 1))}}
+
+    finetune("fedavg", "net-full", rounds=3, server_rule=rule(remember=remember))
+    assert [{name: part["n"].item() for name, part in state.items()} for state in seen[-3:]] == [
+        {},
+        {"count": 1},
+        {"count": 2},
+    ]
