@@ -50,10 +50,10 @@ test test-all check: export HF_HUB_OFFLINE = 1
 test test-all check: export OMP_NUM_THREADS = 1
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 -m "" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check

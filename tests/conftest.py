@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gzip
 import struct
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,6 +21,16 @@ import torch
 def _seeded():
     """Models and tensors that a test draws do not depend on which tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packages_listed_once():
+    """Lightning looks through all installed packages for every Trainer, which takes as long as a tiny round."""
+    from lightning_fabric.utilities import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:

@@ -31,7 +31,7 @@ class Slot:
     """The names of a state's tensors, by what they are.
 
     Attributes:
-        keys: All names: trained parameters and the running statistics of trained norms.
+        keys: All names: trained parameters, and the running statistics and integer counters of trained norms.
         parameters: The trained parameters.
         head: Parameters of the classification head.
         norms: Parameters and running statistics of normalisation layers.
@@ -48,16 +48,25 @@ class Slot:
 
 
 class ClientStep(Protocol):
-    """One local step of C clients, as an algorithm sees it; :class:`perada.federation.cohort.Cohort` makes it."""
+    """One local step of C clients, as an algorithm sees it; :class:`perada.federation.cohort.Cohort` makes it.
 
+    C counts the clients that are still training. Those with fewer steps have finished; in small memory, or one by one,
+    the others take the step in several parts.
+
+    Attributes:
+        states: What is being trained, by role, (C, ...): the roles of :meth:`Algorithm.open`. Parameters that the phase
+            trains are leaves that require gradients. Other tensors may be changed in place.
+        received: What the server sent, (C, ...). Read only.
+        kept: What the clients kept before the round, by role, (C, ...). Read only.
+        round: The round, counted from 0.
+        phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
+    """
+
+    states: Stacks
+    received: State
+    kept: Stacks
     round: int
     phase: str
-    states: Stacks
-    """What is being trained, by role. Trained parameters are leaves that require gradients."""
-    received: State
-    """What the server sent, (C, ...)."""
-    kept: Stacks
-    """What the clients kept before the round, (C, ...). Read only."""
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
@@ -86,6 +95,8 @@ class ClientStep(Protocol):
             loss: (C,), differentiated for each client alone. ``None``: only the terms below.
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
             slope: Adds this gradient, which is that of <slope, parameters>.
+
+        The anchor and the slope (C, ...) need every parameter that the phase trains in the role.
         """
 
 
@@ -116,7 +127,8 @@ class ServerStep:
             move only sums over clients; reading a name gathers the tensors of all clients. With privacy of whole
             clients, every row is their noisy mean.
         weights: Aggregation weights (C,) that sum to one.
-        state: The server's own tensors, kept between rounds and in checkpoints. The algorithm may change it.
+        state: The server's own tensors, ``{name: state}``, kept between rounds and in checkpoints. The algorithm may
+            replace entries. Those whose names begin with ``rule/`` are the server rule's.
         rule: The server rule, which :meth:`mean` applies.
         distill: Distils the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
     """
@@ -180,7 +192,7 @@ class Algorithm(Options):
         return (Phase("train", epochs, steps),)
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
-        """What one client stores before the first round, without a client axis."""
+        """What one client stores before the first round, by role and without a client axis."""
         return {"personal": initial} if self.inference == "personal" else {}
 
     def broadcast(self, sending: Broadcast) -> State:
@@ -188,7 +200,7 @@ class Algorithm(Options):
         return expand(sending.global_state, len(sending.clients))
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """The stacks to train in this round, made from what the clients kept and received."""
+        """The stacks (C, ...) to train in this round, made from what the clients kept and received, (C, ...)."""
         return {"local": received}
 
     def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
@@ -200,11 +212,14 @@ class Algorithm(Options):
         step.descend("local", step.loss("local"))
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
-        """What the clients keep, and what they send."""
+        """What the clients keep, with the roles and names of :meth:`kept`, and what they send; all are (C, ...)."""
         return {}, trained["local"]
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state: the mean, distilled if the algorithm ``distills``. What is left out stays as it was."""
+        """The new global state, without a client axis: the mean, distilled if the algorithm ``distills``.
+
+        Names that are left out stay as they were.
+        """
         average = server.mean(server.updates, server.weights)
         return server.distill(average, server.updates) if self.distills else average
 

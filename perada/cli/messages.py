@@ -3,6 +3,7 @@
 
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -19,12 +20,15 @@ _PLAIN = {
     r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
 }
 """What jsonargparse says, and how we say it."""
+_A_PATH = re.compile(r"Expected a path but (.*) either not accessible or invalid")
+_ABSTRACT = re.compile(r"Expected an instantiatable class, but (?:(\S+) )?is abstract")
+_MISSING = re.compile(r"No module named |module '[^']+' has no attribute ")
 
 
 def one_line(error: Exception) -> str:
     """An error's message on one line, without control characters and without what jsonargparse says of its workings."""
     lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith(_NOISE)]
+    lines = _of_classes([line for line in lines if line and not line.startswith(_NOISE)])
     for said, plain in _PLAIN.items():
         lines = [re.sub(said, plain, line) for line in lines]
     text = " ".join(lines)
@@ -40,6 +44,38 @@ def one_line(error: Exception) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
         text = f"{text.partition(':')[0]}: there is no class {wrong[1]!r}; {hint}"
     return printable(text)
+
+
+def _of_classes(lines: list[str]) -> list[str]:
+    """What is said of a class that cannot be used: the reason alone, since nobody gave a path."""
+    kept: list[str] = []
+    value = ""
+    for line in lines:
+        path, abstract = _A_PATH.fullmatch(line), _ABSTRACT.fullmatch(line)
+        if path and path[1].endswith((".yaml", ".yml", ".json")):
+            return [*kept, f"{path[1]} cannot be read; give a file that is there, or a class"]
+        if path:
+            value = path[1]
+            continue
+        if _MISSING.match(line) and kept and kept[-1].startswith("Problem with given class_path"):
+            kept.pop()
+        if line.startswith("No module named "):
+            line += "; it must be in the current folder, on PYTHONPATH, or installed"
+        if line.startswith("Import path does not correspond to ") and value:
+            line = f"{value} is not {line.removeprefix('Import path does not correspond to ')}; give one"
+        kept.append(_abstract(abstract[1] or value) if abstract else line)
+    return kept
+
+
+def _abstract(path: str) -> str:
+    """That a class lacks methods, by name where it can be found."""
+    module, _, name = path.rpartition(".")
+    missing = sorted(getattr(getattr(sys.modules.get(module), name, None), "__abstractmethods__", ()))
+    if not missing:
+        return f"{path or 'the class'} is abstract; give a class that has all its methods"
+    return (
+        f"{path} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)}, which its base class asks for; add it"
+    )
 
 
 def _subclasses(base: type) -> Iterator[type]:

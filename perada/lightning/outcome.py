@@ -5,6 +5,7 @@ from perada.algorithms import ensemble_of
 from perada.core.states import unstack
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.steps import parts
 from perada.results.run import Run
 
 
@@ -13,6 +14,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
+    resized = parts(module.trainer, module)[0].image_size
     protection = federation.protection
     spent = protection.epsilons(clients)
     return Run(
@@ -28,7 +30,8 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "backbone": module.backbone if isinstance(module.backbone, str) else None,
             "pretrained": module.pretrained,
             "num_classes": module.num_classes,
-            "image_size": module.image_size,
+            "image_size": module.image_size if resized is None else resized,
+            "built_for": module.image_size,
             "train_backbone": module.train_backbone,
             "algorithm": loop.algorithm.kind,
             "average": ensemble_of(loop.algorithm).average,

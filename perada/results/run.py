@@ -52,9 +52,9 @@ class Run:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation.
-        info: What the run was: backbone, weights, number of classes, image size, algorithm, seed (``None`` where the
-            noise of a private run follows from it); ``privacy`` if it was private, as
-            :mod:`perada.results.privacy_card` describes it.
+        info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
+            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it
+            was private, as :mod:`perada.results.privacy_card` describes it.
     """
 
     def __init__(
@@ -183,6 +183,7 @@ class Run:
             check_whole("num_clients", clients)
             check_whole("global_models", models)
             check_whole("num_classes", info["num_classes"])
+            check_whole("built_for", info.get("built_for"), optional=True)
             if info.get("privacy"):
                 info["privacy"] = _replace(info["privacy"], _from_json)
                 check_record(info["privacy"], clients)
@@ -205,7 +206,8 @@ class Run:
             )
         pretrained = False if _own_weights(info) else info["pretrained"]
         network = info["backbone"] if backbone is None else backbone
-        built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["image_size"])
+        size = info["built_for"] if "built_for" in info else info["image_size"]  # runs of before have one size
+        built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=size)
         if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
             raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
         names = _global_folders(models)

@@ -1,26 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithm of docs/algorithms.md that is written outside the package, run from a recipe as shown there."""
+"""The algorithms and the rule in the documentation that are written outside the package, run as shown there."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 import yaml
 
+import perada
+from perada.cli import main
+from perada.server import FedAvgM
+
 ROOT = Path(__file__).parents[2]
 
 
-def blocks(language):
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def blocks(language, page="algorithms", above=""):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(rf"{above}```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path):
-    (code,), section = blocks("python"), blocks("yaml")[-1]
-    assert len(code.splitlines()) < 40
+def written(page, file):
+    """What the blocks of a page put into a file."""
+    names = {"__name__": file}
+    exec("".join(blocks("python", page, rf"<!-- file: {file}\.py -->\n")), names)
+    return names
+
+
+def trained(tiny, **options):
+    settings = tiny.options | {"distill_steps": None, "logger": False, "eval_every": 9} | options
+    (state,) = perada.finetune(tiny.net(), tiny.data(public=False, test=False), **settings).states("global")
+    return {name: value for name, value in state.items() if value.is_floating_point()}
+
+
+def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
+    """With the paper's rate of 1, the server's momentum on the mean change is FedAvgM."""
+    steady, rule = written("algorithms", "my_methods")["Steady"], written("extending", "mine")["Momentum"]
+    given = {"rounds": 4, "local_steps": 2}
+    expected = trained(tiny, algorithm="fedavg", server_rule=FedAvgM(lr=1.0, momentum=0.5), **given)
+    plain = trained(tiny, algorithm="fedavg", **given)
+    own = [trained(tiny, algorithm=steady(push=0.0, momentum=0.5), **given)]
+    own.append(trained(tiny, algorithm="fedavg", server_rule=rule(0.5), **given))
+    for name, value in expected.items():
+        assert not torch.allclose(plain[name], value, atol=1e-3)
+        for found in own:
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_the_example_that_remembers_on_the_clients(tiny):
+    """All clients take one step a round: the push moves their mean by its strength · η · the last round's change."""
+    steady = written("algorithms", "my_methods")["Steady"]
+    given = {"clients_per_round": None, "local_steps": 1}
+    start, first, second = (trained(tiny, algorithm="fedavg", rounds=rounds, **given) for rounds in range(3))
+    pushed = trained(tiny, algorithm=steady(push=2.0, momentum=0.0), rounds=2, **given)
+    for name, value in pushed.items():
+        moved = 2.0 * tiny.options["lr_local"] * (first[name] - start[name])
+        assert moved.abs().max() > 1e-5
+        torch.testing.assert_close(value, second[name] + moved, atol=1e-6, rtol=1e-5)
+
+
+def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
+    parts, section = blocks("python", above=r"<!-- file: my_methods\.py -->\n"), blocks("yaml")[-1]
+    code = "".join(parts)
+    assert all(len(part.splitlines()) < 40 for part in parts)
     (tmp_path / "my_methods.py").write_text(code)
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     recipe["federated"] |= yaml.safe_load(section)["federated"]
@@ -31,9 +73,8 @@ def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path):
         --data.train_limit=200 --data.test_limit=40 --data.partition.num_clients=4 --data.public=null
         --data.image_size=16 --data.batch_size=8
     """.split()
-    command = [str(Path(sys.executable).parent / "perada"), "fit", "--config", "mine.yaml", *small]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", "mine.yaml", *small])
     saved = torch.load(tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt")["perada"]["federation"]
     rows, header = saved["clients"]["rows"], json.loads(saved["clients"]["header"][8:])
     names = set(header) - {"__metadata__"}

@@ -433,6 +433,26 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--data.public_fraction=0"), "no public set"),
         ((*FIT, "--federated.algorithm=Dito"), "federated.algorithm: there is no class 'Dito'; did you mean 'Ditto'?"),
         ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox=1"), "'prox' is not accepted"),
+        (
+            (*FIT, "--federated.server_rule=bad.Nope"),
+            "error: federated.server_rule: No module named 'bad'; it must be in",
+        ),
+        (
+            (*FIT, "--federated.server_rule=perada.server.Nope"),
+            "error: federated.server_rule: module 'perada.server' has no attribute 'Nope'",
+        ),
+        (
+            (*FIT, "--federated.server_rule=perada.data.IID"),
+            "error: federated.server_rule: perada.data.IID is not a subclass of ServerRule; give one",
+        ),
+        (
+            (*FIT, "--data.dataset=perada.data.ImageSet"),
+            "error: data.dataset: perada.data.ImageSet lacks the method _load, which its base class asks for; add it",
+        ),
+        (
+            (*FIT, "--data.dataset=none.yaml"),
+            "error: data.dataset: none.yaml cannot be read; give a file that is there",
+        ),
         ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=-1"), "prox_strength=-1.0"),
         (
             (*FIT, "--federated.clients_per_round=5"),

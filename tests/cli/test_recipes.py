@@ -28,9 +28,11 @@ FORMER = {
     for folder, said in yaml.safe_load(Path(__file__).with_name("former_recipes.yaml").read_text()).items()
     for name, own in said["each"].items()
 }
-# Every method without privacy and with each kind of it, on one data set each, and what had a name of its own before.
-QUICK = {one for method in GROUPS["method"] for one in (f"cifar10/{method}", f"fashion_mnist/{method}/client")}
-QUICK |= {f"cifar10_vit/{method}/sample" for method in GROUPS["method"]} | {"cifar10/perada/sample"}
+# Every method on one data set, some with each kind of privacy, and what had a name of its own before.
+SOME = ("ditto", "fed_ensemble", "fedavg_ft", "perada", "perada_no_kd", "standalone")
+QUICK = {f"cifar10/{method}" for method in GROUPS["method"]} | {"cifar10/perada/sample"}
+QUICK |= {f"{data}/{method}" for method in SOME for data in ("fashion_mnist", "cifar10_vit")}
+QUICK |= {one for method in SOME for one in (f"fashion_mnist/{method}/client", f"cifar10_vit/{method}/sample")}
 QUICK |= {name.replace("dp/", "").replace("/", "_vit/") + "/sample" for name in FORMER if name.startswith("dp/")}
 QUICK |= {name for name in FORMER if not name.startswith("dp/")}
 SMALL = {

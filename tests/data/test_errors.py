@@ -9,7 +9,18 @@ from torch.utils.data import Subset, TensorDataset
 
 import perada
 from perada.core.images import ImageConfig
-from perada.data import IID, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile, Phase, Photographs
+from perada.data import (
+    IID,
+    Digits,
+    Dirichlet,
+    FederatedData,
+    FederatedDataModule,
+    FromFile,
+    ImageSet,
+    Partition,
+    Phase,
+    Photographs,
+)
 
 
 def client(size=4, channels=1, side=5, labels=None, dtype=torch.uint8):
@@ -115,6 +126,9 @@ def test_labels_of_different_kinds(kind):
     )
     refused(
         FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are torch.bool", TypeError
+    )
+    refused(
+        FederatedData([client(), client(labels=torch.ones(4))]), r"client 1: labels are torch.float32 \(4,\)", TypeError
     )
 
 
@@ -229,3 +243,136 @@ def test_what_is_advised_for_other_channels_works():
     grey = [TensorDataset((255 * x).byte(), y) for x, y in (part.tensors for part in parts)]
     for data in (converted, grey):
         assert perada.finetune("test_resnet", FederatedData(data), **options, **named).num_clients == 2
+
+
+class Own(ImageSet):
+    """What ``given`` says, for both splits; ``facts`` are its columns."""
+
+    num_classes = 2
+
+    def __init__(self, given=None, facts=None, train=True):
+        super().__init__(train)
+        self.given, self.facts = given, facts
+
+    def _load(self):
+        return self.given
+
+    @property
+    def columns(self):
+        return self.facts or {}
+
+
+class ColumnsAsMethod(Own):
+    def columns(self):
+        return {}
+
+
+class Rows(Partition):
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def split(self, train, test, seed):
+        return self.rows[0] if len(self.rows) == 1 else self.rows
+
+
+class ByClinic(Partition):
+    def split(self, train, test, seed):
+        return [np.flatnonzero(train.columns["clinic"] == "a")], [[]]
+
+
+class TwoParameters(Partition):
+    def split(self, train, test):
+        return [], []
+
+
+PIXELS, CLASSES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8), torch.arange(6) % 2
+GOOD = PIXELS, CLASSES
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (PIXELS, r"_load returned uint8 \(6, 3, 8, 8\); return images and labels"),
+        (None, "_load returned None; return images and labels"),
+        ((*GOOD, 1), "returned 3 values"),
+        ((PIXELS, CLASSES[:4]), "6 images and 4 labels; return one label for each"),
+        ((list(PIXELS), CLASSES), r"images of type list; return one tensor \(N, .* torch\.stack"),
+        ((PIXELS.long(), CLASSES), "images are torch.int64: give uint8"),
+        ((PIXELS[0, 0], CLASSES), r"images of shape \(8, 8\); return \(N, channels, height, width\), or \(N, height"),
+        ((PIXELS.permute(0, 2, 3, 1), CLASSES), r"\(6, 8, 8, 3\), whose channels seem to come last; .* images.permute"),
+        ((PIXELS.float().permute(0, 2, 3, 1)[..., :1], CLASSES), r"\(6, 8, 8, 1\), whose channels seem"),
+        (
+            (PIXELS, CLASSES.float()),
+            r"labels float32 \(6,\), which are neither .* return whole numbers \(N,\), a class",
+        ),
+        ((PIXELS, CLASSES.bool()), r"labels bool \(6,\)"),
+        ((PIXELS, CLASSES[:, None]), r"labels int64 \(6, 1\)"),
+        ((PIXELS, torch.zeros(6, 2, 2)), r"labels float32 \(6, 2, 2\); return whole"),
+        ((PIXELS, np.array(["cat"] * 6)), "labels as <U3 array, which is no tensor of numbers"),
+    ],
+)
+def test_what_a_set_of_ones_own_loads(given, words):
+    module = FederatedDataModule(dataset=Own(given), partition=IID(2))
+    with pytest.raises((ValueError, TypeError), match=f"^Own, training split: .*{words}") as caught:
+        module.setup()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Own(GOOD, {"clinic": ["a"] * 5}), r"Own, training split: the column 'clinic' has shape \(5,\) for 6 images"),
+        (Own(GOOD, ["clinic"]), r"Own, .* columns is of type list; return \{name: array \(N,\)\}"),
+        (ColumnsAsMethod(GOOD), "ColumnsAsMethod, .* columns is a method, .*; put @property above it"),
+        (Own(GOOD, {"hospital": ["a"] * 6}), r"Own has no column 'clinic' to divide by: it has \['hospital'\]"),
+        (Own(GOOD), "Own has no column 'clinic' to divide by: it has none"),
+    ],
+)
+def test_columns_of_a_set_of_ones_own(dataset, words):
+    with pytest.raises((ValueError, TypeError), match=f"^{words}") as caught:
+        FederatedDataModule(dataset=dataset, partition=ByClinic()).setup()
+    assert "\n" not in str(caught.value)
+
+
+def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
+    """As the same tensors are; the array of images cannot be written to, as one that was read from a file."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 8), dtype=np.uint8)
+    pixels.flags.writeable = False
+    for labels in (CLASSES.tolist(), CLASSES.numpy().astype(np.uint8), CLASSES.int()):
+        module = FederatedDataModule(dataset=Own((pixels, labels)), partition=Rows([range(6)], [[]]), batch_size=6)
+        (batch,) = module.train_dataloader()
+        seen = sorted((image.tolist(), int(label)) for image, label in zip(batch.x[0, :, 0], batch.y[0], strict=True))
+        assert batch.x.shape == (1, 6, 1, 8, 8)
+        assert seen == sorted(zip(pixels.tolist(), CLASSES.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (([[0, 1], [2, 1]], [[0], [1]]), "gave clients 0 and 1 the training row 1; give each row to one client, once"),
+        (([[0], [1]], [[0], [3, 3]]), "gave client 1 twice the test row 3"),
+        (([[0], [6]], [[0], [1]]), r"gave client 1 the training row 6, and there are 6, .* positions in train\.labels"),
+        (([[0], [1]], [[-1], [1]]), r"gave client 0 the test row -1, .* test\.labels"),
+        ((np.arange(6), np.arange(6)), "returned the number 0 as the training rows of client 0, .* return two lists"),
+        (([[0], [1], [2]],), "returned 3 values; return two lists"),
+        ((np.zeros((2, 3), int),), "returned one ndarray; return two lists"),
+        (([[0], [1]], [[0]]), "returned rows of 2 clients for training and of 1 for testing"),
+        (([[0.0], [1.0]], [[0], [1]]), "returned training rows of client 0 as float64; give whole numbers"),
+        (
+            ([np.arange(6) < 3, [4]], [[], []]),
+            "returned training rows of client 0 as bool; give whole numbers .np.flatnonzero",
+        ),
+        (([[[0, 1]], [[2]]], [[], []]), r"returned an array of shape \(1, 2\) as the training rows of client 0"),
+        (({0: [1]}, [[0]]), "returned the training rows as dict; return two lists"),
+    ],
+)
+def test_rows_of_a_partition_of_ones_own(rows, words):
+    with pytest.raises((ValueError, TypeError), match=rf"^Rows\.split {words}") as caught:
+        FederatedDataModule(dataset=Own(GOOD), partition=Rows(*rows)).setup()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_partition_that_takes_other_arguments():
+    words = r"^TwoParameters\.split is called with train, test and seed: .*; define split\(self, train, test, seed\)$"
+    with pytest.raises(ValueError, match=words):
+        FederatedDataModule(dataset=Own(GOOD), partition=TwoParameters()).setup()

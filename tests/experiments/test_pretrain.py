@@ -52,6 +52,7 @@ def test_no_draw_is_taken_from_the_global_stream(run):
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.slow
 def test_training_learns(run):
     card = run("a", epochs=30, batch_size=20).with_suffix(".md").read_text()
     assert float(rows_of(card)["accuracy on the 40 test images"]) > 0.5  # chance is 0.1

@@ -325,7 +325,7 @@ class DeviceReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
-@pytest.mark.parametrize("adapter", ["residual", "full"])
+@pytest.mark.parametrize("adapter", ["residual", pytest.param("full", marks=pytest.mark.slow)])
 def test_local_steps_read_nothing_from_the_device(scaling, adapter):
     """PerAda with momentum, clipping, dropout and BatchNorm, on clients of unequal batches."""
     options = {"dropout": 0.3} if adapter == "residual" else {}

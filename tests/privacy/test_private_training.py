@@ -169,8 +169,15 @@ def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
     assert took_part == 16
 
 
-@pytest.mark.parametrize("engine", ["folded", "opacus"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize(
+    ("clipping", "engine"),
+    [
+        ("flat", "folded"),
+        ("per_layer", "opacus"),
+        pytest.param("flat", "opacus", marks=pytest.mark.slow),
+        pytest.param("per_layer", "folded", marks=pytest.mark.slow),
+    ],
+)
 def test_physical_batches_and_chunks_do_not_change_the_result(engine, clipping):
     options = {"engine": engine, "clipping": clipping}
     whole = train(WITHOUT_KD, private(SIGMA, **options), rounds=2)

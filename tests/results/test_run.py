@@ -288,3 +288,20 @@ def test_another_rank_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"client_1'.*its r is 2, of the run it is 4") as error:
         perada.Run.load(tmp_path / "wide")
     assert "\n" not in str(error.value)
+
+
+def test_the_size_that_the_datamodule_resized_to_is_told(tiny, tmp_path):
+    """The run is loaded all the same: its backbone was built for its own size."""
+    sets = [
+        TensorDataset(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8), torch.arange(4) % 2) for _ in range(2)
+    ]
+    settings = tiny.options | {"adapter": "head", "rounds": 1, "local_steps": 1, "logger": False, "pretrained": False}
+    settings |= {"distill_steps": None, "batch_size": None, "algorithm": "fedavg"}
+    for backbone, size in (("test_resnet", 32), ("test_vit", 160)):
+        data = perada.FederatedDataModule(perada.FederatedData(sets), image_size=size, batch_size=4)
+        run = perada.finetune(backbone, data, **settings)
+        assert run.info["image_size"] == size
+        x = torch.randn(2, 3, size, size)
+        loaded = perada.Run.load(run.save(tmp_path / backbone))
+        assert loaded.info == run.info
+        assert torch.equal(loaded.global_model()(x), run.global_model()(x))

@@ -192,6 +192,16 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
     for client, source in enumerate(sources):
         if labelled and source is not None and source.labels is None:
             raise ValueError(f"client {client}: its images have no labels; give labelled ones, or leave the client out")
+        if (
+            source is not None
+            and source.labels is not None
+            and source.labels.ndim == 1
+            and source.labels.is_floating_point()
+        ):
+            raise TypeError(
+                f"client {client}: labels are {source.labels.dtype} {tuple(source.labels.shape)}, of no vectors; give "
+                "whole numbers (N,), a class for each image, or floats (N, K) of several labels each"
+            )
     return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
 
 

@@ -20,13 +20,31 @@ from perada.data.partitions.apportion import Array, check_enough
 Assignment = tuple[list[Array], list[Array]]
 
 
+class _Columns(dict[str, Array]):
+    """Columns by name; one that there is not is refused in words."""
+
+    def __init__(self, columns: Mapping[str, Array], owner: str) -> None:
+        super().__init__(columns)
+        self._owner = owner
+
+    def __missing__(self, name: str) -> Array:
+        raise ValueError(
+            f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
+            "domains: true has 'domain'"
+        )
+
+
 @dataclass(frozen=True)
 class Split:
-    """What a partition sees of one split."""
+    """What a partition sees of one split. Rows are positions in ``labels``, ``index`` and each column alike."""
 
     labels: Array  # (N,) classes, or (N, K) several labels, whose combinations then count as the classes
     index: Array  # (N,) position of each sample in its dataset
     columns: Mapping[str, Array] = field(default_factory=dict)  # further facts (N,) by name
+    name: str = "the dataset"  # in messages
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", _Columns(self.columns, self.name))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -40,7 +58,8 @@ class Partition(Options, ABC):
         """Choose each client's samples; the test set may have none.
 
         Returns:
-            For each client the rows of ``train``, and those of ``test``; every row at most once.
+            For each client the rows of ``train``, and those of ``test``: integers from 0 to below ``len(train)`` and
+            ``len(test)``, every row at most once. Both lists have an entry for each client, in the same order.
 
         Raises:
             ValueError: If the data cannot be divided so.
@@ -80,11 +99,6 @@ class ByDomain(Partition):
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Sort the domains by name, and cut each domain's samples into equal shares."""
-        if self.column not in train.columns:
-            raise ValueError(
-                f"the dataset has no column {self.column!r} to divide by: it has {sorted(train.columns) or 'none'}; "
-                "an ImageFolder with domains: true has 'domain'"
-            )
         rng = partition_rng(seed)
         division: Assignment = ([], [])
         for domain in np.unique(train.columns[self.column]):

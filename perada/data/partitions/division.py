@@ -12,6 +12,8 @@ from perada.core.seeding import derive_seed
 from perada.data.federated import FederatedData
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.base import Partition, Split
+from perada.data.partitions.checks import divide
+from perada.data.sets.checks import checked_columns, split_of
 from perada.data.sets.images import ImageSet
 
 
@@ -62,7 +64,7 @@ class Division:
             raise ValueError(f"{self.dataset!r} has no labels: it can be the public set only, give another as dataset")
         public, validation, train = self._hold_out(self._sample("train", len(parts[0]), self.train_limit))
         test = self._sample("test", len(parts[1]), self.test_limit)
-        division = self.partition.split(_split(parts[0], train), _split(parts[1], test), self.seed)
+        division = divide(self.partition, _split(parts[0], train), _split(parts[1], test), self.seed)
         train_of, test_of = (
             [np.sort(index[rows]).tolist() for rows in clients]
             for index, clients in zip((train, test), division, strict=True)
@@ -110,5 +112,6 @@ class Division:
 def _split(images: ImageSet, index: Array) -> Split:
     """What the partition sees of the images at ``index``."""
     assert images.labels is not None
-    columns = {name: np.asarray(column)[index] for name, column in images.columns.items()}
-    return Split(images.labels.numpy()[index], index, columns)
+    columns = checked_columns(split_of(images), images.columns, len(images))
+    rows = {name: column[index] for name, column in columns.items()}
+    return Split(images.labels.numpy()[index], index, rows, type(images).__name__)

@@ -17,6 +17,7 @@ from torchvision import datasets as torchvision_datasets
 from perada.core.checks import check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
+from perada.data.sets.checks import checked_tensors, split_of
 from perada.data.sets.readers import find_folder, read_cifar, read_cifar_binary, read_idx
 
 _FASHION_FOLDERS = ("/usr/share/datasets/fashion-mnist",)  # where Debian's dataset-fashion-mnist puts it
@@ -47,11 +48,17 @@ class ImageSet(Dataset[Any], ABC):
 
     @abstractmethod
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        """Read ``images`` and ``labels``."""
+        """Read the split that ``self.train`` names.
+
+        Returns:
+            Images uint8 (N, Ch, H, W), or (N, H, W) of one grey channel; or floating point that is ready for the model,
+            which is neither resized nor normalised; or None if they stay on disk. Labels: whole numbers (N,), or floats
+            (N, K) of zeros and ones for several labels an image, or None. Arrays are converted.
+        """
 
     @cached_property
     def _tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        return self._load()
+        return checked_tensors(split_of(self), self._load())
 
     @property
     def images(self) -> Tensor | None:
@@ -65,7 +72,7 @@ class ImageSet(Dataset[Any], ABC):
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Facts about each image, (N,) by name, for partitions that divide by them."""
+        """Facts about each image of the split in ``self.train``, (N,) by name, for partitions that divide by them."""
         return {}
 
     def download(self) -> None:

@@ -164,6 +164,7 @@ def rows(tmp_path_factory):
     return study(output=folder, modes=[1, 2, 4], reruns=60, rounds=40, strata=10, init_std=0.5)
 
 
+@pytest.mark.slow
 def test_the_variance_falls_as_one_over_the_modes(rows):
     scaled = [row["modes"] * row["variance"] / rows[0]["variance"] for row in rows]
     errors = [row["variance_se"] / row["variance"] for row in rows]

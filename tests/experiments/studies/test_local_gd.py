@@ -294,6 +294,7 @@ def loop(network, data, shares, settings, share):
     return path
 
 
+@pytest.mark.slow
 def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
     main(["study", "local-gd", f"--output={tmp_path / 'out'}", "--quick", "--seed=4"])
     written = json.loads((tmp_path / "out" / "local_gd.json").read_text())
