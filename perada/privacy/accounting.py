@@ -233,7 +233,10 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
         """Compute one order's divergence, and the bounds that follow; return the least ε of all that are known."""
         divergence = sum(steps * _step_rdp(sigma, rate, order) for sigma, rate, steps in segments)
         logarithms[order] = (order - 1) * divergence
-        for (left, low), (right, high) in pairwise(sorted(logarithms.items())):
+        beside = [*sorted(one for one in logarithms if one < order)[-1:], order]
+        beside += sorted(one for one in logarithms if one > order)[:1]
+        for left, right in pairwise(beside):
+            low, high = logarithms[left], logarithms[right]
             along = (orders - left) / (right - left)
             line = low + (high - low) * along - rounding * (1 + 2 * abs(along))
             bounded = (along < 0) | (along > 1)

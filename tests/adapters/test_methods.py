@@ -115,6 +115,7 @@ def test_save_and_load(tmp_path, make_backbone, backbone, adapter, options, owne
     assert trained_keys(again) == tuple(state)
 
 
+@pytest.mark.slow
 def test_a_user_loads_it_with_peft_alone(tmp_path, make_backbone):
     adapters = ["residual", "full"]
     logits = []

@@ -36,7 +36,10 @@ def test_an_adapter_that_adds_nothing_is_refused():
             insert_adapter(build_backbone("test_resnet", 4, pretrained=False), adapter, train_backbone=True)
 
 
-@pytest.mark.parametrize("algorithm", ["fedsim_adapter", "fedalt_adapter", "perada_no_kd"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["fedsim_adapter", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedalt_adapter", "perada_no_kd"))],
+)
 def test_what_is_saved_predicts_what_was_trained(algorithm, tmp_path):
     random = torch.Generator().manual_seed(0)
     train = [TensorDataset(torch.randn(6, 3, 16, 16, generator=random), torch.arange(6) % 4) for _ in range(3)]

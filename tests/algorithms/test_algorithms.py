@@ -122,7 +122,7 @@ ENGINES = [
         *case.values,
         engine,
         id=f"{case.id}-{engine}",
-        marks=[pytest.mark.slow] * (engine == "loop" and case.values[-1] != "net-full"),
+        marks=[pytest.mark.slow] * (case.values[-1] != "net-full" if engine == "loop" else case.values[-1] in ALL[2:]),
     )
     for engine in ("folded", "loop")
     for case in CASES

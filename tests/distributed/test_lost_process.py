@@ -26,6 +26,7 @@ def check_resumed(folder):
     return checkpoint
 
 
+@pytest.mark.slow
 def test_the_others_notice_when_they_wait_for_it(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

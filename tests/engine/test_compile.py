@@ -19,6 +19,11 @@ CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
 
 def model(name, adapter):
     torch.manual_seed(0)
+    if name == "small":
+        layers = [nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(2)]
+        return insert_adapter(
+            build_backbone(nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, CLASSES)), CLASSES), adapter
+        ).model
     backbone = build_backbone(name, CLASSES, pretrained=False, image_size=SIDE if "vit" in name else None)
     return insert_adapter(backbone, adapter).model
 
@@ -36,7 +41,9 @@ def step(engine, model, x, streams):
 @pytest.mark.parametrize(
     ("name", "adapter", "kind"),
     [
-        ("test_vit", "lora", "folded"),
+        ("small", "full", "folded"),
+        ("small", "full", "loop"),
+        pytest.param("test_vit", "lora", "folded", marks=pytest.mark.slow),
         pytest.param("test_vit", "lora", "loop", marks=pytest.mark.slow),
         pytest.param("test_resnet", "residual", "folded", marks=pytest.mark.slow),
         pytest.param("test_resnet", "residual", "loop", marks=pytest.mark.slow),

@@ -171,9 +171,9 @@ def difference(left, right, keys):
         pytest.param("resnet18", "residual", {"dropout": 0.3, "init_std": 0.05}, marks=pytest.mark.slow),
         ("resnet", "residual", {"dropout": 0.3, "init_std": 0.05}),
         ("resnet", "head", {}),
-        ("resnet", "full", {}),
+        pytest.param("resnet", "full", {}, marks=pytest.mark.slow),
         ("vit", "lora", {"lora_dropout": 0.2}),
-        ("vit", "bottleneck", {"dropout": 0.2}),
+        pytest.param("vit", "bottleneck", {"dropout": 0.2}, marks=pytest.mark.slow),
         pytest.param("vit", "full", {}, marks=pytest.mark.slow),
         ("hf_vit", "lora", {}),
     ],
@@ -200,7 +200,7 @@ def test_two_rounds_folded_equal_two_rounds_of_the_loop(name, adapter, options, 
         assert all(torch.equal(one[key], other[key]) for key in counters)
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_chunks_of_clients_change_nothing(chunk):
     sizes = (9, 4, 11, 4, 6)
     model = backbone("resnet", None)[0].model.double()
@@ -251,7 +251,7 @@ def test_unknown_engines_are_refused():
 
 
 @pytest.mark.parametrize("algorithm", ["perada", pytest.param("fedavg_ft", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "adapter"), [("batch_norm", "full"), ("vit", "lora"), ("module", "full")])
 def test_half_precision_learns_what_single_precision_does(name, adapter, engine, algorithm, tmp_path):
     built, size = backbone(name, tmp_path)

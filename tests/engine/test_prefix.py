@@ -216,7 +216,7 @@ def run(data, adapter="head", net="test_resnet", **options):
     return perada.finetune(net, data, adapter=adapter, pretrained=False, **options, **quiet)
 
 
-@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
 def test_a_run_is_the_same_with_features(engine, privacy):
     with_features, without = (
@@ -241,7 +241,7 @@ def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
     assert (prefix and set(prefix.needed)) == WAYS[way][1]
 
 
-@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_peculiar_networks_train_alike_with_features(way, engine):
     states = []

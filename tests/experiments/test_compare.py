@@ -170,6 +170,7 @@ def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
         main(command)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
 def test_several_processes_give_what_one_gives(recipe, tmp_path, capsys):
     command = ["compare", recipe, "--algorithms", "perada", "fedavg_ft", "--seeds", "0", "1"]

@@ -77,6 +77,7 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, after, algorithm
     assert_same(fit(tiny, tmp_path, after, ckpt_path=saved_in(tmp_path, 1), algorithm=algorithm), whole)
 
 
+@pytest.mark.slow
 def test_killed_while_it_stores_its_clients_a_run_goes_on_from_its_checkpoint(tiny, tmp_path):
     script = """
         import os, signal, sys

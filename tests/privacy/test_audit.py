@@ -40,6 +40,7 @@ def test_epsilon_of_a_gaussian_is_where_delta_is_the_integral(mu, delta):
     assert missing == pytest.approx(delta, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bounds_hold_in_nineteen_of_twenty_audits_and_are_not_idle():
     """Noise of Laplace has ε = 1 for any δ, and Gaussian noise the ε of its μ; 2000 trials a time."""
     random = np.random.default_rng(0)

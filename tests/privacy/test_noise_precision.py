@@ -48,7 +48,7 @@ def train(images, dtype, **options):
 
 PRECISIONS = [(torch.float32, "32-true"), (torch.float32, "bf16-mixed"), (torch.float64, "32-true")]
 NOISES = [
-    pytest.param(engine, *precision, marks=[pytest.mark.slow] * (engine == "opacus" and precision != PRECISIONS[1]))
+    pytest.param(engine, *precision, marks=[pytest.mark.slow] * (engine == "opacus"))
     for engine in ("folded", "opacus", "clients")
     for precision in PRECISIONS
 ]
@@ -74,7 +74,7 @@ def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     assert float(mean.norm()) == pytest.approx(BOUND, rel=0.02 if engine != "clients" else 100)
 
 
-@pytest.mark.parametrize("engine", ["folded", "opacus", "loop"])
+@pytest.mark.parametrize("engine", ["folded", pytest.param("opacus", marks=pytest.mark.slow), "loop"])
 @pytest.mark.parametrize(
     "adapter", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "full")), "bottleneck", "head"]
 )

@@ -76,7 +76,22 @@ def run_with(name, monkeypatch, other=()):
     return algorithm, run, rounds.states, seen, tuned
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, *MORE])
+ALIKE = (
+    "feddf",
+    "fedprox",
+    "feddyn",
+    "fedbe",
+    "fedbe_no_kd",
+    "fedalt_input",
+    "fedsim_input",
+    "fedalt_adapter",
+    "fedsim_adapter",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in (*ALGORITHMS, *MORE)]
+)
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""
     algorithm, run, states, seen, tuned = run_with(name, monkeypatch)

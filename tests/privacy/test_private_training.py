@@ -39,7 +39,12 @@ def private(sigma=0.0, **options):
 
 
 ENGINES = [
-    pytest.param(case, sigma, engine, marks=[pytest.mark.slow] * (sigma == 0 and engine == "opacus"))
+    pytest.param(
+        case,
+        sigma,
+        engine,
+        marks=[pytest.mark.slow] * (engine == "opacus" and (sigma == 0 or case not in ("perada", "pfedme"))),
+    )
     for case in CASES
     for sigma in (0.0, SIGMA)
     for engine in ("folded", "opacus")

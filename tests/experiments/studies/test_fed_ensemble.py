@@ -147,6 +147,7 @@ def transfer(problem: Problem, rounds: int) -> np.ndarray:
     return np.linalg.matrix_power(np.mean(steps, axis=0), rounds)
 
 
+@pytest.mark.slow
 def test_one_modes_variance_is_that_of_its_initial_weights():
     problem = make_problem(0)
     weights = train(problem, replace(SMALL, reruns=200, rounds=20, init_std=0.5), 1)
