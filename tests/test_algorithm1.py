@@ -49,7 +49,7 @@ def task(multilabel):
     return perada.FederatedData([part(n) for n in SIZES], [part(3) for _ in SIZES], TensorDataset(public))
 
 
-def algorithm_1(model, initial, data, cohorts, multilabel, optimizer):
+def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mode):
     """Algorithm 1 of the paper, client after client, on plain dictionaries."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     task_loss = F.binary_cross_entropy_with_logits if multilabel else F.cross_entropy
@@ -69,8 +69,8 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer):
             state = {key: value.detach() for key, value in leaves.items()}
         return state
 
-    def logits(state, x):
-        model.eval()
+    def logits(state, x, mode="eval"):
+        model.train(mode == "train")
         return functional_call(model, state, (x,))
 
     w = {key: value.clone() for key, value in initial.items()}
@@ -89,7 +89,7 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer):
         steps = getattr(torch.optim, optimizer)([student[name] for name in sorted(trained)], lr=LR_SERVER)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(steps, DISTILL_STEPS)
         for _ in range(DISTILL_STEPS):
-            out = logits(student, public)
+            out = logits(student, public, student_mode)
             if multilabel:
                 p, q = teacher.sigmoid(), out.sigmoid()
                 loss = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
@@ -107,9 +107,15 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer):
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 @pytest.mark.parametrize(
-    ("network", "multilabel", "optimizer"), [(convolutional, False, "Adam"), (linear, True, "SGD")]
+    ("network", "multilabel", "optimizer", "student_mode"),
+    [
+        (convolutional, False, "Adam", "eval"),
+        (convolutional, False, "Adam", "train"),
+        (convolutional, True, "SGD", "train"),
+        (linear, True, "SGD", "eval"),
+    ],
 )
-def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, clients_per_round, engine):
+def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, student_mode, clients_per_round, engine):
     data, backbone = task(multilabel), network()
 
     def run(rounds):
@@ -124,10 +130,13 @@ def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, clients_
             lr_personal=LR_PERSONAL,
             lr_local=LR_LOCAL,
             prox_strength=PROX,
-            distill_steps=DISTILL_STEPS,
-            distill_batch_size="full",
-            lr_server=LR_SERVER,
-            server_optimizer=optimizer.lower(),
+            distillation={
+                "steps": DISTILL_STEPS,
+                "batch_size": "full",
+                "lr": LR_SERVER,
+                "optimizer": optimizer.lower(),
+                "student_mode": student_mode,
+            },
             engine=engine,
             logger=False,
             enable_checkpointing=False,
@@ -140,7 +149,7 @@ def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, clients_
     module = perada.FederatedDataModule(data, batch_size="full")
     module.configure_rounds(seed=0, clients_per_round=clients_per_round, phases=[perada.data.Phase()])
     cohorts = [module.plan(round).clients for round in range(ROUNDS)]
-    w, personal = algorithm_1(model, start.state("global"), data, cohorts, multilabel, optimizer)
+    w, personal = algorithm_1(model, start.state("global"), data, cohorts, multilabel, optimizer, student_mode)
     moved = 0.0
     for role, expected in [(("global",), w), *((("personal", m), personal[m]) for m in range(len(SIZES)))]:
         for key, value in end.state(*role).items():

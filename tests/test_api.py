@@ -295,3 +295,32 @@ def test_every_default_is_that_of_the_class_that_is_built():
     assert type(perada.FederatedLoop().server_rule).__name__.lower() == given["server_rule"]
     assert inspect.signature(make_trainer).parameters["eval_every"].default == given["eval_every"]
     assert inspect.signature(perada.FederatedDataModule).parameters["batch_size"].default == 64
+
+
+def norms():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 1}, "batch_size is 1"),
+        ({"sizes": (6, 1, 4)}, "client 1 has 1 training image"),
+        ({"distillation": {"batch_size": 1}}, "distillation: batch_size is 1"),
+        ({"public": 1}, "the public set has 1 image"),
+    ],
+)
+def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, tiny, options, says):
+    options = dict(options)
+    data = tiny.data(sizes=options.pop("sizes", None))
+    if "public" in options:
+        data.public = TensorDataset(data.public.tensors[0][: options.pop("public")])
+    common = {"rounds": 1, "logger": False, "distill_steps": None, "distill_batch_size": None}
+    mode = {"distillation": {"steps": 1, "student_mode": "train"} | options.pop("distillation", {})}
+    message = f"{says}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch"
+    with pytest.raises(ValueError, match=message):
+        call(norms(), data, **common | mode | options)
+    if "distillation" in says or "public" in says:
+        evaluated = {"distillation": mode["distillation"] | {"student_mode": "eval"}}
+        assert len(call(norms(), data, **common | evaluated).metrics["rounds"]) == 1
+        assert len(call(tiny.net(), data, **common | mode).metrics["rounds"]) == 1

@@ -168,6 +168,7 @@ class Federation:
             self.slot.parameters,
             data,
             round,
+            settings.seed,
             settings.training.multilabel,
             self.ranks,
             self.scales,

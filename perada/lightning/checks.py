@@ -95,13 +95,17 @@ def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: Federa
         )
 
 
-def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier) -> None:
+def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier, distillation: Distillation | None) -> None:
     """Refuse, by a ValueError, batches of one image for a BatchNorm that is trained: statistics need at least two."""
     if not any(key.endswith("running_var") for key in module.slot.keys):
         return
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
-    if data.batch_size == 1 or data.train_sizes[smallest] == 1:
-        what = "batch_size is 1" if data.batch_size == 1 else f"client {smallest} has 1 training image"
+    what = "batch_size is 1" if data.batch_size == 1 else ""
+    what = what or (f"client {smallest} has 1 training image" if data.train_sizes[smallest] == 1 else "")
+    if not what and distillation and distillation.steps and distillation.student_mode == "train":
+        what = "the public set has 1 image" if data.public_size == 1 else ""
+        what = what or ("distillation: batch_size is 1" if distillation.batch_size == 1 else "")
+    if what:
         raise ValueError(
             f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
             "choose an adapter without them (head, lora) or a backbone with LayerNorm"

@@ -170,7 +170,7 @@ class FederatedLoop(pl.Callback):
             with trainer.precision_plugin.forward_context():
                 try_gradients(self.privacy, module, batch, features)
         check_distillation(self.algorithm, self.distillation, data)
-        check_batch_norm(data, module)
+        check_batch_norm(data, module, self.distillation if self.algorithm.distills else None)
         if stage == "fit":
             if not data.val_dataloader():
                 trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.ranks import Ranks
+from perada.core.seeding import Streams
 from perada.core.states import State, expand, is_finite, send
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
@@ -52,6 +53,9 @@ class Distillation:
         optimizer: ``"adam"`` or ``"sgd"``, started afresh each round.
         schedule: ``"cosine"`` lets the rate fall to zero over the R steps of a round, or ``"constant"``.
         temperature: Softens both distributions.
+        student_mode: ``"train"``: the student's norms use the public images of a step and move their running
+            statistics, and dropout draws from streams derived from the seed; ``"eval"``: neither. Teachers are in
+            evaluation mode always.
         until_round: Rounds from this one on (counted from 0) are not distilled; ``None`` distils every round.
         validate_every: Score the student every so many steps, and after the last one, on the labelled
             ``server_validation`` set, keep the best and fall back to the average where none is better; 0 (the paper
@@ -67,6 +71,7 @@ class Distillation:
     optimizer: ServerOptimizer = "adam"
     schedule: Literal["cosine", "constant"] = "cosine"
     temperature: float = 1.0
+    student_mode: Literal["train", "eval"] = "eval"
     until_round: int | None = None
     validate_every: int = 0
     share_steps: bool = False
@@ -79,6 +84,12 @@ class Distillation:
         check_choice(name("optimizer"), self.optimizer, ["adam", "sgd"])
         check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
         check_number(name("temperature"), self.temperature, above=0)
+        check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
+        if self.share_steps and self.student_mode == "train":
+            raise ValueError(
+                "distillation: share_steps=True would give the student's norms the images of one device only; choose "
+                "student_mode='eval', or share_steps=False"
+            )
         check_whole(name("until_round"), self.until_round, 0, optional=True)
         check_whole(name("validate_every"), self.validate_every, 0, hint="0 for never")
 
@@ -122,14 +133,14 @@ class Distiller:
     """Distils, in one round, the ensemble of teachers into a student: call it with both.
 
     Every rank runs its part of the teachers, and each public image passes them once: the sum of their logits is all
-    that travels. The student's steps are taken by all ranks alike. The student runs in evaluation mode: public images
-    do not move its running statistics, and nothing is dropped.
+    that travels. The student's steps are taken by all ranks alike.
 
     Attributes:
         options: How; in a round that is not to be distilled the student stays as it is.
         parameters: Names of the tensors to train.
         data: Public images, and the server's validation set.
         round: Counted from 0.
+        seed: Of the student's dropout.
         multilabel: Whether labels are 0/1 per class.
         scales: The student's loss scale, in float16.
         progress: Wraps the steps in a progress bar.
@@ -142,6 +153,7 @@ class Distiller:
     parameters: tuple[str, ...]
     data: ServerData
     round: int = 0
+    seed: int = 0
     multilabel: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     scales: KeptScales = field(default_factory=lambda: KeptScales(None))
@@ -223,18 +235,21 @@ class Distiller:
         A step takes images (B, channels, height, width) and the teachers' mean logits (B, K). Where its images
         are divided among the ranks, ``rows`` is their number on all of them. In float16 the student has ``scales``.
         """
-        options, engine = self.options, self.engine
+        options, engine, training = self.options, self.engine, self.options.student_mode == "train"
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
         trained = {key: state[key].requires_grad_() for key in self.parameters if key in state}
         leaves = list(trained.values())
         optimizer = options.make_optimizer(leaves, masked=scales is not None)
         best = (self._accuracy(student), student) if options.validate_every else None
         averages: State = {}
+        device = leaves[0].device
+        streams = Streams.derived(self.seed, "dropout-server", self.round, clients=[0], device=device)
         first = options.steps if average_from is None else math.ceil(round(average_from * options.steps, 9))
         for step, (x, teacher) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate(step)
-            logits = engine.logits(state if scales is None else scales.enter(state, ONLY), x.unsqueeze(0))
+            given = state if scales is None else scales.enter(state, ONLY)
+            logits = engine.logits(given, x.unsqueeze(0), training=training, streams=streams.fork("step", step))
             logits = logits if scales is None else scales.leave(logits, ONLY)
             loss = distillation_loss(logits[0], teacher, options.temperature, self.multilabel)
             optimizer.zero_grad()
