@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the methods share that add layers behind a module."""
 
+from abc import abstractmethod
 from typing import Any, ClassVar, cast
 
 from peft import PeftConfig
@@ -27,9 +28,9 @@ class AddedLayer(nn.Module, BaseTunerLayer):
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
+    @abstractmethod
     def build(self, config: Any) -> tuple[nn.Module, ...]:  # noqa: ANN401  # the method's own
         """Return a new module for each of ``parts``, initialised from torch's global random stream."""
-        raise NotImplementedError
 
     def update_layer(self, adapter_name: str, config: PeftConfig) -> None:
         """Add an adapter."""
@@ -59,13 +60,13 @@ class AddingModel(BaseTuner):
     families: ClassVar[str]  # networks in which `targets` finds modules
     follows: ClassVar[str]  # modules that an adapter can follow
 
+    @abstractmethod
     def targets(self, config: Any) -> list[str]:  # noqa: ANN401  # the method's own
         """Return the modules to adapt where the user names none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fits(self, target: nn.Module) -> bool:
         """Whether an adapter can follow ``target``."""
-        raise NotImplementedError
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
         config = cast(Any, peft_config)

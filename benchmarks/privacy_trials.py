@@ -215,10 +215,10 @@ def measured_noise(engine: PrivacyEngine, precision: str, dtype: torch.dtype, ro
 def _added_in_half() -> Iterator[None]:
     plain = clipping.with_noise
 
-    def with_noise(row: torch.Tensor, std: float, source: torch.Generator | None) -> torch.Tensor:
+    def with_noise(row: torch.Tensor, std: float, *others: Any) -> torch.Tensor:
         if not std:  # the trial of the network at set-up, which would see it
-            return plain(row, std, source)
-        return (row.bfloat16() + plain(torch.zeros_like(row), std, source).bfloat16()).to(row.dtype)
+            return plain(row, std, *others)
+        return (row.bfloat16() + plain(torch.zeros_like(row), std, *others).bfloat16()).to(row.dtype)
 
     with patch.object(clipping, "with_noise", with_noise):
         yield

@@ -6,6 +6,7 @@ leave it: what reaches parameters is never scaled. A client whose gradient is no
 shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018). Neither waits for the device.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -141,7 +142,7 @@ def _scaled(value: Tensor, factors: Tensor) -> Tensor:
     return value
 
 
-class MaskedOptimizer(torch.optim.Optimizer):
+class MaskedOptimizer(torch.optim.Optimizer, ABC):
     """Steps the clients it is told, with the arithmetic of ``torch.optim`` on stacked parameters (C, ...).
 
     A client that skips keeps its parameters, its moments and its number of steps as they were.
@@ -157,9 +158,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
                         gradient = parameter.grad.where(rows, 0)
                         self._step(parameter, gradient, rows.to(parameter), group)
 
+    @abstractmethod
     def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
         """Step ``parameter`` (C, ...), where ``rows`` (C, 1, ...) is 1 and not 0, as is the gradient there."""
-        raise NotImplementedError
 
 
 class MaskedSGD(MaskedOptimizer):

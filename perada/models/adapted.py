@@ -38,22 +38,36 @@ INTERNAL = {field.name for field in fields(PeftConfig)}
 
 @dataclass
 class Backbone:
-    """A frozen image classifier, which maps images (B, channels, height, width) to logits (B, K)."""
+    """A frozen image classifier.
+
+    Attributes:
+        model: Maps images (B, channels, height, width) to logits (B, K).
+        name: The timm name, ``hf:`` and the transformers name, or the class name.
+        head: Full name of the classification head in ``model``.
+        image: What images must look like; None for a network of the caller's own.
+    """
 
     model: nn.Module
-    name: str  # the timm name, ``hf:`` and the transformers name, or the class name
-    head: str  # full name of the classification head in the model
-    image: ImageConfig | None  # what images must look like; None for a network of the caller's own
+    name: str
+    head: str
+    image: ImageConfig | None
 
 
 @dataclass
 class AdaptedModel:
-    """A backbone with its adapter in place."""
+    """A backbone with its adapter in place.
 
-    backbone: Backbone  # its model now holds the adapter
-    peft_model: PeftModel  # only saving and loading need it; the adapter's name in it is "default"
-    config: PeftConfig  # the adapter's, as it is saved
-    beside: tuple[str, ...] = ()  # trained tensors that PEFT does not save: the backbone's own, where it is trained too
+    Attributes:
+        backbone: Its ``model`` now holds the adapter.
+        peft_model: Only saving and loading need it. The adapter's name in it is "default".
+        config: The adapter's, as it is saved.
+        beside: Trained tensors that PEFT does not save: the backbone's own, where it is trained too.
+    """
+
+    backbone: Backbone
+    peft_model: PeftModel
+    config: PeftConfig
+    beside: tuple[str, ...] = ()
 
     @property
     def model(self) -> nn.Module:

@@ -2,6 +2,7 @@
 """Server rules: how the clients' updates of a round become the next global state."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -25,9 +26,9 @@ class _Coordinatewise(ServerRule):
         merged = mean(rest, given.weights) | {key: self._reduce(value.sort(0)[0]) for key, value in floating.items()}
         return {key: merged[key] for key in given.updates}
 
+    @abstractmethod
     def _reduce(self, ordered: Tensor) -> Tensor:
         """What the rule makes (...) of the values (C, ...), which rise along C."""
-        raise NotImplementedError
 
 
 class Median(_Coordinatewise):
@@ -144,9 +145,9 @@ class _Optimizer(ComposedRule):
         step = self._step(given.state, key, target.to(exact) - previous)
         return (previous + self.lr * step).to(target.dtype)
 
+    @abstractmethod
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
         """Direction of the step for Δ = ``delta``; reads and replaces ``state[...][key]``."""
-        raise NotImplementedError
 
 
 def _kept(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
@@ -198,9 +199,9 @@ class _Adaptive(_Optimizer):
         second = self._second(_kept(state, "variance", key, delta, self.tau**2), delta.square())
         return first / (_keep(state, "variance", key, second).sqrt() + self.tau)
 
+    @abstractmethod
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
         """Next v, given Δ²."""
-        raise NotImplementedError
 
 
 class FedAdagrad(_Adaptive):

@@ -122,9 +122,9 @@ ENGINES = [
         *case.values,
         engine,
         id=f"{case.id}-{engine}",
-        marks=[pytest.mark.slow] * (case.values[-1] != "net-full" if engine == "loop" else case.values[-1] in ALL[2:]),
+        marks=[pytest.mark.slow] * (case.values[-1] not in quick),
     )
-    for engine in ("folded", "loop")
+    for engine, quick in (("folded", ("net-adapter", *BACKBONE)), ("loop", ("net-full",)))
     for case in CASES
 ]
 

@@ -247,7 +247,7 @@ FIT = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"]
 @pytest.mark.parametrize(
     "commands",
     [
-        [["ls"], FIT],
+        [FIT],
         pytest.param(
             [
                 ["--help"],

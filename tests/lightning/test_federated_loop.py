@@ -141,6 +141,7 @@ def test_a_checkpoint_from_within_a_round_begins_the_round_anew(tiny, tmp_path):
     assert resumed.metrics == whole.metrics
 
 
+@pytest.mark.slow
 def test_after_sigkill_the_last_whole_round_is_on_disk(tiny, tmp_path):
     script = """
         import os, signal, sys

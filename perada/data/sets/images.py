@@ -86,13 +86,20 @@ class ImageSet(Dataset[Any], ABC):
         other.train = train  # of a class that has no such argument
         return other
 
+    def _in_memory(self) -> Tensor:
+        if self.images is None:
+            raise TypeError(
+                f"{split_of(self)}: _load returned no images, so {type(self).__name__} must define __len__ and "
+                "__getitem__, which read them one by one"
+            )
+        return self.images
+
     def __len__(self) -> int:
-        assert self.images is not None
-        return len(self.images)
+        return len(self._in_memory())
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
-        assert self.images is not None
-        return self.images[index] if self.labels is None else (self.images[index], self.labels[index])
+        image = self._in_memory()[index]
+        return image if self.labels is None else (image, self.labels[index])
 
     def __repr__(self) -> str:
         names = [name for name in inspect.signature(type(self)).parameters if name in vars(self)]
