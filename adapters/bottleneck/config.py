@@ -6,6 +6,8 @@ from typing import Literal
 
 from peft import PeftConfig
 
+from ..blocks import check_last_blocks
+
 
 @dataclass
 class BottleneckConfig(PeftConfig):
@@ -21,6 +23,8 @@ class BottleneckConfig(PeftConfig):
         activation: Nonlinearity of the bottleneck.
         dropout: Probability of dropout inside the bottleneck.
         placement: ``"pfeiffer"`` adapts the output of each block's MLP, ``"houlsby"`` also that of its attention.
+        last_blocks: Adapt only the last so many blocks of the network; by default all. What stands before them never
+            changes, and runs once an image.
         target_modules: Modules to adapt instead of those of ``placement``: names (or ends of names), or a regular
             expression of the full name. Each must be, or end in, a linear layer.
         exclude_modules: Modules to leave out of ``target_modules``.
@@ -32,6 +36,7 @@ class BottleneckConfig(PeftConfig):
     activation: Literal["relu", "gelu", "silu", "tanh"] = "gelu"
     dropout: float = 0.0
     placement: Literal["pfeiffer", "houlsby"] = "pfeiffer"
+    last_blocks: int | None = None
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None
@@ -50,3 +55,4 @@ class BottleneckConfig(PeftConfig):
             raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
         if self.placement not in ("pfeiffer", "houlsby"):
             raise ValueError(f"placement={self.placement!r} is unknown: choose 'pfeiffer' or 'houlsby'")
+        check_last_blocks(self.last_blocks)

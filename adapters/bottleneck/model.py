@@ -4,6 +4,7 @@
 from torch import nn
 
 from ..added import AddingModel
+from ..blocks import reached
 from .config import BottleneckConfig
 from .layer import BottleneckLayer, last_linear
 
@@ -36,7 +37,8 @@ class BottleneckModel(AddingModel):
 
     def targets(self, config: BottleneckConfig) -> list[str]:
         """Return what the placement asks for."""
-        return block_outputs(self.model, config.placement)
+        within = reached(self.model, config.last_blocks)
+        return [name for name in block_outputs(self.model, config.placement) if name in within]
 
     def fits(self, target: nn.Module) -> bool:
         """Whether there is a linear layer in it."""

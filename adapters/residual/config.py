@@ -6,6 +6,8 @@ from typing import Literal
 
 from peft import PeftConfig
 
+from ..blocks import check_last_blocks
+
 
 @dataclass
 class ResidualConfig(PeftConfig):
@@ -21,6 +23,9 @@ class ResidualConfig(PeftConfig):
             hence 0.01. Zero starts as the identity.
         train_norms: Also train the network's own normalisation layers, except those of shortcuts, as the paper does.
             They are added to ``modules_to_save``.
+        last_blocks: Adapt, and with ``train_norms`` train, only the last so many blocks of the network and what follows
+            them; by default all. What stands before them never changes, and runs once an image. A norm behind the
+            blocks stays frozen where PEFT cannot tell its name from one before them (``bn2`` of EfficientNets).
         target_modules: Convolutions to adapt: names (or ends of names), or a regular expression of the full name. Left
             out: every 3x3 convolution of the blocks of a ResNet, every pointwise or expanding convolution of the blocks
             of an EfficientNet.
@@ -32,6 +37,7 @@ class ResidualConfig(PeftConfig):
     norm: Literal["batch", "group", "none"] = "batch"
     init_std: float = 0.01
     train_norms: bool = True
+    last_blocks: int | None = None
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None
@@ -46,3 +52,4 @@ class ResidualConfig(PeftConfig):
             raise ValueError(f"norm={self.norm!r} is unknown: choose 'batch', 'group' or 'none'")
         if self.init_std < 0:
             raise ValueError(f"init_std={self.init_std!r} is negative: give 0 (start as the identity) or more")
+        check_last_blocks(self.last_blocks)

@@ -2,26 +2,18 @@
 """Where residual adapters go in a network."""
 
 import re
-from collections.abc import Iterator
 from typing import Any, cast
 
 from peft import PeftConfig
 from torch import nn
 
 from ..added import AddingModel
+from ..blocks import own_modules, reached
 from .config import ResidualConfig
 from .layer import ResidualLayer
 
 RESNET_BLOCK = re.compile(r"(.*\.)?layer\d+\.\d+\.conv\d+")
 EFFICIENTNET_BLOCK = re.compile(r"(.*\.)?blocks\.\d+\.\d+\.conv_(exp|pw|pwl)")
-
-
-def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the network's modules under the names they have without adapters, whether or not it holds some already."""
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if "modules_to_save" not in parts and not any(part.startswith("perada_residual_") for part in parts):
-            yield ".".join(part for part in parts if part not in ("base_layer", "original_module")), module
 
 
 def block_convolutions(model: nn.Module) -> list[str]:
@@ -31,7 +23,7 @@ def block_convolutions(model: nn.Module) -> list[str]:
     block. EfficientNets of timm (whose 3x3 convolutions are depthwise): the pointwise and expanding ones. Any other
     network: none.
     """
-    convolutions = [(name, module) for name, module in _own_modules(model) if isinstance(module, nn.Conv2d)]
+    convolutions = [(name, module) for name, module in own_modules(model) if isinstance(module, nn.Conv2d)]
     return [
         name
         for name, conv in convolutions
@@ -43,7 +35,7 @@ def main_norms(model: nn.Module) -> list[str]:
     """Return the trainable normalisation layers of ``model`` outside shortcut branches, in order."""
     return [
         name
-        for name, module in _own_modules(model)
+        for name, module in own_modules(model)
         if "Norm" in type(module).__name__
         and any(True for _ in module.parameters(recurse=False))
         and not {"downsample", "shortcut"} & set(name.split("."))
@@ -61,7 +53,8 @@ class ResidualModel(AddingModel):
 
     def targets(self, config: ResidualConfig) -> list[str]:
         """Return the convolutions of the blocks."""
-        return block_convolutions(self.model)
+        within = reached(self.model, config.last_blocks)
+        return [name for name in block_convolutions(self.model) if name in within]
 
     def fits(self, target: nn.Module) -> bool:
         """Whether it is a convolution."""
@@ -71,5 +64,9 @@ class ResidualModel(AddingModel):
         """Fill in the convolutions and the network's own norms."""
         config = cast(ResidualConfig, super()._prepare_adapter_config(peft_config, model_config))
         if config.train_norms:
-            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or []), *main_norms(self.model)]))
+            within, norms = reached(self.model, config.last_blocks), main_norms(self.model)
+            frozen = tuple(name for name in norms if name not in within)
+            # PEFT compares the ends of names: one that is the end of a frozen norm's would unfreeze that too.
+            norms = [name for name in norms if name in within and not any(other.endswith(name) for other in frozen)]
+            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or []), *norms]))
         return config

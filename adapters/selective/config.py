@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from peft import PeftConfig
 
+from ..blocks import check_last_blocks
+
 
 @dataclass
 class SelectiveConfig(PeftConfig):
@@ -16,10 +18,13 @@ class SelectiveConfig(PeftConfig):
         select: Any of ``"all"`` (every parameter), ``"bias"`` (every bias) and ``"norm"`` (every parameter of every
             normalisation layer).
         modules: Full names of modules whose parameters are all selected, such as the classification head.
+        last_blocks: Select by ``select`` only in the last so many blocks of the network and in what follows them; by
+            default everywhere.
     """
 
     select: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
+    last_blocks: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError for an unknown word, or if nothing is selected."""
@@ -30,3 +35,4 @@ class SelectiveConfig(PeftConfig):
             raise ValueError(f"select={unknown!r} is unknown: choose from 'all', 'bias' and 'norm'")
         if not self.select and not self.modules:
             raise ValueError("select and modules are both empty, so nothing would be trained: fill in one of them")
+        check_last_blocks(self.last_blocks)

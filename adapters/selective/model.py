@@ -8,6 +8,7 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
+from ..blocks import reached
 from .config import SelectiveConfig
 
 PEFT_PREFIX = "base_model.model."
@@ -15,16 +16,18 @@ PEFT_PREFIX = "base_model.model."
 
 def _owned(model: nn.Module, config: SelectiveConfig) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield (path, module, names of its own selected parameters) for each module that owns one."""
+    within = reached(model, config.last_blocks)
     for path, module in model.named_modules():
         named = any(f"{path}.".startswith(f"{name}.") for name in config.modules)
-        norm = "norm" in config.select and "Norm" in type(module).__name__
+        select = config.select if path in within else []
+        norm = "norm" in select and "Norm" in type(module).__name__
         own = [
             name
             for name, parameter in module.named_parameters(recurse=False)
             if named
             or norm
-            or "all" in config.select
-            or ("bias" in config.select and parameter.ndim == 1 and f"_{name}".endswith("_bias"))
+            or "all" in select
+            or ("bias" in select and parameter.ndim == 1 and f"_{name}".endswith("_bias"))
         ]
         if own:
             yield path, module, own

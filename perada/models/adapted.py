@@ -13,6 +13,7 @@ from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
 from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
+from perada.adapters.blocks import check_last_blocks, plain_name, reached
 from perada.adapters.residual.model import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.images import ImageConfig
@@ -144,13 +145,18 @@ def insert_adapter(
         raise ValueError(
             f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it"
         )
+    within = reached(adapted.model, cast(int | None, options.get("last_blocks")))
     for name, parameter in adapted.model.named_parameters():
-        parameter.requires_grad_("original_module" not in name.split("."))  # PEFT's copy, which is not run
+        if "original_module" in name.split("."):  # PEFT's copy, which is not run
+            parameter.requires_grad_(False)
+        elif plain_name(name).rpartition(".")[0] in within:
+            parameter.requires_grad_(True)
     return replace(adapted, beside=_not_saved(adapted))
 
 
 def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
     """Return the configuration to insert, with targets and head filled in."""
+    last_blocks = cast(int | None, options.get("last_blocks"))
     if isinstance(adapter, PeftConfig):
         if options:
             raise ValueError(f"options {sorted(options)} come with a PeftConfig: set them in the configuration itself")
@@ -162,20 +168,25 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
     else:
         known = {field.name for field in fields(METHODS[adapter])} - INTERNAL if adapter in METHODS else set()
+        known |= set() if adapter == "head" else {"last_blocks"}
         unknown = sorted(set(options) - known)
         if unknown:
             choice = ", ".join(sorted(known)) or "none"
             raise ValueError(f"adapter {adapter!r} has no option {unknown[0]!r}: its options are {choice}")
+        if last_blocks is not None and options.get("target_modules") is not None:
+            raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
         if adapter in METHODS:
-            config = METHODS[adapter](**cast(dict[str, Any], options))
+            ours = "last_blocks" in (field.name for field in fields(METHODS[adapter]))
+            given = options if ours else {name: value for name, value in options.items() if name != "last_blocks"}
+            config = METHODS[adapter](**cast(dict[str, Any], given))
         else:
-            config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head])
+            config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head], last_blocks=last_blocks)
     if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
         )
     if getattr(config, "target_modules", "unset") is None and isinstance(config, (LoraConfig, IA3Config)):
-        _fill_targets(backbone, config)
+        _fill_targets(backbone, config, last_blocks)
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
     if not isinstance(config, SelectiveConfig):
@@ -185,9 +196,12 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     return config
 
 
-def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config) -> None:
+def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config, last_blocks: int | None) -> None:
     """Choose the layers for LoRA and IA3: attention of transformers, main convolutions of ResNets and EfficientNets."""
-    linears = [name for name, module in backbone.model.named_modules() if isinstance(module, nn.Linear)]
+    check_last_blocks(last_blocks)
+    within = reached(backbone.model, last_blocks)
+    modules = [(name, module) for name, module in backbone.model.named_modules() if name in within]
+    linears = [name for name, module in modules if isinstance(module, nn.Linear)]
     targets = [
         name for name in linears if (ATTENTION if isinstance(config, LoraConfig) else IA3_SCALED).fullmatch(name)
     ]
@@ -196,7 +210,7 @@ def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config) -> None:
         targets += feedforward
         if config.feedforward_modules is None:
             config.feedforward_modules = feedforward
-    targets = targets or block_convolutions(backbone.model)
+    targets = targets or [name for name in block_convolutions(backbone.model) if name in within]
     if not targets:
         raise ValueError(
             f"backbone {backbone.name!r} is of no family whose layers {type(config).__name__} knows: "

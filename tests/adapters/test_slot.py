@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
     [
         ("net", "adaptor", {}, r"adapter 'adaptor' is unknown: choose one of \['residual', "),
         ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop': its options are dropout, exclude_"),
-        ("resnet", "full", {"r": 4}, r"adapter 'full' has no option 'r': its options are none"),
+        ("resnet", "full", {"r": 4}, r"adapter 'full' has no option 'r': its options are last_blocks"),
         ("vit", "residual", {}, r"'residual' does not fit backbone 'test_vit': .* not VisionTransformer"),
         ("resnet", "bottleneck", {}, r"'bottleneck' does not fit backbone 'ResNet': .* name the modules in target_"),
         ("net", "lora", {}, r"backbone 'OwnNet' is of no family whose layers LoraConfig knows: name the layers"),
@@ -38,6 +38,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
         ),
         ("net", peft.LoraConfig(), {"r": 3}, r"options \['r'\] come with a PeftConfig"),
         ("vit", peft.PromptTuningConfig(num_virtual_tokens=2), {}, r"PromptTuningConfig cannot train a classification"),
+        ("resnet", "head", {"last_blocks": 1}, "adapter 'head' has no option 'last_blocks': its options are none"),
+        ("resnet", "full", {"last_blocks": 5}, "last_blocks=5, but ResNet has 4: give fewer"),
+        ("vit", "lora", {"last_blocks": 0}, "last_blocks=0 is not a number of blocks: give 1 or more"),
+        ("vit", "bottleneck", {"last_blocks": 1.0}, "last_blocks=1.0 is not a number of blocks"),
+        ("resnet", "lora", {"last_blocks": True}, "last_blocks=True is not a number of blocks"),
+        ("net", "full", {"last_blocks": 1}, "last_blocks=1, but OwnNet is of no family whose blocks are known"),
+        ("vit", "lora", {"last_blocks": 1, "target_modules": ["qkv"]}, "both say which layers to adapt: give one"),
         ("net", SelectiveConfig(modules=["gone"]), {}, r"modules='gone' is not in OwnNet"),
     ],
 )
