@@ -163,6 +163,7 @@ def test_branches_from_one_checkpoint_know_of_each_other(tmp_path):
     assert spent(fit(tmp_path, 1, ckpt_path=first, **options), "images") == pytest.approx([epsilon(2 * 6)] * CLIENTS)
 
 
+@pytest.mark.slow
 def test_after_sigkill_the_round_is_on_disk(tmp_path):
     script = """
         import os, signal, sys

@@ -162,6 +162,7 @@ def accuracies(folder):
     return json.loads((folder / "run.json").read_text())["metrics"]["clients"]["personal/local_test"]
 
 
+@pytest.mark.slow
 def test_the_program_says_so_and_writes_no_seed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))

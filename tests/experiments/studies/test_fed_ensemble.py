@@ -194,6 +194,7 @@ def test_with_one_stratum_each_mode_is_fedavg_of_a_part_of_the_rounds():
     torch.testing.assert_close(modes, fedavg.expand(-1, 4, -1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_equal_seeds_write_equal_files_and_leave_the_global_stream(tmp_path):
     before = torch.random.get_rng_state()
     written = {}
