@@ -31,6 +31,22 @@ def block_convolutions(model: nn.Module) -> list[str]:
     ]
 
 
+def residual_convolutions(model: nn.Module) -> list[str]:
+    """Return those of :func:`block_convolutions` that are as wide as the block's output, in order.
+
+    In a ResNet these are all. In an EfficientNet it is the last pointwise one of each block: the others are up to six
+    times as wide, so that adapters after them, C to C, would be larger than the network.
+    """
+    names = block_convolutions(model)
+    expanding = {
+        f"{block}.{name}"
+        for block, _, last in (n.rpartition(".") for n in names)
+        if last == "conv_pwl"
+        for name in ("conv_pw", "conv_exp")
+    }
+    return [name for name in names if name not in expanding]
+
+
 def main_norms(model: nn.Module) -> list[str]:
     """Return the trainable normalisation layers of ``model`` outside shortcut branches, in order."""
     return [
@@ -54,7 +70,7 @@ class ResidualModel(AddingModel):
     def targets(self, config: ResidualConfig) -> list[str]:
         """Return the convolutions of the blocks."""
         within = reached(self.model, config.last_blocks)
-        return [name for name in block_convolutions(self.model) if name in within]
+        return [name for name in residual_convolutions(self.model) if name in within]
 
     def fits(self, target: nn.Module) -> bool:
         """Whether it is a convolution."""

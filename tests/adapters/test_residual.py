@@ -52,11 +52,16 @@ def test_bottleneck_blocks_are_adapted_after_their_3x3_convolution():
     assert model.get_parameter("layer1.0.bn3.modules_to_save.default.weight").requires_grad
 
 
-def test_efficientnet_is_adapted_after_its_pointwise_convolutions():
+def test_efficientnet_is_adapted_after_the_last_pointwise_convolution_of_each_block():
+    """Widths by hand from Lite0's definition (Tan & Le 2019, table 1, without expansion in the first block)."""
     model = adapted("tf_efficientnet_lite0", 10)
     places = [name for name, module in model.named_modules() if isinstance(module, ResidualLayer)]
-    assert len(places) == 1 + 15 * 2  # one in the first block, two in each of the other fifteen
-    assert {name.rpartition(".")[2] for name in places} == {"conv_pw", "conv_pwl"}
+    assert [name.rpartition(".")[2] for name in places] == ["conv_pw"] + ["conv_pwl"] * 15
+    widths = [16] + [24] * 2 + [40] * 2 + [80] * 3 + [112] * 3 + [192] * 4 + [320]
+    counts = [
+        sum(one.numel() for one in model.get_submodule(place).perada_residual_project.parameters()) for place in places
+    ]
+    assert counts == [width**2 for width in widths]
 
 
 def test_layer_computes_what_the_paper_says():
