@@ -17,6 +17,7 @@ from benchmarks.__main__ import BENCHMARKS
 from perada import algorithms, server
 from perada.algorithms import make_algorithm
 from perada.cli import main
+from perada.cli.words import is_comparison
 from perada.experiments.compare import command as comparing
 from perada.server import make_rule
 
@@ -104,6 +105,9 @@ class Reader:
     def yaml(self, block):
         (self.folder / "overlay.yaml").write_text(block.code)
         self.capsys.readouterr()
+        if is_comparison(self.folder / "overlay.yaml"):
+            self.parsed(["compare", "overlay.yaml"])
+            return
         self.parsed(["fit", "--config", "quickstart", "--config", "overlay.yaml"])
         printed = self.capsys.readouterr().out
         for word in re.findall(r"(?:class_path|dataset|partition|base): ([\w.]+)", block.code):

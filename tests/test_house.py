@@ -196,8 +196,9 @@ def test_source_files_name_their_licence():
 
 
 def test_recipes_are_in_the_readme():
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
-    linked = set(re.findall(r"\]\((recipes/[^)]+)\)", "\n".join(rows)))
+    """Those of the papers' tables and figures on a page of their own."""
+    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/papers.md")]
+    linked = {link for page in pages for link in re.findall(r"\]\((?:\.\./)?(recipes/[^)]+)\)", page)}
     assert linked == {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
 
 

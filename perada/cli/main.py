@@ -12,7 +12,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import one_line, quiet_lightning
-from perada.cli.words import listing, spelt_out, whole
+from perada.cli.words import is_comparison, listing, spelt_out, whole
 
 Tree = dict[str, tuple["str | Tree", str]]
 """By name: a command, as ``module:function``, or a tree of commands; and one line of help."""
@@ -103,7 +103,8 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
         raise FileExistsError(f"{str(target)!r} exists already; choose another destination or add --force")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    print(f"Copied {given.name} to {target}; run it with: perada fit --config {target}")
+    use = "compare" if is_comparison(target) else "fit --config"
+    print(f"Copied {given.name} to {target}; run it with: perada {use} {target}")
 
 
 def report(parser: ArgumentParser, words: list[str]) -> None:

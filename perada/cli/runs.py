@@ -16,7 +16,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.cli.classes import import_named
-from perada.cli.words import spelt_out
+from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
 from perada.lightning.checkpoint import find_checkpoint, plain_data
@@ -212,7 +212,7 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     from perada.experiments.compare.command import main as command
 
     start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
-    command(parser, words, partial(make_cli, run=False), [sys.executable, "-P", "-c", start, *sys.path])
+    command(parser, comparison(words), partial(make_cli, run=False), [sys.executable, "-P", "-c", start, *sys.path])
 
 
 def work() -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the words of the command line stand for: recipes, algorithms and server rules by name."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +16,7 @@ GROUPS = {
     "data": "Data sets, each with a backbone and a budget",
     "method": "Methods",
     "privacy": "Privacy",
+    "paper": "Tables and figures of the papers, each for `perada compare NAME`",
     "": "Complete recipes",
 }
 COMBINE = """\
@@ -61,9 +63,9 @@ def listing() -> str:
     """The shipped recipes in their groups, each with its first line."""
     blocks = []
     for group, title in GROUPS.items():
-        prefix = f"{group}/" if group in ("method", "privacy") else ""
+        prefix = f"{group}/" if group in ("method", "privacy", "paper") else ""
         files = sorted((RECIPES / group).glob("*.yaml"))
-        blocks.append("\n".join([f"{title}:", *(f"  {prefix + path.stem:26}  {_comment(path)[0]}" for path in files)]))
+        blocks.append("\n".join([f"{title}:", *(f"  {prefix + path.stem:28}  {_comment(path)[0]}" for path in files)]))
     return "\n\n".join([*blocks, COMBINE])
 
 
@@ -105,14 +107,70 @@ def spelt_out(args: Sequence[str]) -> list[str]:
         option, _, value = word.partition("=")
         if before in ("--config", "-c"):
             out.pop()
-            out += [f"--config={path}" for path in find_recipe(word)]
+            out += _config_words(word)
         elif option == "--config" and value:
-            out += [f"--config={path}" for path in find_recipe(value)]
+            out += _config_words(value)
         elif option in NAMED and value:
             out += _class_words(option, value)
         else:
             out.append(word)
     return out
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether a file is not a recipe, but says which recipes to compare."""
+    return any(line.startswith("compare:") for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def comparison(words: Sequence[str]) -> list[str]:
+    """Replace a file that says what to compare by the words that it stands for; those that are given follow them.
+
+    Such a file has the section ``compare``, whose keys are the options of ``perada compare`` and ``recipes``; all other
+    sections are options of ``perada fit`` for every run.
+
+    Raises:
+        ValueError: If another recipe is named beside it.
+    """
+    if not words or words[0].startswith("-"):
+        return list(words)
+    paths = find_recipe(words[0])
+    if len(paths) > 1 or not is_comparison(paths[0]):
+        return list(words)
+    content = yaml.safe_load(paths[0].read_text(encoding="utf-8"))
+    if len(words) > 1 and not words[1].startswith("-"):
+        raise ValueError(f"{words[0]!r} says itself which recipes to compare: leave {words[1]!r} out")
+    own = dict(content.pop("compare"))
+    out = list(map(str, own.pop("recipes", [])))
+    if not out:
+        raise ValueError(f"{words[0]!r} names no recipes to compare: give it compare.recipes")
+    for name, value in own.items():
+        if name in ("tune", "vary"):
+            out += [f"--{name}={key}={','.join(map(_word, values))}" for key, values in value.items()]
+        elif isinstance(value, list):
+            out += [f"--{name}", *map(str, value)]
+        elif value is not False:
+            out += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *words[1:]]
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Options by full name; what has a ``class_path`` is one."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value and "class_path" not in value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _config_words(name: str) -> list[str]:
+    paths = find_recipe(name)
+    if is_comparison(paths[0]):
+        raise ValueError(f"{name!r} is a comparison of recipes, not one of them; run it with: perada compare {name}")
+    return [f"--config={path}" for path in paths]
 
 
 def _class_words(option: str, value: str) -> list[str]:

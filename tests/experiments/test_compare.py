@@ -11,6 +11,7 @@ import torch
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.runs import make_cli
+from perada.cli.words import comparison
 from perada.data import Digits
 from perada.experiments.compare.entries import ENTRIES, names
 from perada.experiments.compare.results import Results, choose
@@ -276,7 +277,7 @@ def test_choice():
         ("model.lr_local=0.1,,0.2", "cannot be read"),
         ("model.lr_local+=0.1", "cannot be read"),
         ("model.lr_local=0.1,0.1", "has a value twice"),
-        ("model.lr_local+model.lr_local=0.1", "model.lr_local is tuned twice"),
+        ("model.lr_local+model.lr_local=0.1", "model.lr_local is given twice"),
         ("data.evaluate_on=test,validation", "cannot be tuned"),
         ("model.lr_locl=0.1", "--tune --model.lr_locl=0.1 with ditto: (?s:.*)lr_locl"),
         ("model.lr_local=0.1,high", "--tune --model.lr_local=high with ditto: (?s:.*)high"),
@@ -450,3 +451,64 @@ def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
         "tiny standalone",
         "other/tiny standalone",
     ]
+
+
+def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys):
+    grid = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3", "--seeds", "1", "2"]
+    main(["compare", recipe, "--algorithms", "fedavg", "--vary", "data.public_fraction=0.2,0.4", *grid, *OUT])
+    found = rows(capsys.readouterr().out)
+    labels = ["fedavg, public_fraction=0.2", "fedavg, public_fraction=0.4"]
+    assert [label for label in found if label.startswith("fedavg")] == labels
+    for label, share in zip(labels, ("0.2", "0.4"), strict=True):
+        own = [record for record in read() if record["label"] == label]
+        assert [(record["stage"], record["seed"]) for record in own] == [("tune", 1)] * 2 + [("run", 1), ("run", 2)]
+        assert all(f"--data.public_fraction={share}" in record["args"] for record in own)
+    with pytest.raises(ValueError, match=r"--tune and --vary both name model\.lr_local: tune it or vary it"):
+        main(["compare", recipe, *grid, "--vary", "model.lr_local=1,2"])
+    with pytest.raises(ValueError, match=r"--vary 'a.b' cannot be read: give NAME=V1"):
+        main(["compare", recipe, "--vary", "a.b"])
+
+
+def test_scores_after_several_rounds_are_a_table(recipe, read, capsys):
+    main(
+        ["compare", recipe, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2", "--seeds", "0", "1", *OUT]
+    )
+    text = capsys.readouterr().out
+    runs = [record for record in read() if record["stage"] == "run"]
+    assert [[row["round"] for row in record["history"]] for record in runs] == [[2, 3]] * 2
+    for name in ("personal/local_test", "global/global_test"):
+        row = text.partition(f"| {name} after round")[2].splitlines()[2]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        means = [sum(record["history"][place][name] for record in runs) / 2 for place in (0, 1)]
+        assert cells[0] == "tiny"
+        assert [cell.split(" ± ")[0] for cell in cells[1:]] == [f"{100 * mean:.2f}" for mean in means]
+        assert runs[0][name] == runs[0]["history"][-1][name]
+
+
+COMPARISON = """
+# What the paper prints.
+compare:
+  recipes: [tiny.yaml]
+  algorithms: [perada_no_kd, perada]
+  seeds: [3]
+  vary: {data.public: [null, {class_path: Digits, init_args: {train: false}}]}
+  output: out/r.json
+data: {test_limit: 20}
+federated: {algorithm.prox_strength: 2.0}
+"""
+
+
+def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
+    (tmp_path / "table.yaml").write_text(COMPARISON)
+    words = comparison(["table.yaml", "--data.test_limit=30"])
+    assert words == [
+        *("tiny.yaml", "--algorithms", "perada_no_kd", "perada", "--seeds", "3"),
+        '--vary=data.public=null,{"class_path": "Digits", "init_args": {"train": false}}',
+        *("--output", "out/r.json"),
+        *("--data.test_limit=20", "--federated.algorithm.prox_strength=2.0", "--data.test_limit=30"),
+    ]
+    assert comparison([recipe, "--seeds", "1"]) == [recipe, "--seeds", "1"]
+    with pytest.raises(ValueError, match=r"'table.yaml' says itself which recipes to compare: leave 'tiny.yaml' out"):
+        comparison(["table.yaml", recipe])
+    with pytest.raises(ValueError, match=r"'table.yaml' is a comparison of recipes.*perada compare table.yaml"):
+        main(["fit", "--config", "table.yaml"])

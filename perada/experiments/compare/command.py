@@ -14,10 +14,10 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, parse_grid, words
+from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, Row, parse_grid, words
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import Result, quiet
-from perada.experiments.compare.table import NO_POINT, grid_table, summary
+from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
 from perada.experiments.compare.workers import CarryOut, Workers, in_process
 
 
@@ -45,9 +45,9 @@ class Comparison:
         self.results.arrange(tried + final)
         return self.failed
 
-    def _choose(self, tuning: dict[tuple[str, str], list[Job]]) -> dict[tuple[str, str], Point]:
+    def _choose(self, tuning: dict[Row, list[Job]]) -> dict[Row, Point]:
         """The best point of each row; a row without one is left out."""
-        chosen: dict[tuple[str, str], Point] = {}
+        chosen: dict[Row, Point] = {}
         for row, jobs in tuning.items():
             best = choose([(job.point, self.results.find(job)) for job in jobs])
             if best is not None:
@@ -118,12 +118,15 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
     _add_options(parser)
     own, overrides = _divide(words, parser)
     given = parser.parse_args(own)
-    grid, algorithms = parse_grid(given.tune), names(given.algorithms)
+    grid, vary, algorithms = parse_grid(given.tune), parse_grid(given.vary, "--vary"), names(given.algorithms)
+    both = sorted({one for name in grid for one in name.split("+")} & {one for name in vary for one in name.split("+")})
+    if both:
+        raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
     if given.paper and not algorithms:
         raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
     results = Results(given.output)
     with quiet():
-        plan = Plan(make_cli, given.recipes, algorithms, given.seeds, grid, given.paper, overrides)
+        plan = Plan(make_cli, given.recipes, algorithms, given.seeds, grid, vary, given.paper, overrides)
     results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
     with Workers(worker, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
         here: CarryOut = partial(in_process, make_cli, given.threads)
@@ -131,7 +134,8 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
         failed = Comparison(plan, results, given.threads, given.jobs, carry_out).run()
     if grid:
         print(grid_table(results.records), end="\n\n")
-    print(summary(results.records))
+    curves = curve_tables(results.records)
+    print(*([curves] if curves else []), summary(results.records), sep="\n\n")
     if failed:
         sys.exit(1)
 
@@ -172,6 +176,14 @@ def _add_options(parser: ArgumentParser) -> None:
         help="Values of an option of `perada fit`. Each is first tried with the first seed, on images that the clients "
         "hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several "
         "--tune every combination is tried.",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2",
+        help="Values of an option of `perada fit`, in the same form, each of which makes a row of its own. With "
+        "several --vary every combination is a row.",
     )
     parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at once, each in its own process.")
     parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads of each run.")

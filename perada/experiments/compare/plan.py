@@ -16,6 +16,8 @@ MakeCLI = Callable[[Sequence[str]], Any]
 """Builds trainer, model and data from options of ``perada fit``."""
 Point = dict[str, str]
 """A point of the grid: values by the names that ``--tune`` gave."""
+Row = tuple[str, str, tuple[tuple[str, str], ...]]
+"""A row of the table: recipe, algorithm, and the values of what ``--vary`` names."""
 
 START = "before fine-tuning"
 """The row of the initial model: pretrained backbone, untrained adapter."""
@@ -39,13 +41,32 @@ class Job:
     digest: str  # of the recipe's content
 
     def __str__(self) -> str:
-        names = [re.sub(r"[^+]*\.", "", name) for name in self.point]  # without the sections of the options
-        values = "".join(f", {name}={value}" for name, value in zip(names, self.point.values(), strict=True))
+        values = "".join(f", {_short(name)}={value}" for name, value in self.point.items())
         return f"{self.label}, seed {self.seed}{values}" + " (validation)" * (self.stage == "tune")
 
 
-def parse_grid(asked: Sequence[str]) -> dict[str, list[str]]:
-    """Read the arguments of ``--tune``.
+def split_values(text: str) -> list[str]:
+    """What stands between commas, but for those within brackets or quotes.
+
+    >>> split_values('1, [2,3],{"a": "b,c"}')
+    ['1', '[2,3]', '{"a": "b,c"}']
+    """
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        depth += 0 if quote else (letter in "[{(") - (letter in ")}]")
+        if letter == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
+
+
+def parse_grid(asked: Sequence[str], option: str = "--tune") -> dict[str, list[str]]:
+    """Read the arguments of ``--tune`` or ``--vary``.
 
     Raises:
         ValueError: If one is not NAME=V1,V2,... with different values, or names an option twice.
@@ -57,22 +78,27 @@ def parse_grid(asked: Sequence[str]) -> dict[str, list[str]]:
     seen: set[str] = set()
     for text in asked:
         name, equals, listed = text.partition("=")
-        name, values = name.removeprefix("--"), [value.strip() for value in listed.split(",")]
+        name, values = name.removeprefix("--"), split_values(listed)
         options = name.split("+")
         if not equals or not all(options) or not all(values):
             raise ValueError(
-                f"--tune {text!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
+                f"{option} {text!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
             )
         if len(set(values)) < len(values):
-            raise ValueError(f"--tune {text!r} has a value twice: give each once")
+            raise ValueError(f"{option} {text!r} has a value twice: give each once")
         twice = [option for index, option in enumerate(options) if option in seen or option in options[:index]]
         if twice:
-            raise ValueError(f"--tune {text!r}: {twice[0]} is tuned twice, give it once")
+            raise ValueError(f"{option} {text!r}: {twice[0]} is given twice, give it once")
         if HOLD_OUT.startswith(f"--{name}=") or VALIDATE.startswith(f"--{name}="):
-            raise ValueError(f"--tune {text!r}: this says what is scored, so it cannot be tuned")
+            raise ValueError(f"{option} {text!r}: this says what is scored, so it cannot be tuned or varied")
         seen.update(options)
         grid[name] = values
     return grid
+
+
+def _short(name: str) -> str:
+    """Names of options without their sections."""
+    return re.sub(r"[^+]*\.", "", name)
 
 
 def words(point: Point) -> list[str]:
@@ -88,7 +114,8 @@ class Plan:
         recipes: Names or files.
         algorithms: Keys of :data:`~perada.experiments.compare.entries.ENTRIES`; where empty, each recipe's own.
         seeds: Seeds of the runs; the grid is run with the first.
-        grid: Values by name; several options joined with ``+`` get the same value.
+        grid: Values by name, of which the best is taken; several options joined with ``+`` get the same value.
+        vary: Values by name, likewise, of which each makes a row of its own.
         paper: Whether each algorithm trains what its paper trains.
         overrides: Options of ``perada fit`` for every run.
 
@@ -103,12 +130,15 @@ class Plan:
         algorithms: Sequence[str],
         seeds: Sequence[int],
         grid: dict[str, list[str]],
+        vary: dict[str, list[str]],
         paper: bool,
         overrides: Sequence[str],
     ) -> None:
         self.recipes, self.seeds, self.paper, self.overrides = recipes, list(dict.fromkeys(seeds)), paper, overrides
-        self.rows = list(dict.fromkeys(product(recipes, algorithms or [""])))
-        # The last name's values change fastest; where nothing is tuned there is no point.
+        # The last name's values change fastest.
+        varied = [tuple(zip(vary, values, strict=True)) for values in product(*vary.values())]
+        self.rows: list[Row] = list(dict.fromkeys(product(recipes, algorithms or [""], varied)))
+        # Where nothing is tuned there is no point.
         self.points: list[Point] = [dict(zip(grid, row, strict=True)) for row in product(*grid.values()) if row]
         tuned = [f"--tune={name}={','.join(values)}" for name, values in grid.items()]
         self.variant = [*(["--paper"] if paper else []), *overrides, *tuned]
@@ -135,11 +165,12 @@ class Plan:
                 except Exception as error:  # a parser's or a class's
                     raise ValueError(f"--tune {' '.join(words(job.point))} with {job.label}: {error}") from error
 
-    def job(self, row: tuple[str, str], seed: int, stage: str, point: Point) -> Job:
-        """A run of a row: recipe and algorithm."""
-        recipe, algorithm = row
+    def job(self, row: Row, seed: int, stage: str, point: Point) -> Job:
+        """A run of a row."""
+        recipe, algorithm, varied = row
         given, digest = self.given[recipe]
         label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
+        label = ", ".join([label, *(f"{_short(name)}={value}" for name, value in varied)])
         own = ENTRIES[algorithm].words(given, self.paper) if algorithm else []
         tunes = stage == "tune"
         args = [
@@ -148,16 +179,17 @@ class Plan:
             f"--seed_everything={seed}",
             *([HOLD_OUT] if tunes else []),
             *self.overrides,
+            *words(dict(varied)),
             *words(point),
             *([VALIDATE] if tunes else []),
         ]
         return Job(label, recipe, seed, stage, point, args, self.variant, digest)
 
-    def tuning(self, row: tuple[str, str]) -> list[Job]:
+    def tuning(self, row: Row) -> list[Job]:
         """The runs of the grid for a row."""
         return [self.job(row, self.seeds[0], "tune", point) for point in self.points]
 
-    def final(self, chosen: dict[tuple[str, str], Point]) -> list[Job]:
+    def final(self, chosen: dict[Row, Point]) -> list[Job]:
         """The runs of the table, for the rows that have a point."""
         return [self.job(row, seed, "run", point) for seed in self.seeds for row, point in chosen.items()]
 

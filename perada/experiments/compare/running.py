@@ -15,6 +15,8 @@ from perada.experiments.compare.plan import CHOSEN_BY, MakeCLI
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
 
+SCORED = ("personal/", "global/")
+"""How the names of scores begin."""
 Result = dict[str, Any]
 """What a run gives: ``run`` and, where it was asked for, ``start``, each scores by name; or ``failed``, the reason."""
 
@@ -101,8 +103,17 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": watch.seconds / len(history),
         **epsilons(last),
+        **curves(history),
     }
     return result
+
+
+def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
+    """The scores after each round that was scored, by name, with its ``round`` counted from 1; none if only one was."""
+    scored = [record for record in history if any(name in record for name in CHOSEN_BY)]
+    kept = [{name: value for name, value in record.items() if name.startswith(SCORED)} for record in scored]
+    rows = [{"round": record["round"] + 1, **_known(own)} for record, own in zip(scored, kept, strict=True)]
+    return {"history": rows} if len(rows) > 1 else {}
 
 
 def same_budget(cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI

@@ -85,6 +85,22 @@ def grid_table(records: Records) -> str:
     return _plain("\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures]))
 
 
+def curve_tables(records: Records) -> str:
+    """One table for each score, a column a round; empty where runs were scored once, after the last round."""
+    runs = [record for record in records if record["stage"] == "run" and record.get("history")]
+    rounds = sorted({row["round"] for record in runs for row in record["history"]})
+    parts = []
+    for name in SCORES:
+        rows = []
+        for label in dict.fromkeys(record["label"] for record in runs):
+            own = [{row["round"]: row for row in record["history"]} for record in runs if record["label"] == label]
+            if any(name in row for one in own for row in one.values()):
+                rows.append([label, *(_over_seeds([one.get(round, {}) for one in own], name) for round in rounds)])
+        if rows:
+            parts.append(table([f"{name} after round", *map(str, rounds)], rows))
+    return _plain("\n\n".join(parts))
+
+
 def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Label and options, but for the grid's own: a grid may be extended by a later command."""
     return record["label"], tuple(word for word in record["variant"] if not word.startswith("--tune="))
