@@ -179,7 +179,7 @@ def _targets(dataset: Dataset[Any]) -> Tensor | None:
     """The labels a dataset declares, as torchvision's and image sets do, without an image; None if it declares none."""
     if type(dataset) is Subset:
         inner = _targets(dataset.dataset)
-        return None if inner is None else inner[torch.as_tensor(list(dataset.indices))]
+        return None if inner is None else inner[torch.as_tensor(list(dataset.indices), dtype=torch.int64)]
     targets = dataset.labels if isinstance(dataset, ImageSet) else getattr(dataset, "targets", None)
     if targets is None or getattr(dataset, "target_transform", None) is not None:
         return None
