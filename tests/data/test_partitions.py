@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -168,6 +169,10 @@ def test_dirichlet_divides_by_a_column_in_place_of_the_labels():
     by_label = Dirichlet(5, 0.3).split(*as_labels, 1)
     for own, same in zip([*by_name[0], *by_name[1]], [*by_label[0], *by_label[1]], strict=True):
         assert own.tolist() == same.tolist()
+    objects = [replace(part, columns={"ward": part.columns["ward"].astype(object)}) for part in (train, test)]
+    assert [own.tolist() for own in Dirichlet(5, 0.3, column="ward").split(*objects, 1)[0]] == [
+        own.tolist() for own in by_name[0]
+    ]
     alone = Dirichlet(5, 0.3, column="ward").split(train, Split(test.labels[:0], test.index[:0]), 1)
     assert [own.tolist() for own in alone[0]] == [own.tolist() for own in by_name[0]]
     with pytest.raises(ValueError, match="no column 'bed' to divide by"):

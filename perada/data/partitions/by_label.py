@@ -47,8 +47,9 @@ class LabelPartition(Partition):
         """What the two splits are divided by: their labels, or the column as if it were one of several labels."""
         if self.column is None:
             return train.labels, test.labels
-        given = train.columns[self.column].reshape(-1, 1)
-        return given, test.columns[self.column].reshape(-1, 1) if len(test) else given[:0]
+        values = np.concatenate([part.columns[self.column] for part in (train, test) if len(part)])
+        numbers = np.unique(values, return_inverse=True)[1].reshape(-1, 1)
+        return numbers[: len(train)], numbers[len(train) :]
 
 
 class Dirichlet(LabelPartition):
