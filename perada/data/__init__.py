@@ -6,14 +6,21 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
-from perada.data.sets.folders import ImageFolder, UnlabelledFolder
-from perada.data.sets.images import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageSet, Photographs
+from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
+from perada.data.sets.folders import ImageFolder, OfficeHome, UnlabelledFolder
+from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, ImageSet, Photographs
+from perada.data.sets.tables import CheXpert, OpenImage
 
 __all__ = [
     "CIFAR10",
+    "CIFAR10C",
+    "CIFAR10_1",
     "CIFAR100",
     "IID",
+    "MNIST",
+    "STL10",
     "ByDomain",
+    "CheXpert",
     "CohortBatch",
     "Digits",
     "Dirichlet",
@@ -25,6 +32,8 @@ __all__ = [
     "FromFile",
     "ImageFolder",
     "ImageSet",
+    "OfficeHome",
+    "OpenImage",
     "Partition",
     "Phase",
     "Photographs",

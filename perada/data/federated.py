@@ -24,6 +24,7 @@ from perada.data.batches.samples import (
     length,
     make_store,
 )
+from perada.data.sets.images import ImageSet
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
 # checked as they are used.
@@ -175,11 +176,11 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tens
 
 
 def _targets(dataset: Dataset[Any]) -> Tensor | None:
-    """The labels a dataset declares, as torchvision's do, without reading an image; None if it declares none."""
+    """The labels a dataset declares, as torchvision's and image sets do, without an image; None if it declares none."""
     if type(dataset) is Subset:
         inner = _targets(dataset.dataset)
-        return None if inner is None else inner[torch.as_tensor(list(dataset.indices))]
-    targets = getattr(dataset, "targets", None)
+        return None if inner is None else inner[torch.as_tensor(list(dataset.indices), dtype=torch.int64)]
+    targets = dataset.labels if isinstance(dataset, ImageSet) else getattr(dataset, "targets", None)
     if targets is None or getattr(dataset, "target_transform", None) is not None:
         return None
     labels = as_labels(targets)

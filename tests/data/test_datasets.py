@@ -246,8 +246,8 @@ def test_image_folder_with_domains_and_a_fixed_fifth_for_testing(tmp_path):
     train = ImageFolder(str(tmp_path), size=4, domains=True)
     test = train.with_split(False)
     assert (len(train), len(test), train.num_classes) == (17, 4, 3)
-    both = {*zip(train._paths, train.labels.tolist(), train.columns["domain"], strict=True)}
-    both |= {*zip(test._paths, test.labels.tolist(), test.columns["domain"], strict=True)}
+    both = {*zip(train._listing.paths, train.labels.tolist(), train.columns["domain"], strict=True)}
+    both |= {*zip(test._listing.paths, test.labels.tolist(), test.columns["domain"], strict=True)}
     assert len(both) == 21
     for path, label, domain in both:
         assert path.split("/")[-3:-1] == [domain, ["cat", "dog", "emu"][label]]

@@ -3,12 +3,13 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from perada.data import Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile, Phase
+from perada.data import IID, ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile, ImageSet, Phase
 
 SIZES = (6, 9, 2, 30)
 
@@ -140,6 +141,54 @@ def test_the_record_of_a_divided_set_says_where_every_image_went(tmp_path):
     assert {part: again[part] for part in ("train", "client_validation", "test")} == {
         part: record[part] for part in ("train", "client_validation", "test")
     }
+
+
+class Wards(ImageSet):
+    """Grey images, three of each patient, whose brightness is the patient."""
+
+    num_classes = 2
+    group_column = "patient"
+
+    def _load(self):
+        patients = torch.from_numpy(self.columns["patient"])
+        return patients.byte().view(-1, 1, 1, 1).expand(-1, 1, 8, 8), patients % 2
+
+    @property
+    def columns(self):
+        patients = np.arange(60) if self.train else np.arange(60, 80)
+        return {"patient": np.random.default_rng(0).permutation(np.repeat(patients, 3))}
+
+
+def test_no_patient_is_on_both_sides_of_anything_that_is_set_aside():
+    made = FederatedDataModule(
+        dataset=Wards(), partition=IID(3), client_validation=0.3, public_fraction=0.2, validation_fraction=0.1
+    )
+    record = made.partition_dict()
+    patient = Wards().columns["patient"]
+    server = [set(patient[record[part]]) for part in ("public", "server_validation")]
+    assert [len(part) for part in server] == [12, 6]
+    clients = set(patient[np.concatenate(record["train"] + record["client_validation"])])
+    assert len(clients) == 60 - 18
+    assert not server[0] & server[1]
+    assert not (server[0] | server[1]) & clients
+    for kept, held in zip(record["train"], record["client_validation"], strict=True):
+        assert not set(patient[kept]) & set(patient[held])
+        assert len(kept) + len(held) == 42
+        assert abs(len(held) - 0.3 * 42) <= 2  # a client has at most 3 images of a patient: half of that, and rounding
+
+
+class Column(Wards):
+    group_column = "hospital"
+
+
+def test_groups_that_cannot_be_held_out_are_refused():
+    with pytest.raises(ValueError, match=r"Column, training split: group_column is 'hospital', .* among \['patient'\]"):
+        FederatedDataModule(dataset=Column(), partition=IID(3)).setup()
+    by_patient = FederatedDataModule(dataset=Wards(), partition=ByDomain("patient"), client_validation=0.3)
+    with pytest.raises(
+        ValueError, match=r"clients 0, 1, .* have those of one group alone, as one patient: .* set clie"
+    ):
+        by_patient.setup()
 
 
 def test_a_client_with_two_images_has_one_of_each():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from perada.data import IID, ByDomain, Dirichlet, DominantClass, FromFile, Shard
 from perada.data.partitions.apportion import apportion, raise_to_minimum
 from perada.data.partitions.base import Split
 from perada.data.partitions.by_label import categories
+from perada.data.partitions.shares import of_each_stratum, whole_groups
 
 K = 10
 
@@ -138,6 +141,81 @@ def test_by_domain():
     assert [set(domains[own]) for own in rows] == [{"photo"}, {"photo"}, {"sketch"}, {"sketch"}]
     assert [len(own) for own in rows] == [250] * 4
     assert [len(own) for own in test_rows] == [50] * 4
+
+
+def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
+    names = np.random.default_rng(0).permutation(np.repeat([f"uploader {i}" for i in range(5000)], 8))
+    train, test = (
+        samples(4000, client=names),
+        samples(1, client=np.array(["uploader 7", "nobody", *["uploader 3"] * 8])),
+    )
+    rows, test_rows = ByDomain("client").split(train, test, 0)
+    order = sorted(set(names.tolist()))
+    for client in (0, 1, 2500, 4999):
+        assert sorted(rows[client]) == [row for row, name in enumerate(names) if name == order[client]]
+    assert sorted(np.concatenate(rows)) == list(range(40_000))
+    assert {order[client]: sorted(own) for client, own in enumerate(test_rows) if len(own)} == {
+        "uploader 3": list(range(2, 10)),
+        "uploader 7": [0],
+    }
+
+
+def test_dirichlet_divides_by_a_column_in_place_of_the_labels():
+    wards = np.array(["east", "west", "north"])
+    train, test = samples(300, ward=wards[np.arange(3000) % 3]), samples(30, ward=wards[np.arange(300) % 3])
+    by_name = Dirichlet(5, 0.3, column="ward").split(train, test, 1)
+    number = {name: place for place, name in enumerate(sorted(wards))}
+    as_labels = [Split(np.array([number[name] for name in part.columns["ward"]]), part.index) for part in (train, test)]
+    by_label = Dirichlet(5, 0.3).split(*as_labels, 1)
+    for own, same in zip([*by_name[0], *by_name[1]], [*by_label[0], *by_label[1]], strict=True):
+        assert own.tolist() == same.tolist()
+    objects = [replace(part, columns={"ward": part.columns["ward"].astype(object)}) for part in (train, test)]
+    assert [own.tolist() for own in Dirichlet(5, 0.3, column="ward").split(*objects, 1)[0]] == [
+        own.tolist() for own in by_name[0]
+    ]
+    alone = Dirichlet(5, 0.3, column="ward").split(train, Split(test.labels[:0], test.index[:0]), 1)
+    assert [own.tolist() for own in alone[0]] == [own.tolist() for own in by_name[0]]
+    with pytest.raises(ValueError, match="no column 'bed' to divide by"):
+        split(Dirichlet(5, 0.3, column="bed"))
+
+
+def test_rare_values_of_a_column_are_one_class():
+    train = Split(np.zeros(14, int), np.arange(14), {"ward": np.repeat(["a", "b", "c", "d"], [6, 5, 2, 1])})
+    rows, _ = Dirichlet(3, 1.0, merge_below=3, min_per_class=1, column="ward").split(train, train, 0)
+    assert [len({"ab".find(ward) for ward in train.columns["ward"][own]}) for own in rows] == [3, 3, 3]
+    with pytest.raises(ValueError, match="the smallest class has 1 samples"):
+        Dirichlet(3, 1.0, min_per_class=1, column="ward").split(train, train, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whole_groups_come_as_close_to_what_is_asked_for_as_they_can(seed):
+    groups = np.random.default_rng(seed).integers(0, 300, 2000)
+    parts = whole_groups(groups, [200, 600], np.random.default_rng(seed))
+    assert sorted(np.concatenate(parts)) == list(range(2000))
+    for first, second in combinations(parts, 2):
+        assert not set(groups[first]) & set(groups[second])
+    largest = np.bincount(groups).max()
+    assert abs(len(parts[0]) - 200) <= largest / 2
+    assert abs(len(parts[0]) + len(parts[1]) - 800) <= largest / 2
+
+
+def test_groups_of_one_row_give_the_rows_of_a_permutation():
+    parts = whole_groups(np.arange(50), [10, 5], np.random.default_rng(3))
+    order = np.random.default_rng(3).permutation(50)
+    for part, expected in zip(parts, np.split(order, [10, 15]), strict=True):
+        assert part.tolist() == sorted(expected)
+    assert [len(part) for part in whole_groups(np.repeat([1, 2], 8), [1], np.random.default_rng(0), least=1)] == [8, 8]
+
+
+def test_of_each_stratum_its_share_is_drawn_without_bias():
+    strata = np.random.default_rng(0).permutation(np.repeat(np.arange(4), [100, 40, 7, 1]))
+    drawn = [of_each_stratum(strata, 0.3, np.random.default_rng(seed)) for seed in range(300)]
+    for rows in drawn[:20]:
+        assert np.bincount(strata[rows], minlength=4).tolist() == [30, 12, 2, 0]
+        assert rows.tolist() == sorted(set(rows.tolist()))
+    # How often one of the 100 is drawn: binomial, 300 · 0.3, standard deviation 7.9.
+    often = np.bincount(np.concatenate(drawn), minlength=148)[strata == 0]
+    assert (np.abs(often - 90) < 5 * 7.9).all()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class _Columns(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         raise ValueError(
             f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
-            "domains: true has 'domain'"
+            "domains: true and OfficeHome have 'domain', CheXpert has 'category', OpenImage has 'client'"
         )
 
 
@@ -86,7 +86,9 @@ class IID(Partition):
 
 
 class ByDomain(Partition):
-    """Divides by a column of the dataset, such as the domain's folder of an ImageFolder.
+    """Divides by a column of the dataset, such as the domain of Office-Home or the uploader of OpenImage.
+
+    A client has the test images that have its value in the column; it may have none.
 
     Args:
         column: Name of the column.
@@ -101,17 +103,27 @@ class ByDomain(Partition):
         """Sort the domains by name, and cut each domain's samples into equal shares."""
         rng = partition_rng(seed)
         division: Assignment = ([], [])
-        for domain in np.unique(train.columns[self.column]):
-            rows = np.flatnonzero(train.columns[self.column] == domain)
+        domains = np.unique(train.columns[self.column])
+        of_train = _rows_of(domains, train.columns[self.column])
+        for domain, rows in zip(domains, of_train, strict=True):
             if len(rows) < self.clients_per_domain:
                 raise ValueError(
                     f"domain {domain} has {len(rows)} samples for {self.clients_per_domain} clients: "
                     "lower clients_per_domain"
                 )
-            test_rows = np.flatnonzero(test.columns[self.column] == domain) if len(test) else np.array([], np.int64)
-            for part, own in zip(division, (rows, test_rows), strict=True):
+        of_test = _rows_of(domains, test.columns[self.column] if len(test) else domains[:0])
+        for both in zip(of_train, of_test, strict=True):
+            for part, own in zip(division, both, strict=True):
                 part.extend(np.array_split(rng.permutation(own), self.clients_per_domain))
         return division
+
+
+def _rows_of(values: Array, column: Array) -> list[Array]:
+    """The rows of a column, ascending, that have each of the ``values``, which are sorted."""
+    place = np.minimum(np.searchsorted(values, column), len(values) - 1)
+    known = np.flatnonzero(values[place] == column)
+    place = place[known]
+    return np.split(known[np.argsort(place, kind="stable")], np.cumsum(np.bincount(place, minlength=len(values)))[:-1])
 
 
 class FromFile(Partition):

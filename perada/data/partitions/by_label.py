@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to divide a set among clients by the labels; training and test data get the same proportions.
+"""Ways to divide a set among clients by the labels or a column; training and test data get the same proportions.
 
 Shape suffixes: M clients, K classes, N samples.
 """
@@ -18,6 +18,7 @@ class LabelPartition(Partition):
 
     num_clients: int
     merge_below: int = 0
+    column: str | None = None
 
     @abstractmethod
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
@@ -30,7 +31,7 @@ class LabelPartition(Partition):
         """
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
-        classes, test_classes = categories(train.labels, test.labels, self.merge_below)
+        classes, test_classes = categories(*self._labels(train, test), self.merge_below)
         width = int(max(classes.max(), test_classes.max(initial=0))) + 1
         sizes, test_sizes = (np.bincount(part, minlength=width) for part in (classes, test_classes))
         present = np.flatnonzero(sizes)
@@ -42,9 +43,17 @@ class LabelPartition(Partition):
             test_counts = raise_to_minimum(test_counts, 1, counts, test_sizes - test_counts.sum(0))
         return deal(classes, counts, rng), deal(test_classes, test_counts, rng)
 
+    def _labels(self, train: Split, test: Split) -> tuple[Array, Array]:
+        """What the two splits are divided by: their labels, or the column as if it were one of several labels."""
+        if self.column is None:
+            return train.labels, test.labels
+        values = np.concatenate([part.columns[self.column] for part in (train, test) if len(part)])
+        numbers = np.unique(values, return_inverse=True)[1].reshape(-1, 1)
+        return numbers[: len(train)], numbers[len(train) :]
+
 
 class Dirichlet(LabelPartition):
-    """Each class is divided among the clients in proportions drawn from a Dirichlet distribution.
+    """Each class is divided among the clients in proportions drawn from a Dirichlet distribution (Hsu et al., 2019).
 
     The smaller ``alpha``, the fewer classes a client has, and the more unequal the clients' sizes.
 
@@ -54,7 +63,10 @@ class Dirichlet(LabelPartition):
         min_per_client: Training samples every client has at least; they are taken from the largest holders of the
             classes that the client has most of.
         min_per_class: Training samples of every class that every client has at least.
-        merge_below: For several labels a sample: combinations with fewer training samples form one class together.
+        merge_below: For several labels a sample, or a column: combinations or values with fewer training samples form
+            one class together.
+        column: Column of the dataset whose values take the place of classes, such as ``category`` of CheXpert; null
+            for the labels.
 
     Raises:
         ValueError: If an option is out of range.
@@ -67,6 +79,7 @@ class Dirichlet(LabelPartition):
         min_per_client: int = 2,
         min_per_class: int = 0,
         merge_below: int = 0,
+        column: str | None = None,
     ) -> None:
         check_whole("num_clients", num_clients)
         check_number("alpha", alpha, above=0, hint="0.1 is very unequal, 100 even")
@@ -75,6 +88,7 @@ class Dirichlet(LabelPartition):
         check_whole("merge_below", merge_below, 0)
         self.num_clients, self.alpha = num_clients, alpha
         self.min_per_client, self.min_per_class, self.merge_below = min_per_client, min_per_class, merge_below
+        self.column = column
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Draw the proportions, round them to whole samples, and see to the minimum."""

@@ -13,6 +13,7 @@ from perada.data.federated import FederatedData
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.base import Partition, Split
 from perada.data.partitions.checks import divide
+from perada.data.partitions.shares import whole_groups
 from perada.data.sets.checks import checked_columns, split_of
 from perada.data.sets.images import ImageSet
 
@@ -62,7 +63,8 @@ class Division:
         parts = self.dataset.with_split(True), self.dataset.with_split(False)
         if parts[0].labels is None:
             raise ValueError(f"{self.dataset!r} has no labels: it can be the public set only, give another as dataset")
-        public, validation, train = self._hold_out(self._sample("train", len(parts[0]), self.train_limit))
+        used = self._sample("train", len(parts[0]), self.train_limit)
+        public, validation, train = (used[rows] for rows in self._hold_out(groups_of(parts[0], used)))
         test = self._sample("test", len(parts[1]), self.test_limit)
         division = divide(self.partition, _split(parts[0], train), _split(parts[1], test), self.seed)
         train_of, test_of = (
@@ -76,14 +78,14 @@ class Division:
             "seed": self.seed,
             "train": train_of,
             "test": test_of,
-            "public": public if self.public_fraction else repr(self.public),
-            "server_validation": validation,
+            "public": public.tolist() if self.public_fraction else repr(self.public),
+            "server_validation": validation.tolist(),
         }
         return FederatedData(
             train=[Subset(parts[0], own) for own in train_of],
             test=[Subset(parts[1], own) for own in test_of],
-            public=self._public(parts[0], public),
-            server_validation=Subset(parts[0], validation) if validation else None,
+            public=self._public(parts[0], public.tolist()),
+            server_validation=Subset(parts[0], validation.tolist()) if len(validation) else None,
             num_classes=parts[0].num_classes,
         ), record
 
@@ -94,12 +96,10 @@ class Division:
         rng = np.random.default_rng(derive_seed(self.seed, f"{part}_limit"))
         return np.sort(rng.permutation(total)[:limit])
 
-    def _hold_out(self, train: Array) -> tuple[list[int], list[int], Array]:
-        """Divide the training positions into the server's public ones, its validation ones, and the clients'."""
-        order = np.random.default_rng(derive_seed(self.seed, "hold_out")).permutation(train)
-        cut = round(len(train) * self.public_fraction)
-        second = cut + round(len(train) * self.validation_fraction)
-        return sorted(order[:cut].tolist()), sorted(order[cut:second].tolist()), np.sort(order[second:])
+    def _hold_out(self, groups: Array) -> list[Array]:
+        """Divide the training rows, of ``groups``, into the server's public ones, its validation ones, the clients'."""
+        counts = [round(len(groups) * share) for share in (self.public_fraction, self.validation_fraction)]
+        return whole_groups(groups, counts, np.random.default_rng(derive_seed(self.seed, "hold_out")))
 
     def _public(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
         """The public set: held-out training images, another set or some of it, or None."""
@@ -115,3 +115,24 @@ def _split(images: ImageSet, index: Array) -> Split:
     columns = checked_columns(split_of(images), images.columns, len(images))
     rows = {name: column[index] for name, column in columns.items()}
     return Split(images.labels.numpy()[index], index, rows, type(images).__name__)
+
+
+def groups_of(dataset: Dataset[Any], index: Array) -> Array:
+    """The groups (N,) of the images at ``index`` that stay together where images are set aside.
+
+    Each image is a group by itself, unless the dataset, or what it is a Subset of, is an image set that names a column.
+
+    Raises:
+        ValueError: If there is no such column.
+    """
+    if type(dataset) is Subset:
+        return groups_of(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[index])
+    if not isinstance(dataset, ImageSet) or dataset.group_column is None:
+        return np.arange(len(index))
+    columns = checked_columns(split_of(dataset), dataset.columns, len(dataset))
+    if dataset.group_column not in columns:
+        raise ValueError(
+            f"{split_of(dataset)}: group_column is {dataset.group_column!r}, and there is no such column among "
+            f"{sorted(columns) or 'none'}; let columns give it, or set group_column to None"
+        )
+    return columns[dataset.group_column][index]

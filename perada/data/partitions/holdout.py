@@ -13,6 +13,8 @@ from perada.core.seeding import derive_seed
 from perada.data.batches.samples import length
 from perada.data.federated import FederatedData
 from perada.data.partitions.apportion import Array
+from perada.data.partitions.division import groups_of
+from perada.data.partitions.shares import whole_groups
 
 EvaluateOn = Literal["test", "validation"]
 
@@ -28,34 +30,46 @@ def check_holdout(share: float, evaluate_on: str) -> None:
         )
 
 
-def held_out(sizes: Sequence[int], share: float, seed: int) -> list[tuple[Array, Array]]:
-    """Draw each client's held-out images: ``share`` of them, rounded, but at least one and never all.
+def held_out(groups: Sequence[Array], share: float, seed: int) -> list[tuple[Array, Array]]:
+    """Draw each client's held-out images: about ``share`` of them, but at least one and never all.
 
-    Each client's draw is its own, whatever the others have.
+    Each client's draw is its own, whatever the others have. Images of one group, such as a patient's, are all held out
+    or all trained on; where each image is a group, the share is rounded to whole images.
+
+    Args:
+        groups: Of each client, the group of each of its images.
+        share: From above 0 to below 1.
+        seed: What the draws follow from.
 
     Returns:
         For each client the rows that it trains on and those held out, ascending.
 
     Raises:
-        ValueError: If clients have fewer than two images; they are named.
+        ValueError: If clients have fewer than two images, or images of one group alone; they are named.
 
-    >>> [(len(kept), len(held)) for kept, held in held_out([10, 2], 0.3, seed=0)]
+    >>> [(len(kept), len(held)) for kept, held in held_out([np.arange(10), np.arange(2)], 0.3, seed=0)]
     [(7, 3), (1, 1)]
     """
-    small = [client for client, size in enumerate(sizes) if size < 2]
-    if small:
-        names = ", ".join(map(str, small[:10])) + (f" and {len(small) - 10} more" if len(small) > 10 else "")
+    single = [len(own) > 1 and len(np.unique(own)) < 2 for own in groups]
+    _refuse([client for client, own in enumerate(groups) if len(own) < 2], share, "fewer than 2")
+    _refuse([client for client, alone in enumerate(single) if alone], share, "those of one group alone, as one patient")
+    parts = []
+    for client, own in enumerate(groups):
+        rng = np.random.default_rng(derive_seed(seed, "client_validation", client))
+        held, kept = whole_groups(own, [round(len(own) * share)], rng, least=1)
+        parts.append((kept, held))
+    return parts
+
+
+def _refuse(clients: Sequence[int], share: float, what: str) -> None:
+    """Name the clients that cannot hold out images, if there are any."""
+    if clients:
+        names = ", ".join(map(str, clients[:10])) + (f" and {len(clients) - 10} more" if len(clients) > 10 else "")
         raise ValueError(
             f"client_validation={share} asks every client for a validation image and one to train on, and "
-            f"client{'s' * (len(small) > 1)} {names} {'have' if len(small) > 1 else 'has'} fewer than 2: give them "
+            f"client{'s' * (len(clients) > 1)} {names} {'have' if len(clients) > 1 else 'has'} {what}: give them "
             "more (min_per_client of Dirichlet), leave them out, or set client_validation to 0"
         )
-    parts = []
-    for client, size in enumerate(sizes):
-        order = np.random.default_rng(derive_seed(seed, "client_validation", client)).permutation(size)
-        count = min(max(1, round(size * share)), size - 1)
-        parts.append((np.sort(order[count:]), np.sort(order[:count])))
-    return parts
 
 
 def hold_out(
@@ -66,7 +80,8 @@ def hold_out(
     ``record`` is what ``partition.json`` holds: positions, or nothing where the data were given and not divided. With
     ``evaluate_on="validation"`` the held-out images take the place of the test images.
     """
-    parts = held_out(list(map(length, data.train)), share, seed)
+    groups = [groups_of(dataset, np.arange(length(dataset))) for dataset in data.train]
+    parts = held_out(groups, share, seed)
     train, validation = (
         [Subset(dataset, rows[part].tolist()) for dataset, rows in zip(data.train, parts, strict=True)]
         for part in (0, 1)

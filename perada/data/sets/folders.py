@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +13,30 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8, to_image
+from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.images import ImageSet
+from perada.data.sets.readers import find_folder
+
+OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
 
 
-class _Files(ImageSet):
-    """Images that are read from their files, as RGB squares of one size."""
+class Listing(NamedTuple):
+    """The files of a split, in order, and what is known of each."""
+
+    paths: list[str]
+    labels: Tensor | None = None
+    columns: Mapping[str, np.ndarray[Any, Any]] = {}
+    num_classes: int | None = None
+
+
+class ImageFiles(ImageSet):
+    """Images that are read from their files, as squares of one size; a subclass lists the files."""
+
+    _mode = "RGB"  # of Pillow
+    _source = ""  # where to fetch them
 
     def __init__(self, root: str, size: int, in_memory: bool, train: bool) -> None:
         super().__init__(train)
@@ -29,26 +45,49 @@ class _Files(ImageSet):
 
     @cached_property
     @abstractmethod
-    def _paths(self) -> list[str]:
-        """Files of this split, in order."""
+    def _listing(self) -> Listing:
+        """What the split in ``self.train`` consists of."""
 
     def read(self, path: str) -> Tensor:
-        """Read one file as uint8 (3, size, size)."""
-        with Image.open(path) as image:
-            return resize_uint8(to_image(image.convert("RGB")), self.size)
+        """Read one file as uint8 (Ch, size, size).
+
+        Raises:
+            FileNotFoundError: If it does not exist.
+            ValueError: If it is no image, or is cut short.
+        """
+        remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
+        try:
+            with Image.open(path) as image:
+                return resize_uint8(to_image(image.convert(self._mode)), self.size)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises depends on the format
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is no image that can be read ({reason}): {remedy}") from None
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        return (torch.stack([self.read(path) for path in self._paths]) if self.in_memory else None), None
+        paths = self._listing.paths
+        return (torch.stack([self.read(path) for path in paths]) if self.in_memory else None), self._listing.labels
+
+    @property
+    def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
+        """Number of classes, or of labels that an image may have; None where there are no labels."""
+        return self._listing.num_classes
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Further facts about each image, (N,) by name."""
+        return self._listing.columns
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._listing.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
-        image = self.images[index] if self.images is not None else self.read(self._paths[index])
+        image = self.images[index] if self.images is not None else self.read(self._listing.paths[index])
         return image if self.labels is None else (image, self.labels[index])
 
 
-class ImageFolder(_Files):
+class ImageFolder(ImageFiles):
     """Images sorted into a folder per class, as torchvision's ImageFolder reads them.
 
     ``root`` holds ``train`` and ``test`` with the same class folders, or the class folders themselves, of which a fixed
@@ -69,8 +108,7 @@ class ImageFolder(_Files):
         self.domains = domains
 
     @cached_property
-    def _index(self) -> tuple[list[str], list[int], list[str], int]:
-        """Path, class and domain of each image of the split, and the number of classes."""
+    def _listing(self) -> Listing:
         root = Path(self.root)
         if not root.is_dir():
             raise FileNotFoundError(f"{root} is not a folder: set root to the folder that holds a folder per class")
@@ -90,29 +128,82 @@ class ImageFolder(_Files):
             order = np.random.default_rng(derive_seed(0, "folder")).permutation(len(samples))
             cut = len(samples) // 5
             samples = [samples[i] for i in np.sort(order[cut:] if self.train else order[:cut])]
-        return [s[0] for s in samples], [s[1] for s in samples], [s[2] for s in samples], len(classes)
+        columns = {"domain": np.array([sample[2] for sample in samples])} if self.domains else {}
+        labels = torch.tensor([sample[1] for sample in samples], dtype=torch.int64)
+        return Listing([sample[0] for sample in samples], labels, columns, len(classes))
+
+
+class OfficeHome(ImageFiles):
+    """Office-Home, 15,588 photographs and drawings of 65 classes in four domains (Venkateswara et al., CVPR 2017).
+
+    The column ``domain`` says which of ``Art``, ``Clipart``, ``Product`` and ``Real World`` an image is of. The set is
+    published without splits: of each domain and class, a share drawn by ``seed`` is the test split.
+
+    Args:
+        root: Folder that holds (or is) ``OfficeHomeDataset_10072016``, the folder with one folder for each domain
+            (https://www.hemanthdv.org/officeHomeDataset.html).
+        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
+        test_share: Share of each domain and class that is the test split. PerAda's experiments have 1,656 test images.
+        seed: Another seed, another test split.
+        in_memory: Keep all images as one tensor instead of reading files again and again.
+        train: The training split, or else the test split.
+    """
+
+    _source = "https://www.hemanthdv.org/officeHomeDataset.html"
+
+    def __init__(
+        self,
+        root: str = "data",
+        size: int = 224,
+        test_share: float = 0.1,
+        seed: int = 0,
+        in_memory: bool = False,
+        train: bool = True,
+    ) -> None:
+        super().__init__(root, size, in_memory, train)
+        check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
+        self.test_share, self.seed = test_share, seed
 
     @cached_property
-    def _paths(self) -> list[str]:
-        return self._index[0]
+    def _listing(self) -> Listing:
+        home = find_folder([Path(self.root), Path(self.root) / "OfficeHomeDataset_10072016"], "Art") or Path(self.root)
+        tops = [self._domain(home, name) for name in OFFICE_HOME_DOMAINS]
+        classes = sorted({folder.name for top in tops for folder in _subfolders(top)})
+        if len(classes) != 65:
+            raise ValueError(
+                f"{home} has folders of {len(classes)} classes in its domains, and Office-Home has 65: fetch it again "
+                f"from {self._source}"
+            )
+        numbers = {name: number for number, name in enumerate(classes)}
+        found = [make_dataset(str(top), numbers, IMG_EXTENSIONS, allow_empty=True) for top in tops]
+        for top, samples in zip(tops, found, strict=True):
+            missing = sorted(numbers.keys() - {classes[number] for _, number in samples})
+            if missing:
+                raise FileNotFoundError(
+                    f"{top / missing[0]} has no images, and every class of Office-Home has some in every domain: fetch "
+                    f"it again from {self._source}"
+                )
+        paths, labels = zip(*(sample for samples in found for sample in samples), strict=True)
+        domains = np.repeat(OFFICE_HOME_DOMAINS, [len(samples) for samples in found])
+        strata = np.array(labels) + 65 * np.repeat(np.arange(4), [len(samples) for samples in found])
+        held = of_each_stratum(strata, self.test_share, np.random.default_rng(derive_seed(self.seed, "office_home")))
+        rows = np.setdiff1d(np.arange(len(paths)), held) if self.train else held
+        return Listing(
+            [paths[row] for row in rows], torch.tensor(np.array(labels)[rows]), {"domain": domains[rows]}, len(classes)
+        )
 
-    @property
-    def num_classes(self) -> int:  # type: ignore[override]  # known from the folders
-        """Number of classes."""
-        return self._index[3]
-
-    @property
-    def labels(self) -> Tensor:
-        """Class of each image (N,), by the alphabetical order of the folders."""
-        return torch.tensor(self._index[1], dtype=torch.int64)
-
-    @property
-    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """The domain of each image, if there are any."""
-        return {"domain": np.array(self._index[2])} if self.domains else {}
+    def _domain(self, home: Path, name: str) -> Path:
+        places = [home / spelt for spelt in dict.fromkeys((name, name.replace(" ", "")))]
+        for place in places:
+            if place.is_dir():
+                return place
+        raise FileNotFoundError(
+            f"{' or '.join(map(str, places))} does not exist: set root to the folder with Office-Home's folders "
+            f"{', '.join(OFFICE_HOME_DOMAINS)} (from {self._source})"
+        )
 
 
-class UnlabelledFolder(_Files):
+class UnlabelledFolder(ImageFiles):
     """All images below a folder, without labels: a public set.
 
     Args:
@@ -125,11 +216,11 @@ class UnlabelledFolder(_Files):
         super().__init__(root, size, in_memory, train=True)
 
     @cached_property
-    def _paths(self) -> list[str]:
+    def _listing(self) -> Listing:
         files = sorted(str(path) for path in Path(self.root).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
         if not files:
             raise FileNotFoundError(f"{self.root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
-        return files
+        return Listing(files)
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -20,20 +20,20 @@ from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.checks import checked_tensors, split_of
 from perada.data.sets.readers import find_folder, read_cifar, read_cifar_binary, read_idx
 
-_FASHION_FOLDERS = ("/usr/share/datasets/fashion-mnist",)  # where Debian's dataset-fashion-mnist puts it
-
 
 class ImageSet(Dataset[Any], ABC):
     """One split of a set of images; :meth:`with_split` gives the other. Nothing is read before it is needed.
 
     Items are (uint8 image (Ch, H, W), label). Attributes: ``images`` all of them as a tensor, or None if they stay on
-    disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name.
+    disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name;
+    ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None.
 
     Args:
         train: The training split, or else the test split.
     """
 
     num_classes: int | None = None
+    group_column: str | None = None
 
     _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
@@ -127,7 +127,53 @@ class Digits(ImageSet):
         return images[chosen], torch.from_numpy(labels).long()[chosen]
 
 
-class FashionMNIST(ImageSet):
+class MNIST(ImageSet):
+    """MNIST, 60,000 and 10,000 gray images of handwritten digits, 28×28 (http://yann.lecun.com/exdb/mnist).
+
+    Args:
+        root: Folder with the four idx files (.gz or not), or one that torchvision downloaded to.
+        download: Fetch the files to ``root`` if they are missing.
+        train: The training split, or else the test split.
+    """
+
+    num_classes = 10
+    _title = "MNIST"
+    _kind = torchvision_datasets.MNIST  # knows where the files are and their checksums
+    _package = ""  # Debian's package that has them, if there is one
+    _folders: tuple[str, ...] = ()  # where it puts them
+
+    def __init__(self, root: str = "data", download: bool = False, train: bool = True) -> None:
+        super().__init__(train)
+        self.root: str | None = root
+        self._may_download = download
+
+    def _candidates(self) -> list[Path]:
+        roots = [self.root] if self.root is not None else [*self._folders, "data"]
+        return [folder for root in roots for folder in (Path(root), Path(root) / self._kind.__name__ / "raw")]
+
+    def _folder(self) -> Path | None:
+        return find_folder(self._candidates(), "t10k-labels-idx1-ubyte*")
+
+    def download(self) -> None:
+        """Fetch the files with torchvision if that was asked for and they are missing."""
+        if self._may_download and self._folder() is None:
+            self._kind(self.root or "data", download=True)
+
+    def _load(self) -> tuple[Tensor, Tensor]:
+        folder = self._folder()
+        if folder is None:
+            package = f"install Debian's package {self._package}, " if self._package else ""
+            raise FileNotFoundError(
+                f"{self._title} is not in {' or '.join(map(str, self._candidates()))}: set root to the folder with its "
+                f"idx files, {package}or set download: true where there is a network"
+            )
+        prefix = "train" if self.train else "t10k"
+        images = read_idx(folder / f"{prefix}-images-idx3-ubyte", (28, 28), self._kind.mirrors[0])
+        labels = read_idx(folder / f"{prefix}-labels-idx1-ubyte", (), self._kind.mirrors[0])
+        return images.unsqueeze(1), labels.long()
+
+
+class FashionMNIST(MNIST):
     """Fashion-MNIST, 60,000 and 10,000 gray images of clothing, 28×28 (https://github.com/zalandoresearch/fashion-mnist).
 
     Args:
@@ -137,35 +183,14 @@ class FashionMNIST(ImageSet):
         train: The training split, or else the test split.
     """
 
-    num_classes = 10
+    _title = "Fashion-MNIST"
+    _kind = torchvision_datasets.FashionMNIST
+    _package = "dataset-fashion-mnist"
+    _folders = ("/usr/share/datasets/fashion-mnist",)
 
     def __init__(self, root: str | None = None, download: bool = False, train: bool = True) -> None:
-        super().__init__(train)
+        super().__init__("data", download, train)
         self.root = root
-        self._may_download = download
-
-    def _candidates(self) -> list[Path]:
-        roots = [self.root] if self.root is not None else [*_FASHION_FOLDERS, "data"]
-        return [folder for root in roots for folder in (Path(root), Path(root) / "FashionMNIST" / "raw")]
-
-    def _folder(self) -> Path | None:
-        return find_folder(self._candidates(), "t10k-labels-idx1-ubyte*")
-
-    def download(self) -> None:
-        """Fetch the files with torchvision if that was asked for and they are missing."""
-        if self._may_download and self._folder() is None:
-            torchvision_datasets.FashionMNIST(self.root or "data", download=True)
-
-    def _load(self) -> tuple[Tensor, Tensor]:
-        folder = self._folder()
-        if folder is None:
-            raise FileNotFoundError(
-                f"Fashion-MNIST is not in {' or '.join(map(str, self._candidates()))}: set root to its folder, install "
-                "Debian's package dataset-fashion-mnist, or set download: true where there is a network"
-            )
-        prefix = "train" if self.train else "t10k"
-        images = read_idx(folder / f"{prefix}-images-idx3-ubyte")
-        return images.unsqueeze(1), read_idx(folder / f"{prefix}-labels-idx1-ubyte").long()
 
 
 class CIFAR10(ImageSet):
