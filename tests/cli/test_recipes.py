@@ -2,6 +2,7 @@
 """Every recipe and every combination of data set, method and privacy runs, on small data and small backbones."""
 
 import json
+import math
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -16,15 +17,17 @@ from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.runs import make_cli
 from perada.cli.words import find_recipe, recipes, spelt_out
+from perada.experiments.compare import command
 
 from ..data.miniatures import write_chexpert, write_office_home
 
 ROOT = Path(perada.__file__).parent / "recipes"
 FILES = sorted(ROOT.rglob("*.yaml"))
-GROUPS = {group: [path.stem for path in FILES if path.parent.name == group] for group in ("data", "method", "privacy")}
+FOLDERS = ("data", "method", "privacy", "paper")
+GROUPS = {group: [path.stem for path in FILES if path.parent.name == group] for group in FOLDERS}
 COMPLETE = [path.stem for path in FILES if path.parent == ROOT]
 COMBINED = ["/".join(parts) for parts in product(GROUPS["data"], GROUPS["method"])]
-COMBINED += ["/".join(parts) for parts in product(*GROUPS.values())]
+COMBINED += ["/".join(parts) for parts in product(GROUPS["data"], GROUPS["method"], GROUPS["privacy"])]
 FORMER = {
     f"{folder}/{name}": said["all"] | own
     for folder, said in yaml.safe_load(Path(__file__).with_name("former_recipes.yaml").read_text()).items()
@@ -227,6 +230,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
         GROUPS["data"],
         [f"method/{name}" for name in GROUPS["method"]],
         [f"privacy/{name}" for name in GROUPS["privacy"]],
+        [f"paper/{name}" for name in GROUPS["paper"]],
         COMPLETE,
     ]
     for name, text in (row for rows in listed for row in rows):
@@ -264,3 +268,35 @@ def test_recipe_says_what_it_is_and_fixes_its_seed(path):
     if path.parent.name != "method":
         assert isinstance(content["seed_everything"], int)
         assert content["trainer"]["max_epochs"] > 0
+
+
+class Planned(Exception):
+    """Raised where the runs would begin."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("perada_table5_mini", "perada_figure7_mini") else pytest.mark.slow)
+        for name in GROUPS["paper"]
+    ],
+)
+def test_comparisons_of_papers_are_ones_that_can_be_run(name, monkeypatch, tmp_path):
+    """All their options are parsed, for every row and value."""
+    plans = []
+
+    def stop(comparison):
+        plans.append(comparison.plan)
+        raise Planned
+
+    monkeypatch.setattr(command.Comparison, "run", stop)
+    with pytest.raises(Planned):
+        main(["compare", f"paper/{name}"])
+    (plan,) = plans
+    content = yaml.safe_load((ROOT / "paper" / f"{name}.yaml").read_text())
+    said = content["compare"]
+    values = [len(values) for values in said.get("vary", {}).values()]
+    assert len(plan.rows) == len(said["recipes"]) * max(1, len(said.get("algorithms", []))) * math.prod(values)
+    assert plan.seeds == [0, 1, 2]
+    assert said["output"] == f"{name}.json"
+    assert not (tmp_path / "runs" / said["output"]).exists()

@@ -164,6 +164,20 @@ def test_cifar_10_c(cifar_10_c):
     assert np.array_equal(every.images[[0, 9_999, 10_000]].permute(0, 2, 3, 1), drawn[:3])
 
 
+@pytest.mark.slow
+def test_all_corruptions_of_the_benchmark_are_one_set(cifar_10_c):
+    root, drawn, labels = cifar_10_c
+    for name in BENCHMARK.split():
+        if name != "fog":
+            (root / "CIFAR-10-C" / f"{name}.npy").symlink_to("fog.npy")
+    every = CIFAR10C("main", 5, str(root))
+    assert every.images.shape == (150_000, 3, 32, 32)
+    assert np.array_equal(every.images[[0, 9_999, 10_000, -1]].permute(0, 2, 3, 1), drawn[[8, 9, 8, 9]])
+    assert np.array_equal(every.labels, np.tile(labels[:10_000], 15))
+    with pytest.raises(FileNotFoundError, match="speckle_noise"):
+        len(CIFAR10C("all", 5, str(root)))
+
+
 def test_cifar_10_c_has_19_corruptions_15_of_them_of_the_benchmark():
     assert (*BENCHMARK.split(), *EXTRA.split()) == CORRUPTIONS
     with pytest.raises(ValueError, match="corruption='mist' is unknown; choose one of 'gaussian_noise', "):

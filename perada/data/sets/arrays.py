@@ -38,6 +38,7 @@ Corruption = Literal[
     "saturate",
 ]
 CORRUPTIONS: tuple[Corruption, ...] = get_args(Corruption)
+_GROUPS: dict[str, tuple[Corruption, ...]] = {"main": CORRUPTIONS[:15], "all": CORRUPTIONS}
 
 
 class STL10(ImageSet):
@@ -134,7 +135,8 @@ class CIFAR10C(_TestSet):
 
     Args:
         corruption: Name of the corruption: one of the 15 of the benchmark, or of ``speckle_noise``, ``gaussian_blur``,
-            ``spatter`` and ``saturate``.
+            ``spatter`` and ``saturate``; or ``main`` for the 15 and ``all`` for the 19, one after another. Accuracy on
+            these is the mean over the corruptions, since all have as many images.
         severity: 1, the mildest, to 5 (10,000 images), or null for all five (50,000 images, the mildest first).
         root: Folder that holds (or is) ``CIFAR-10-C`` with a file of each corruption and ``labels.npy``
             (https://zenodo.org/records/2535967).
@@ -147,19 +149,25 @@ class CIFAR10C(_TestSet):
     _source = "https://zenodo.org/records/2535967"
 
     def __init__(
-        self, corruption: Corruption, severity: int | None = None, root: str = "data", train: bool = False
+        self,
+        corruption: Corruption | Literal["main", "all"],
+        severity: int | None = None,
+        root: str = "data",
+        train: bool = False,
     ) -> None:
         super().__init__(train)
-        check_choice("corruption", corruption, CORRUPTIONS)
+        check_choice("corruption", corruption, (*CORRUPTIONS, *_GROUPS))
         check_whole("severity", severity, most=5, optional=True)
         self.corruption, self.severity, self.root = corruption, severity, root
 
     def _load(self) -> tuple[Tensor, Tensor]:
         folder = find_folder([Path(self.root) / "CIFAR-10-C", Path(self.root)], "*.npy") or Path(self.root)
-        images = map_npy(folder / f"{self.corruption}.npy", (50_000, 32, 32, 3), self._source)
+        names = _GROUPS.get(self.corruption, (self.corruption,))
+        files = [map_npy(folder / f"{name}.npy", (50_000, 32, 32, 3), self._source) for name in names]
         labels = map_npy(folder / "labels.npy", (50_000,), self._source, True)
         rows = slice(None) if self.severity is None else slice((self.severity - 1) * 10_000, self.severity * 10_000)
-        return _channels_first(images[rows]), _classes(labels[rows])
+        parts = [_channels_first(file[rows]) for file in files]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), _classes(labels[rows]).repeat(len(parts))
 
 
 def _channels_first(images: np.ndarray) -> Tensor:
