@@ -8,6 +8,7 @@ from perada.data.federated import FederatedData
 from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
 from perada.data.sets.folders import ImageFolder, UnlabelledFolder
 from perada.data.sets.images import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageSet, Photographs
+from perada.data.shifts import Corruptions, LabelShift, Shift
 
 __all__ = [
     "CIFAR10",
@@ -15,6 +16,7 @@ __all__ = [
     "IID",
     "ByDomain",
     "CohortBatch",
+    "Corruptions",
     "Digits",
     "Dirichlet",
     "DominantClass",
@@ -25,10 +27,12 @@ __all__ = [
     "FromFile",
     "ImageFolder",
     "ImageSet",
+    "LabelShift",
     "Partition",
     "Phase",
     "Photographs",
     "RoundPlan",
     "Shards",
+    "Shift",
     "UnlabelledFolder",
 ]
