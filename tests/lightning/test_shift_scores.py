@@ -8,6 +8,7 @@ from statistics import fmean, pstdev
 import imagecorruptions
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import TensorDataset
@@ -76,7 +77,7 @@ def shifts(multilabel=False):
     }
 
 
-def run(algorithm="ditto", multilabel=False, when="end", given=None, rounds=2, logger=False, **options):
+def run(algorithm="ditto", multilabel=False, when="end", given=None, rounds=2, logger=False, lr=0.02, **options):
     data = perada.FederatedDataModule(
         federation(multilabel),
         shifts=shifts(multilabel) if given is None else given,
@@ -84,7 +85,7 @@ def run(algorithm="ditto", multilabel=False, when="end", given=None, rounds=2, l
         batch_size=4,
         eval_batch_size=7,
     )
-    fixed = {"adapter": "full", "lr_personal": 0.02, "lr_local": 0.02, "seed": SEED, "rounds": rounds, "logger": logger}
+    fixed = {"adapter": "full", "lr_personal": lr, "lr_local": lr, "seed": SEED, "rounds": rounds, "logger": logger}
     quiet = {"accelerator": "cpu", "enable_progress_bar": False}
     return perada.finetune(network(), data, algorithm=algorithm, **fixed, **quiet, **options)
 
@@ -287,6 +288,22 @@ def test_features_and_images_give_the_same_scores(monkeypatch):
         for name, values in left.items():
             assert values == pytest.approx(right[name], abs=1e-6)
     assert sum(encoded) == 4 * 8 + 19 + 4 * 19 + 13  # each image once: training, test, four corruptions, the other set
+
+
+class Stop(pl.Callback):
+    """Ends training after the first round."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
+def test_models_that_are_fine_tuned_after_an_early_stop_are_scored_afresh():
+    tuned = run("fedavg_ft", when="evaluation", rounds=3, callbacks=[Stop()], lr=0.2)
+    assert len(tuned.metrics["rounds"]) == 1
+    new = stripes(13, 90)
+    found = tuned.metrics["clients"]["personal/new"]
+    assert found == pytest.approx([accuracy(tuned.personal(client), *new) for client in range(4)])
+    assert found != pytest.approx([accuracy(tuned.global_model(), *new)] * 4)
 
 
 def test_private_training_is_scored_alike():
