@@ -158,10 +158,15 @@ def distribution(requirement: str) -> str:
 
 
 def test_dependencies_are_what_is_imported():
-    import_names = {"scikit-learn": "sklearn", "pyyaml": "yaml", "pillow": "PIL"}
-    names = map(distribution, PYPROJECT["project"]["dependencies"])
-    declared = {import_names.get(name, name.replace("-", "_")) for name in names}
-    extras = {distribution(r) for rows in PYPROJECT["project"]["optional-dependencies"].values() for r in rows}
+    import_names = {"scikit-learn": "sklearn", "pyyaml": "yaml", "pillow": "PIL", "opencv-python": "cv2"}
+    import_names["imagecorruptions-imaug"] = "imagecorruptions"
+
+    def names(requirements):
+        found = map(distribution, requirements)
+        return {import_names.get(name, name.replace("-", "_")) for name in found}
+
+    declared = names(PYPROJECT["project"]["dependencies"])
+    extras = names(r for rows in PYPROJECT["project"]["optional-dependencies"].values() for r in rows)
     used = {name.split(".")[0] for module, path in MODULES.items() for name in imported(module, path.read_text())}
     # LightningCLI parses with jsonargparse, whether or not we import it ourselves.
     assert declared == used - set(sys.stdlib_module_names) - extras - {"perada"} | {"jsonargparse"}

@@ -30,7 +30,7 @@ STUDIES: Tree = {
 COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
-    "test": ("perada.cli.main:run", "The same as validate."),
+    "test": ("perada.cli.main:run", "The same as validate, and the scores on shifted test sets."),
     "predict": ("perada.cli.main:run", "Write the predictions of a checkpoint's models to a file."),
     "ls": ("perada.cli.main:ls", "List the shipped recipes."),
     "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),

@@ -28,7 +28,8 @@ _MISSING = re.compile(r"No module named |module '[^']+' has no attribute ")
 def one_line(error: Exception) -> str:
     """An error's message on one line, without control characters and without what jsonargparse says of its workings."""
     lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
-    lines = _of_classes([line for line in lines if line and not line.startswith(_NOISE)])
+    shifts = [line for line in lines if line.startswith("shifts: ")]  # what else they might have been says nothing
+    lines = shifts[:1] or _of_classes([line for line in lines if line and not line.startswith(_NOISE)])
     for said, plain in _PLAIN.items():
         lines = [re.sub(said, plain, line) for line in lines]
     text = " ".join(lines)

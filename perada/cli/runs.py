@@ -26,7 +26,7 @@ from perada.lightning.outcome import outcome
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
-from perada.results.report import client_table, mode_line
+from perada.results.report import client_table, mode_line, shift_tables
 
 
 class SaveConfig(SaveConfigCallback):
@@ -137,9 +137,11 @@ class PeradaCLI(LightningCLI):
         """Print the table of clients."""
         if not self.trainer.is_global_zero:
             return
-        clients = outcome(self.model, self.loop).metrics["clients"]
-        if clients:
-            print(client_table(clients, self.datamodule.train_sizes, self.loop.test_mode))
+        metrics = outcome(self.model, self.loop).metrics
+        if metrics["clients"]:
+            print(client_table(metrics["clients"], self.datamodule.train_sizes, self.loop.test_mode))
+        for shown in shift_tables(metrics.get("shifts", {})):
+            print(f"\n{shown}")
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores))
 

@@ -10,6 +10,7 @@ from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
 from perada.data.sets.folders import ImageFolder, OfficeHome, UnlabelledFolder
 from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, ImageSet, Photographs
 from perada.data.sets.tables import CheXpert, OpenImage
+from perada.data.shifts import Corruptions, LabelShift, Shift
 
 __all__ = [
     "CIFAR10",
@@ -22,6 +23,7 @@ __all__ = [
     "ByDomain",
     "CheXpert",
     "CohortBatch",
+    "Corruptions",
     "Digits",
     "Dirichlet",
     "DominantClass",
@@ -32,6 +34,7 @@ __all__ = [
     "FromFile",
     "ImageFolder",
     "ImageSet",
+    "LabelShift",
     "OfficeHome",
     "OpenImage",
     "Partition",
@@ -39,5 +42,6 @@ __all__ = [
     "Photographs",
     "RoundPlan",
     "Shards",
+    "Shift",
     "UnlabelledFolder",
 ]

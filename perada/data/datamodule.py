@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from perada.core.batches import CohortBatch, EvalBatch
-from perada.core.checks import check_whole
+from perada.core.checks import check_choice, check_whole
 from perada.core.images import ImageConfig
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan
 from perada.core.states import send
+from perada.data.batches.corrupted import CorruptedStore
 from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
 from perada.data.batches.preparation import BatchT, Preparation
@@ -27,6 +28,7 @@ from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
 from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
 from perada.data.sets.images import ImageSet
+from perada.data.shifts import Condition, Shift, ShiftsWhen, as_shifts, conditions
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -56,6 +58,10 @@ class FederatedDataModule(pl.LightningDataModule):
         flip: Mirror half of the training images.
         num_classes: Number of classes; null for what the dataset says.
         device_cache_mb: Sets of tensors up to this size are kept on the accelerator, and features of their images.
+        shifts: Shifted test sets by name: :class:`.Corruptions`, :class:`.LabelShift`, an image set with the same
+            classes, whose test split is used, or short forms (docs/shifts.md). Not with ``evaluate_on: validation``.
+        shifts_when: Score them at the ``end`` of training, at every ``evaluation``, or only in a ``test``; a test
+            always scores them.
 
     Raises:
         ValueError: If an option is out of range or two exclude each other; the data are checked by ``setup``.
@@ -89,6 +95,8 @@ class FederatedDataModule(pl.LightningDataModule):
         flip: bool = False,
         num_classes: int | None = None,
         device_cache_mb: int = 2000,
+        shifts: dict[str, Shift | ImageSet | list[str] | str] | None = None,
+        shifts_when: ShiftsWhen = "end",
     ) -> None:
         super().__init__()
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
@@ -114,6 +122,9 @@ class FederatedDataModule(pl.LightningDataModule):
         check_whole("num_classes", num_classes, optional=True)
         check_whole("num_workers", num_workers, 0)
         check_whole("crop_padding", crop_padding, 0)
+        check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
+        self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
+        self.conditions: list[Condition] = []
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.device_cache_mb, self._num_classes = image_size, device_cache_mb, num_classes
         self._checked: Checked | None = None
@@ -127,6 +138,9 @@ class FederatedDataModule(pl.LightningDataModule):
         """Fetch missing files if that was asked for."""
         if self._division is not None:
             self._division.download()
+        for shift in self.shifts.values():
+            if isinstance(shift, ImageSet):
+                shift.download()
 
     def setup(self, stage: str = "fit") -> None:
         """Divide and check the data; once, however often it is called.
@@ -144,7 +158,10 @@ class FederatedDataModule(pl.LightningDataModule):
         assert data is not None
         if self._holdout[0]:
             data, self._record = hold_out(data, self._record, *self._holdout)
-        self._checked = check(data, self._num_classes, self.image_size)
+        checked = check(data, self._num_classes, self.image_size)
+        if self.evaluates_on == "test":
+            self.conditions = conditions(self.shifts, checked, self.image_size)
+        self._checked = checked
         self._preparation.check_shape(self._checked.image[0])
         self.num_clients, self.train_sizes = len(data.train), self._checked.train.sizes
         self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel
@@ -236,6 +253,16 @@ class FederatedDataModule(pl.LightningDataModule):
         return [] if self._ready.test is None else self._in_order(self._ready.test)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+    def shift_loader(self, condition: Condition) -> DataLoader[EvalBatch]:
+        """Serve the images of one of the ``conditions``, each once, corrupted where it asks for that.
+
+        A batch names the client that each image belongs to; an image of another set belongs to none, and has a 0.
+        """
+        if not condition.kind:
+            return self._in_order(condition.store)
+        store = CorruptedStore(condition.store, condition.kind, condition.severity, self._seed, self.image_size)
+        return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
 
     @property
     def public_size(self) -> int:

@@ -2,7 +2,7 @@
 """The evaluation of all models of a federation: which model runs on which image, and how it is scored."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -138,11 +138,9 @@ class Evaluation:
     def __init__(self, federation: Federation, metric: MetricName, everywhere: Sequence[int]) -> None:
         self.federation, self.metric = federation, metric
         self.clients, self.multilabel = federation.num_clients, federation.settings.training.multilabel
-        owned = set(federation.owned())
         self.everywhere = list(everywhere)
-        self._running = [(place, client) for place, client in enumerate(everywhere) if client in owned]
         self._owned = torch.zeros(self.clients, dtype=torch.bool)
-        self._owned[list(owned)] = True
+        self._owned[federation.owned()] = True
         self._local = self._scores(groups=self.clients)
         self._everyone = self._scores(models=len(self.everywhere))
         self._states = federation.members() if federation.settings.algorithm.global_model else None
@@ -176,9 +174,7 @@ class Evaluation:
     def _run_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
         """Run personal models on a whole batch; return the logits (B, K) of each image's owner's, where that ran."""
         rows, own = torch.arange(len(owner), device=owner.device), None
-        for start in range(0, len(self._running), GROUP):
-            places, clients = zip(*self._running[start : start + GROUP], strict=True)
-            logits = self.federation.engine.shared_logits(self.federation.personal_states(clients), batch.x)
+        for places, clients, logits in everywhere_logits(self.federation, self.everywhere, batch.x):
             self._everyone.update(logits, batch.y, models=places)
             place = owner[:, None] == send(torch.tensor(clients), owner.device)
             theirs = logits[place.long().argmax(1), rows]
@@ -222,6 +218,21 @@ def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
     if count is None or count >= clients:
         return list(range(clients))
     return sorted(torch.randperm(clients, generator=generator(seed, "global test"))[:count].tolist())
+
+
+def everywhere_logits(
+    federation: Federation, everywhere: Sequence[int], x: Tensor
+) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor]]:
+    """Run personal models of this process on the same images, some at a time.
+
+    Yields:
+        Places in ``everywhere``, the clients there, and the logits (p, B, K) of their models.
+    """
+    owned = set(federation.owned())
+    running = [(place, client) for place, client in enumerate(everywhere) if client in owned]
+    for start in range(0, len(running), GROUP):
+        places, clients = zip(*running[start : start + GROUP], strict=True)
+        yield places, clients, federation.engine.shared_logits(federation.personal_states(clients), x)
 
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.data import FederatedDataModule
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.shift_scores import score_shifts, scored_shifts
 from perada.lightning.steps import federation_of, prepared, progress, warn_broken
 
 
@@ -33,9 +34,28 @@ def personalize(trainer: pl.Trainer, data: FederatedDataModule, module: Federate
         broken = federation.personalize(
             progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
         )
+    module.shifted = {}  # of the models before
     if broken:
         warn_broken("fine-tuning", broken, "it keeps the global adapter")
     return True
+
+
+def finish(
+    trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, history: list[dict[str, float]]
+) -> None:
+    """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
+    tuned = personalize(trainer, data, module)
+    scored = not history or any(name.startswith("personal/") for name in history[-1])
+    changed = tuned
+    if tuned or not scored:
+        changed |= score(trainer, data, module, history)
+    if data.shifts_when != "test" and history and not scored_shifts(data, module):
+        if score_shifts(trainer, data, module):
+            module.add_shifted()
+            _record(trainer, module, history)
+            changed = True
+    if changed:
+        save_again(trainer)
 
 
 def score(
@@ -54,12 +74,17 @@ def score(
         for index, batch in enumerate(islice(batches, count)):
             module.validation_step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
     module.score()
+    _record(trainer, module, history)
+    return True
+
+
+def _record(trainer: pl.Trainer, module: FederatedClassifier, history: list[dict[str, float]]) -> None:
+    """Log the scores, and add them to the last record of the history, if it has one."""
     for record in history[-1:]:
         record |= module.scores
     round = history[-1]["round"] if history else 0
     for logger in trainer.loggers:
         logger.log_metrics({"epoch": round, **module.scores}, step=max(0, trainer.global_step - 1))
-    return True
 
 
 def save_again(trainer: pl.Trainer) -> None:

@@ -65,13 +65,17 @@ def check_precision(precision: object) -> None:
 
 
 def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Send one public image and ``x``, a prepared training image (1, channels, height, width), through the model.
+    """Send ``x``, a prepared training image (1, channels, height, width), through the model, and one of each other set.
 
     A ValueError if one does not pass, or what comes out are not the logits of the classes.
     """
     _check_image("images", x, data, module)
     if data.public_size:
         _check_image("public images", data.public_images(torch.tensor([0])), data, module)
+    for condition in data.conditions:
+        if not (condition.kind or condition.others):  # else they are the clients' own
+            images, _ = condition.store.take(torch.tensor([0]), torch.tensor([0]))
+            _check_image(f"images of the shift {condition.shift!r}", data.prepare(images), data, module)
 
 
 def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:

@@ -18,15 +18,8 @@ from perada.engine.loss_scaling import LossScaling
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
-from perada.lightning.after_rounds import personalize, save_again, score
-from perada.lightning.checkpoint import (
-    RoundCheckpoint,
-    belonging,
-    check_belongs,
-    find_clients,
-    frozen_digest,
-    resume,
-)
+from perada.lightning.after_rounds import finish, personalize
+from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_belongs, find_clients, frozen_digest, resume
 from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
@@ -38,6 +31,7 @@ from perada.lightning.run_folder import (
     run_folder,
     storage,
 )
+from perada.lightning.shift_scores import score_shifts
 from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
 from perada.lightning.strategies import check_alike, options_here, share_work
 from perada.privacy import ClientPrivacy, Privacy
@@ -265,7 +259,7 @@ class FederatedLoop(pl.Callback):
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
-            self._loaded = None
+            module.shifted, self._loaded = self._loaded.get("shifted", {}), None
         if fits:
             self._began = True
             keep_journal(trainer, module.federation, self._journals)
@@ -303,6 +297,7 @@ class FederatedLoop(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
         data, module = parts(trainer, pl_module)
+        module.shifted = {}  # of the states that now change
         shares, federation = data.shares(trainer.current_epoch), federation_of(module)
         round = shares.plan.round
         if round != federation.rounds_done:
@@ -337,6 +332,14 @@ class FederatedLoop(pl.Callback):
         if plan.round + 1 == trainer.max_epochs:
             personalize(trainer, data, module)
 
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Score the shifts where that is asked for; the module then logs what there is."""
+        data, module = parts(trainer, pl_module)
+        if trainer.state.fn == "test" or (trainer.state.fn == "fit" and data.shifts_when == "evaluation"):
+            score_shifts(trainer, data, module)
+
+    on_test_epoch_end = on_validation_epoch_end
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
         _, module = parts(trainer, pl_module)
@@ -347,12 +350,7 @@ class FederatedLoop(pl.Callback):
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
         data, module = parts(trainer, pl_module)
         federation_of(module).cohort = None  # of a round that was stopped in the middle, and counts as not begun
-        tuned = personalize(trainer, data, module)
-        scored = not self.history or any(name.startswith("personal/") for name in self.history[-1])
-        if tuned or not scored:
-            scored = score(trainer, data, module, self.history)
-            if tuned or scored:
-                save_again(trainer)
+        finish(trainer, data, module, self.history)
         federation_of(module).collect()
 
     def on_save_checkpoint(
@@ -367,6 +365,7 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
+            "shifted": module.shifted,
             "belongs": self._belonging(data, module),
         }
 

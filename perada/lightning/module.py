@@ -118,6 +118,7 @@ class FederatedClassifier(pl.LightningModule):
         self.multilabel, self.seed = False, 0
         self.per_client: dict[str, Tensor] = {}
         self.scores: dict[str, float] = {}
+        self.shifted: dict[str, Any] = {}
         self.federation: Federation | None = None
 
     def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
@@ -211,10 +212,14 @@ class FederatedClassifier(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start counting."""
-        metric: MetricName = ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
         federation = self._states()
         everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
-        self._evaluation = Evaluation(federation, metric, everywhere)
+        self._evaluation = Evaluation(federation, self.metric_name, everywhere)
+
+    @property
+    def metric_name(self) -> MetricName:
+        """The metric that models are scored by."""
+        return ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run the personal models and the global one on a batch of the test set."""
@@ -224,11 +229,17 @@ class FederatedClassifier(pl.LightningModule):
         """Log mean and standard deviation over clients."""
         self.score()
         for name, value in self.scores.items():
-            self.log(name, value, prog_bar=not name.endswith("_std"))
+            self.log(name, value, prog_bar=not (name.endswith("_std") or name in self.shifted.get("scores", {})))
 
     def score(self) -> None:
         """Compute ``scores`` and ``per_client`` of what the validation steps have counted."""
         self.scores, self.per_client = self._evaluation.result()
+        self.add_shifted()
+
+    def add_shifted(self) -> None:
+        """Add what is in ``shifted``, the scores on shifted sets of the present states, if they were taken."""
+        self.scores = self.scores | self.shifted.get("scores", {})
+        self.per_client = self.per_client | self.shifted.get("per_client", {})
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step

@@ -25,7 +25,8 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
         {
             "rounds": loop.history,
             "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
-        },
+        }
+        | ({"shifts": module.shifted["kinds"]} if module.shifted.get("kinds") else {}),
         {
             "backbone": module.backbone if isinstance(module.backbone, str) else None,
             "pretrained": module.pretrained,

@@ -2,8 +2,9 @@
 """Tables of what a run measured, as Markdown."""
 
 import csv
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -31,6 +32,10 @@ ROUND_EPSILONS = {
     "privacy/client_epsilon_max": "ε client (max)",
 }
 """What the columns of the ε after a round are called."""
+SHIFTS_FILE = "shifts.json"
+"""Scores by kind of corruption and severity, in a run's folder."""
+Kinds = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
+"""By shift, kind of corruption and model: the score at each severity."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -128,14 +133,58 @@ def run_report(folder: Path) -> str:
             raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
         for row in lines:
             rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
-    shown = [name for name in (*SCORES, *MODES, *ROUND_EPSILONS) if any(name in values for values in rounds.values())]
-    losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
+    names = {name for values in rounds.values() for name in values}
+    shown = [name for name in (*SCORES, *MODES, *shift_names(names), *ROUND_EPSILONS) if name in names]
+    losses = sorted(name for name in names if name.startswith("train/"))
     body = [
         [str(round), *(_cell(name, float(values[name])) if name in values else "" for name in [*losses, *shown])]
         for round, values in sorted(rounds.items())
     ]
     header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
-    return _noted(table(header, body), any("privacy/test_mode" in values for values in rounds.values()))
+    shown_rounds = _noted(table(header, body), "privacy/test_mode" in names)
+    return "\n\n".join([shown_rounds, *shift_tables(_kinds(folder / SHIFTS_FILE))])
+
+
+def shift_names(names: Iterable[str]) -> list[str]:
+    """Those of the ``names`` that are mean scores on a shifted test set.
+
+    >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
+    ['personal/fog', 'global/fog']
+    """
+    scores = [name for name in names if name.startswith(("personal/", "global/")) and not name.endswith("_std")]
+    return sorted({*scores} - {*SCORES, *MODES}, key=lambda name: (name.partition("/")[2], name[0] != "p"))
+
+
+def shift_tables(kinds: Kinds) -> list[str]:
+    """For each shift of corruptions and each model, a table of its score by kind and severity, and of their mean."""
+    return [
+        _shift_table(shift, model, {kind: (curve["severity"], curve[model]) for kind, curve in curves.items()})
+        for shift, curves in kinds.items()
+        for model in ("personal", "global")
+        if all(model in curve for curve in curves.values())
+    ]
+
+
+def _shift_table(shift: str, model: str, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+    severities = list(dict.fromkeys(severity for found, _ in curves.values() for severity in found))
+    rows = []
+    for kind, (found, values) in curves.items():
+        known = dict(zip(found, values, strict=True))
+        cells = [percent(known.get(severity, math.nan)) for severity in severities]
+        rows.append([kind, *cells, percent(fmean(values))])
+    return table([f"{model}/{shift}", *(f"severity {severity}" for severity in severities), "mean"], rows)
+
+
+def _kinds(path: Path) -> Kinds:
+    """What a run's folder holds of corruptions; nothing where there were none."""
+    if not path.is_file():
+        return {}
+    try:
+        kinds: Kinds = json.loads(path.read_text(encoding="utf-8"))
+        shift_tables(kinds)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} is broken ({type(error).__name__}: {error}); delete it") from None
+    return kinds
 
 
 def mode_line(scores: Mapping[str, float]) -> str:

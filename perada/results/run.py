@@ -51,7 +51,8 @@ class Run:
     Attributes:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
-            clients' values are those of the last evaluation.
+            clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
+            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it
             was private, as :mod:`perada.results.privacy_card` describes it.

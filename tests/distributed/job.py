@@ -12,14 +12,23 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import FedEnsemble, PerAda
+from perada.data import Corruptions, ImageSet
 from perada.server import FedAdam
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
-QUICK = ("perada", "a process without clients", "steps shared in double precision", "fedavg_ft", "private clients")
+QUICK = (
+    "perada",
+    "shifts",
+    "a process without clients",
+    "steps shared in double precision",
+    "fedavg_ft",
+    "private clients",
+)
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "max_norm": 0.05, "count_noise": 2.0, "delta": 0.01}
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
+    "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
     "a process without clients": {"algorithm": "perada", "clients_per_round": 1, **DISTILS},
     "steps shared in double precision": {
@@ -84,6 +93,29 @@ def federation(dtype: torch.dtype) -> perada.FederatedData:
     )
 
 
+class Other(ImageSet):
+    """Another set of three classes."""
+
+    num_classes = CLASSES
+
+    def _load(self):
+        return (torch.arange(11 * 32 * 32) % 255).view(11, 1, 32, 32).byte(), torch.arange(11) % CLASSES
+
+
+def shifted() -> perada.FederatedDataModule:
+    """Five clients with uint8 images that may be corrupted, and shifts of each sort."""
+    random = torch.Generator().manual_seed(2)
+
+    def parts(sizes):
+        labels = [torch.arange(n) % CLASSES for n in sizes]
+        drawn = [torch.randint(0, 200, (len(y), 1, 32, 32), generator=random, dtype=torch.uint8) for y in labels]
+        return [TensorDataset(x + 25 * y.view(-1, 1, 1, 1).byte(), y) for x, y in zip(drawn, labels, strict=True)]
+
+    data = perada.FederatedData(parts(SIZES), parts((6, 4, 7, 5, 3)))
+    shifts = {"hazy": Corruptions(["fog", "shot_noise"], [1, 4]), "others": "label_shift", "new": Other()}
+    return perada.FederatedDataModule(data, batch_size=4, eval_batch_size=6, shifts=shifts, shifts_when="evaluation")
+
+
 def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     """Run a case."""
     options = {"norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0}
@@ -92,6 +124,8 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     data = federation(dtype)
     if options.pop("augmented", False):
         data = perada.FederatedDataModule(data, batch_size=4, crop_padding=2, flip=True)
+    if options.pop("shifted", False):
+        data = shifted()
     return perada.finetune(
         network(norm, dtype),
         data,

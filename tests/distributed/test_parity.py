@@ -56,6 +56,7 @@ def compare(two, one, **tolerance):
     assert two["metrics"]["clients"].keys() == one["metrics"]["clients"].keys()
     for name, values in two["metrics"]["clients"].items():
         assert values == pytest.approx(one["metrics"]["clients"][name], nan_ok=True)
+    assert two["metrics"].get("shifts") == one["metrics"].get("shifts")
     assert two["info"] == one["info"]
 
 

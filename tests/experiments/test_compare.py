@@ -394,6 +394,16 @@ def test_summary_marks_what_is_not_known():
     assert table["x"]["s / round"] == "1.2"
 
 
+def test_shifts_have_columns():
+    scores = {"personal/local_test": 0.25, "personal/fog": 0.5, "personal/fog_std": 0.1, "global/fog": 0.4}
+    plain = record("before fine-tuning", stage="start", **{"personal/local_test": 0.5})
+    table = rows(summary([plain, record("x", **scores), record("x", **scores | {"personal/fog": 0.7, "seed": 1})]))
+    assert table["x"]["personal/fog"] == "60.00 ± 10.00"
+    assert table["x"]["global/fog"] == "40.00 ± 0.00"
+    assert table["before fine-tuning"]["personal/fog"] == "–"
+    assert "personal/fog_std" not in table["x"]
+
+
 def test_epsilon_has_columns_where_a_run_was_private(tmp_path):
     scores = {"personal/local_test": 0.5, "personal/global_test": 0.3, "diverged": False}
     spent = [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what a run measured."""
 
+import json
 import math
 
 import pytest
@@ -24,6 +25,39 @@ def test_an_ensembles_models_have_a_line_and_columns(tmp_path):
     (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,0.4,0.5,0.25,1.0\n")
     cells = run_report(tmp_path).splitlines()[-1].split("|")
     assert [cell.strip() for cell in cells[2:-1]] == ["40.00", "50.00", "25.00", "1.0000 nats"]
+
+
+def test_shifts_have_columns_and_tables(tmp_path):
+    header = ["epoch", "personal/fog", "personal/fog_std", "global/fog"]
+    (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,,,\n1,0.5,0.1,0.25\n")
+    curve = {"severity": [1, 4], "personal": [0.75, 0.25], "personal_std": [0.0, 0.1], "global": [0.5, 0.0]}
+    noise = {"severity": [4], "personal": [0.4], "personal_std": [0.0], "global": [0.3]}
+    (tmp_path / "shifts.json").write_text(json.dumps({"bad": {"fog": curve, "shot_noise": noise}}))
+    rounds, personal, shared = map(cells, run_report(tmp_path).split("\n\n"))
+    assert rounds == [["round", "personal/fog", "global/fog"], ["0", "", ""], ["1", "50.00", "25.00"]]
+    assert personal == [
+        ["personal/bad", "severity 1", "severity 4", "mean"],
+        ["fog", "75.00", "25.00", "50.00"],
+        ["shot_noise", "–", "40.00", "40.00"],
+    ]
+    assert [row[-1] for row in shared] == ["mean", "25.00", "30.00"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"bad": {"fog": {"personal": [1]}}}',
+        '{"bad": {"fog": {"severity": [1], "global": ["x"]}}}',
+        '{"bad": 3}',
+    ],
+)
+def test_broken_shifts_are_named(tmp_path, text):
+    (tmp_path / "metrics.csv").write_text("epoch,global/fog\n0,0.5\n")
+    (tmp_path / "shifts.json").write_text(text)
+    with pytest.raises(ValueError, match=r"shifts.json' is broken \(.*\); delete it"):
+        run_report(tmp_path)
 
 
 def test_table_is_markdown():

@@ -11,6 +11,7 @@ from perada.core.batches import CohortBatch, EvalBatch, no_batch
 from perada.core.rounds import BatchSize, RoundPlan, active_steps, batch_indices
 from perada.core.seeding import generator
 from perada.core.states import send
+from perada.data.batches.corrupted import CorruptedStore
 from perada.data.batches.feature_cache import FeatureStore
 from perada.data.batches.samples import MapStore, Samples, TensorStore
 
@@ -91,7 +92,7 @@ class EvalBatches(Dataset[EvalBatch]):
 
 def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[T]:
     """Serve batches in order. Tensors are gathered in this process: workers would only slow that down."""
-    workers = num_workers if isinstance(store, MapStore) else 0
+    workers = num_workers if isinstance(store, MapStore | CorruptedStore) else 0
     # Its own generator, or each iterator would take a number from the global stream.
     own = generator(0, "loader")
     # Where training is on a GPU, what the host reads is copied there without a wait.

@@ -83,7 +83,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         cli = make_cli([*args, *shorter])
     result: Result = {}
     if start:
-        cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
+        cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
         result["start"] = _known(cli.model.scores)
     watch = Stopwatch()
     cli.trainer.callbacks.append(watch)
@@ -93,6 +93,8 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     history, last = cli.loop.history, cli.loop.history[-1]
     measured = [cli.model.scores[name] for name in CHOSEN_BY]
     measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
+    shifts = cli.model.shifted.get("seconds", 0.0) if cli.datamodule.shifts_when == "end" else 0.0
+    seconds = watch.seconds - shifts  # which are scored after the last round, outside of validation
     result["run"] = _known(cli.model.scores) | {
         "diverged": not all(map(math.isfinite, measured)),
         "local_steps": last["step"],
@@ -101,7 +103,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "mb_sent": last["comm/up_mb"] / (cli.loop.clients_per_round or cli.loop.num_clients),
         "full/params": sum(p.numel() for p in whole.model.parameters()),
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
-        "seconds_per_round": watch.seconds / len(history),
+        "seconds_per_round": seconds / len(history),
         **epsilons(last),
         **curves(history),
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from perada.core.text import printable
 from perada.experiments.compare.results import choose, score
-from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, table
+from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, shift_names, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {
@@ -36,7 +36,8 @@ def summary(records: Records) -> str:
     lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
     tuned = any(record.get("point") for record in shown)
     private = [name for name in EPSILONS if any(name in record for record in shown)]
-    header = ["", *SCORES, *(EPSILONS[name][0] for name in private), *COSTS, *(["chosen"] if tuned else [])]
+    scored = [*SCORES, *shift_names(name for record in shown for name in record)]
+    header = ["", *scored, *(EPSILONS[name][0] for name in private), *COSTS, *(["chosen"] if tuned else [])]
     rows = []
     for (label, variant), every in groups.items():
         runs = [record for record in every if "failed" not in record]
@@ -46,7 +47,7 @@ def summary(records: Records) -> str:
         if any(record.get("diverged") for record in runs):
             name += " (diverged)"
         point = [", ".join(every[-1].get("point", {}).values()) or "–"] if tuned else []
-        scores = [_over_seeds(runs, score) for score in SCORES]
+        scores = [_over_seeds(runs, name) for name in scored]
         rows.append([name, *scores, *(_epsilon(runs, ledger) for ledger in private), *_costs(runs), *point])
     rows += [[f"{label} (failed)", *["–"] * (len(header) - 1)] for label in lost]
     full = next((record for record in shown if "full/params" in record), None)

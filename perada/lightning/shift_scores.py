@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scores on shifted test sets: when they are taken, and what becomes of them."""
+
+import json
+import math
+import time
+from itertools import groupby, islice
+from statistics import fmean
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from perada.data import FederatedDataModule
+from perada.data.shifts import Condition
+from perada.federation.evaluation import sample_clients
+from perada.federation.shifted import ShiftedEvaluation, ShiftedScores
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.run_folder import run_folder
+from perada.lightning.steps import federation_of, progress
+from perada.results.report import SHIFTS_FILE
+
+
+def score_shifts(trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
+    """Run all models on the shifted sets, and keep the scores in the module; return whether there was anything to run.
+
+    The trainer's limit of test batches, or of validation batches in training, holds for each pass over the images.
+    """
+    limit = trainer.limit_test_batches if trainer.state.fn == "test" else trainer.limit_val_batches
+    if not data.conditions or not limit:
+        return False
+    began, found = time.perf_counter(), []
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        for condition in progress(trainer, data.conditions, "Shifts"):
+            found.append((condition, _scores(data, module, condition, limit)))
+    module.shifted = _summary(found, federation_of(module).settings.algorithm.global_model)
+    module.shifted |= {"of": _described(data), "seconds": time.perf_counter() - began}
+    folder = run_folder(trainer)  # all processes ask, rank 0 writes
+    if folder is not None and module.shifted["kinds"] and trainer.is_global_zero:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SHIFTS_FILE).write_text(json.dumps(module.shifted["kinds"], indent=1) + "\n")
+    return True
+
+
+def scored_shifts(data: FederatedDataModule, module: FederatedClassifier) -> bool:
+    """Whether the module holds scores of the shifts that the data has."""
+    return module.shifted.get("of") == _described(data)
+
+
+def _described(data: FederatedDataModule) -> dict[str, str]:
+    return {name: repr(shift) for name, shift in data.shifts.items()}
+
+
+def _scores(
+    data: FederatedDataModule, module: FederatedClassifier, condition: Condition, limit: float
+) -> ShiftedScores:
+    federation = federation_of(module)
+    everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
+    evaluation = ShiftedEvaluation(federation, module.metric_name, everywhere, condition.others)
+    batches = data.shift_loader(condition)
+    count = int(len(batches) * limit) if isinstance(limit, float) else limit
+    for index, batch in enumerate(islice(batches, count)):
+        evaluation.step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
+    return evaluation.result()
+
+
+def _summary(found: list[tuple[Condition, ShiftedScores]], shared: bool) -> dict[str, Any]:
+    """Scores by name, those of each client, and those of each kind of corruption, in plain types and tensors.
+
+    The score of corruptions is the mean over their kinds and severities, of each client and of the global model.
+    """
+    scores: dict[str, float] = {}
+    per_client: dict[str, torch.Tensor] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for shift, own in groupby(found, lambda pair: pair[0].shift):
+        passes = list(own)
+        clients = torch.stack([result.personal for _, result in passes]).nanmean(0)
+        if not clients.isnan().all():
+            mean, spread = _mean_and_std(clients)
+            per_client[f"personal/{shift}"] = clients
+            scores |= {f"personal/{shift}": mean, f"personal/{shift}_std": spread}
+        if shared:
+            scores[f"global/{shift}"] = fmean(result.shared for _, result in passes)
+        for condition, result in passes if passes[0][0].kind else ():
+            curve = kinds.setdefault(shift, {}).setdefault(condition.kind, {"severity": []})
+            curve["severity"].append(condition.severity)
+            mean, spread = _mean_and_std(result.personal)
+            values = {"personal": mean, "personal_std": spread, "global": result.shared}
+            for name, value in values.items():
+                if value == value:
+                    curve.setdefault(name, []).append(value)
+    return {"scores": scores, "per_client": per_client, "kinds": kinds}
+
+
+def _mean_and_std(values: torch.Tensor) -> tuple[float, float]:
+    """Over the clients that have a score; NaN where none has."""
+    known = values[~values.isnan()]
+    return float(known.mean()), float(known.std(correction=0)) if len(known) else math.nan
