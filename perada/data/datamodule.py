@@ -276,6 +276,12 @@ class FederatedDataModule(pl.LightningDataModule):
             for x, y, _ in self._in_order(self._ready.server_validation):
                 yield self.prepare(send(x, device)), send(y, device)
 
+    def test_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the images that clients are evaluated on, prepared, and their labels, on ``device``; each once."""
+        if self._ready.test is not None:
+            for x, y, _ in self._in_order(self._ready.test):
+                yield self.prepare(send(x, device)), send(y, device)
+
     @property
     def evaluates_on(self) -> EvaluateOn:
         """What clients are scored on: ``test`` images, or ``validation`` ones held out of their training images."""

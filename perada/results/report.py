@@ -17,6 +17,8 @@ SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
 MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
 PRIVACY = "privacy/"
+THEORY = "theory/"
+ENSEMBLE = "theory/ensemble_accuracy"
 CLIENT_EPSILONS = {
     "privacy/server_epsilon": "ε server",
     "privacy/release_epsilon": "ε release",
@@ -129,7 +131,9 @@ def run_report(folder: Path) -> str:
         for row in lines:
             rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
     shown = [name for name in (*SCORES, *MODES, *ROUND_EPSILONS) if any(name in values for values in rounds.values())]
-    losses = sorted({name for values in rounds.values() for name in values if name.startswith("train/")})
+    names = {name for values in rounds.values() for name in values}
+    losses = sorted(name for name in names if name.startswith("train/"))
+    shown += sorted(name for name in names if name.startswith(THEORY))
     body = [
         [str(round), *(_cell(name, float(values[name])) if name in values else "" for name in [*losses, *shown])]
         for round, values in sorted(rounds.items())
@@ -148,6 +152,8 @@ def _cell(name: str, value: float) -> str:
         return epsilon_text(value)
     if name.startswith("train/"):
         return f"{value:.4f}"
+    if name.startswith(THEORY) and name != ENSEMBLE:
+        return f"{value:.4g}"
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 
 

@@ -21,13 +21,14 @@ COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "max_norm": 0.05, "c
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
-    "a process without clients": {"algorithm": "perada", "clients_per_round": 1, **DISTILS},
+    "a process without clients": {"algorithm": "perada", "clients_per_round": 1, "diagnostics": True, **DISTILS},
     "steps shared in double precision": {
         "algorithm": "perada",
         "dtype": torch.float64,
         "distill_steps": 3,
         "distill_batch_size": 5,
         "distill_share_steps": True,
+        "diagnostics": True,
     },
     "many clients": {"algorithm": "perada_no_kd", "clients_per_round": None, "weighting": "samples"},
     "loop": {"algorithm": "perada", "engine": "loop", "clients_per_chunk": 1, **DISTILS},
