@@ -91,7 +91,8 @@ def finetune(
     """Fine-tune an adapter on a frozen backbone for every client of a federation.
 
     Args:
-        backbone: A timm model name, ``hf:`` and a transformers name or folder, or a module that maps images to logits.
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
+            that maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
         adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
         adapter_options: Options of the adapter named.

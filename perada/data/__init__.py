@@ -8,6 +8,7 @@ from perada.data.federated import FederatedData
 from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
 from perada.data.sets.folders import ImageFolder, UnlabelledFolder
 from perada.data.sets.images import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageSet, Photographs
+from perada.data.sets.text import Shakespeare
 
 __all__ = [
     "CIFAR10",
@@ -29,6 +30,7 @@ __all__ = [
     "Phase",
     "Photographs",
     "RoundPlan",
+    "Shakespeare",
     "Shards",
     "UnlabelledFolder",
 ]

@@ -244,6 +244,11 @@ class FederatedDataModule(pl.LightningDataModule):
         return 0 if store is None else store.sizes[0]
 
     @property
+    def tokens(self) -> bool:
+        """Whether samples are texts (L,) of int64 tokens, and no images."""
+        return self._ready.image[1] == torch.int64
+
+    @property
     def validation_size(self) -> int:
         """Number of labelled images on the server; 0 if there are none."""
         store = self._ready.server_validation

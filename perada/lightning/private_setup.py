@@ -45,6 +45,11 @@ def check_private(
             )
     if not settings.private:
         return
+    if data.tokens:
+        raise ValueError(
+            "privacy: texts cannot be used: networks are tried at set-up on images that are changed, which tokens "
+            "cannot be; leave privacy and client_privacy out"
+        )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             "privacy: precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on "
