@@ -15,7 +15,6 @@ from perada.engine.stacked_layers import (
     StackedChannelDropout,
     StackedConv2d,
     StackedDropout,
-    StackedEmbedding,
     StackedGroupNorm,
     StackedLayerNorm,
     StackedLinear,
@@ -25,7 +24,6 @@ from perada.engine.stacked_layers import (
 TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
 TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Linear: StackedLinear,
-    nn.Embedding: StackedEmbedding,
     nn.Conv2d: StackedConv2d,
     nn.BatchNorm1d: StackedBatchNorm,
     nn.BatchNorm2d: StackedBatchNorm,

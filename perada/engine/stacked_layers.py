@@ -107,19 +107,6 @@ class StackedLinear(Twin):
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
 
 
-class StackedEmbedding(Twin):
-    """C embeddings on one batch: one look-up per client."""
-
-    def forward(self, x_R: Tensor) -> Tensor:
-        """Map tokens (R, ...) to (R, ..., D)."""
-        own = self.original[0]
-        options = own.padding_idx, own.max_norm, own.norm_type, own.scale_grad_by_freq
-        weights = self.stacked("weight")
-        assert weights is not None
-        rows = zip(_per_client(x_R, self.context.clients), weights, strict=True)
-        return torch.cat([F.embedding(tokens, weight, *options) for tokens, weight in rows])
-
-
 class StackedConv2d(Twin):
     """C convolutions on one batch: a batched matrix product for 1×1, one native call per client otherwise."""
 

@@ -13,6 +13,14 @@ LAYERS = 2
 _NAME = re.compile(r"char_lstm(?:_([1-9]\d*))?")
 
 
+class Characters(nn.Embedding):
+    """An embedding of the tokens that the model is given, (B, L).
+
+    It has a stacked twin. Other embeddings have none: what they look up, such as positions, may be the same for all
+    rows, and could not be divided by client.
+    """
+
+
 class LSTMLayer(nn.Module):
     """One LSTM layer, computed cell by cell out of two linear layers: what ``torch.nn.LSTM`` computes.
 
@@ -52,7 +60,7 @@ class CharLSTM(nn.Module):
 
     def __init__(self, num_classes: int = VOCABULARY, hidden: int = 256) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, EMBEDDING)
+        self.embedding = Characters(VOCABULARY, EMBEDDING)
         self.layers = nn.ModuleList([LSTMLayer(hidden if layer else EMBEDDING, hidden) for layer in range(LAYERS)])
         self.head = nn.Linear(hidden, num_classes)
 

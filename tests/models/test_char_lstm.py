@@ -97,3 +97,19 @@ def test_weights_of_a_file_are_taken(tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pth")
     loaded = build_backbone("char_lstm_16", 80, pretrained=str(tmp_path / "model.pth")).model
     assert torch.equal(loaded(tokens(2)), model(tokens(2)))
+
+
+def test_only_an_embedding_of_the_tokens_given_has_a_twin():
+    """Positions are looked up once for all rows: such a network runs client after client."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions, self.head = nn.Embedding(80, 4), nn.Embedding(12, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head((self.tokens(x) + self.positions(torch.arange(12))).mean(1))
+
+    with pytest.warns(UserWarning, match=r"trained layers without a stacked twin: tokens \(Embedding\), positions"):
+        assert Engine(Positions()).kind == "loop"
+    assert Engine(CharLSTM(hidden=8)).kind == "folded"
