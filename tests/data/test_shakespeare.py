@@ -74,6 +74,7 @@ def test_sequences_are_read_as_they_stand(root):
             lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "é"),
             "'RICHARD' has the character 'é', which LEAF's 80",
         ),
+        (lambda x: x["user_data"]["RICHARD"].update(x=None), "is not a file of LEAF's (TypeError: "),
         (lambda x: x.pop("user_data"), "is not a file of LEAF's (KeyError: 'user_data'): fetch it again"),
         (lambda x: x.update(users=["RICHARD", "YORK"]), "is not a file of LEAF's (ValueError: zip()"),
     ],
@@ -86,6 +87,39 @@ def test_what_is_wrong_in_a_file_is_named(root, change, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         _ = Shakespeare(str(root)).images
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_plain_text_is_read_by_role(tmp_path):
+    speeches = [("RICHARD", TEXT[:150]), ("LADY ANNE", TEXT[30:] * 4), ("RICHARD", TEXT[10:]), ("ECHO", "Ay.")]
+    path = tmp_path / "plays.txt"
+    path.write_text("ACT ONE\n\n" + "\n\n".join(f"{role}:\n{speech}€" for role, speech in speeches) + "\n")
+    said = {"RICHARD": f"{TEXT[:150]}\n{TEXT[10:]}", "LADY ANNE": TEXT[30:] * 4}
+    for train in (True, False):
+        expected = set()
+        for role, text in said.items():
+            cut = int(0.8 * len(text))
+            part = text[:cut] if train else text[cut:]
+            expected |= {(role, part[i : i + 80], part[i + 80]) for i in range(len(part) - 80)}
+        split = Shakespeare(str(path), train=train)
+        rows = zip(split.columns["client"].tolist(), split.images.tolist(), split.labels.tolist(), strict=True)
+        found = [(role, "".join(CHARACTERS[token] for token in x), CHARACTERS[y]) for role, x, y in rows]
+        assert set(found) == expected
+        assert len(found) == sum(
+            max(0, len(part) - 80)
+            for text in said.values()
+            for part in [text[: int(0.8 * len(text))] if train else text[int(0.8 * len(text)) :]]
+        )
+    data = FederatedDataModule(dataset=Shakespeare(str(path)), partition=ByDomain("client"))
+    data.setup()
+    assert data.num_clients == 2
+    path.write_text("No speech at all.")
+    with pytest.raises(ValueError, match=r"plays.txt' holds no sequence of 80 characters: give the files of LEAF's"):
+        _ = Shakespeare(str(path)).images
+
+
+def test_a_role_that_says_nothing_is_left_out(root):
+    write(root / "data", "train", {"GHOST": {"x": [], "y": []}}, "part_9.json")
+    assert len(Shakespeare(str(root))) == 21
 
 
 def test_missing_files_are_named(tmp_path):

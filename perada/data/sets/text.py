@@ -2,6 +2,7 @@
 """Texts as sequences of characters, by who says them."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,8 @@ CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijk
 """LEAF's 80 characters; a character's token is its place among them."""
 LENGTH = 80
 """Characters in a sequence."""
+TRAIN_SHARE = 0.8
+"""Of what a role says in a plain text, the share at its beginning that is for training."""
 
 
 class Shakespeare(ImageSet):
@@ -26,8 +29,13 @@ class Shakespeare(ImageSet):
     ``ByDomain(column="client")`` makes a client of each. Files are ``train/*.json`` and ``test/*.json``, each an object
     with ``users``, ``num_samples`` and ``user_data``: ``{user: {"x": [80 characters, ...], "y": [character, ...]}}``.
 
+    A plain text is read too, where every speech is a paragraph whose first line is the speaker and a colon. Characters
+    that LEAF does not have are left out of it. The first 80 % of what a role says are for training, the rest for
+    testing; a sequence starts at every character of either part.
+
     Args:
-        root: Folder that holds ``train`` and ``test``, or has them in ``data``, as LEAF's ``preprocess.sh`` leaves it.
+        root: Folder that holds ``train`` and ``test``, or has them in ``data``, as LEAF's ``preprocess.sh`` leaves it;
+            or a plain text file.
         train: The training split, or else the test split.
     """
 
@@ -48,16 +56,18 @@ class Shakespeare(ImageSet):
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor, np.ndarray[Any, Any]]:
         """Tokens int64 (N, 80), what follows them int64 (N,), and who says it (N,)."""
-        tokens, labels, roles, counts = [], [], [], []
-        for path in self._files():
-            for role, before, after in _samples(path):
-                tokens.append(encode("".join(before), f"{path}: {role!r}").view(-1, LENGTH))
-                labels.append(encode("".join(after), f"{path}: {role!r}"))
-                roles.append(role)
-                counts.append(len(after))
-        if not sum(counts):
-            raise ValueError(f"the JSON files of {str(self.root)!r} hold no samples: run LEAF's preprocess.sh again")
-        return torch.cat(tokens), torch.cat(labels), np.repeat(np.array(roles), counts)
+        path = Path(self.root)
+        if path.is_file():
+            found = list(_spoken(path, self.train))
+        else:
+            found = [one for file in self._files() for one in _samples(file)]
+        if not found and self.train:
+            raise ValueError(
+                f"{str(path)!r} holds no sequence of {LENGTH} characters: give the files of LEAF's data set"
+            )
+        nothing = ("", torch.empty(0, LENGTH, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        roles, tokens, labels = zip(nothing, *found, strict=True)
+        return torch.cat(tokens), torch.cat(labels), np.repeat(np.array(roles), list(map(len, labels)))
 
     def _files(self) -> list[Path]:
         split = "train" if self.train else "test"
@@ -70,12 +80,33 @@ class Shakespeare(ImageSet):
         return found[0] or found[1]
 
 
-def _samples(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each role of a file with its sequences, and the characters that follow them; a ValueError names what is wrong."""
+def _spoken(path: Path, train: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each role of a plain text with its sequences (n, 80) in one split, and what follows them (n,)."""
+    spoken: dict[str, list[str]] = {}
+    for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+        role, _, speech = paragraph.strip().partition("\n")
+        if role.endswith(":") and speech:
+            spoken.setdefault(role[:-1], []).append(speech)
+    for role, speeches in spoken.items():
+        tokens = encode("".join(letter for letter in "\n".join(speeches) if letter in CHARACTERS))
+        cut = int(TRAIN_SHARE * len(tokens))
+        part = tokens[:cut] if train else tokens[cut:]
+        if len(part) > LENGTH:
+            windows = part.unfold(0, LENGTH + 1, 1)
+            yield role, windows[:, :LENGTH], windows[:, LENGTH]
+
+
+def _samples(path: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each role of LEAF's file with its sequences (n, 80), and what follows them (n,).
+
+    Raises:
+        ValueError: If the file is another one, or a role's samples are not what they should be.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         users, sizes, data = content["users"], content["num_samples"], content["user_data"]
-        entries = [(str(user), size, data[user]["x"], data[user]["y"]) for user, size in zip(users, sizes, strict=True)]
+        known = [(str(user), size, data[user]) for user, size in zip(users, sizes, strict=True)]
+        entries = [(user, size, list(own["x"]), list(own["y"])) for user, size, own in known]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a file of LEAF's ({type(error).__name__}: {error}): fetch it again") from None
     for user, size, before, after in entries:
@@ -85,7 +116,9 @@ def _samples(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
                 f"{path}: {user!r} has not {size} sequences of {LENGTH} characters with a character after each: run "
                 "LEAF's preprocess.sh again"
             )
-        yield user, before, after
+        if after:
+            where = f"{path}: {user!r}"
+            yield user, encode("".join(before), where).view(-1, LENGTH), encode("".join(after), where)
 
 
 def _length(text: object) -> int:
@@ -100,7 +133,7 @@ def encode(text: str, where: str = "the text") -> Tensor:
         ValueError: If a character is not one of them; the message begins with ``where``.
 
     >>> encode("To}").tolist()
-    [45, 67, 79]
+    [44, 67, 79]
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     places = _PLACES[np.minimum(codes, len(_PLACES) - 1)]
