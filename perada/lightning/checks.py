@@ -134,6 +134,8 @@ def check_distillation(algorithm: Algorithm, distillation: Distillation, data: F
 
 def with_diagnostics(settings: Settings, asked: bool | Sequence[Diagnostic], data: FederatedDataModule) -> Settings:
     """The settings, with the diagnostics to be measured; a ValueError for one that is named and cannot be."""
+    if not asked:
+        return settings
     found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()))
     chosen = choose(asked, found)
     if asked is True:

@@ -44,7 +44,7 @@ def task(public=True, test=True, multilabel=False):
         x = torch.randn(n, 1, 6, 6, generator=random, dtype=torch.float64) + y.view(-1, 1, 1, 1)
         return TensorDataset(x, torch.randint(0, 2, (n, CLASSES), generator=random).float() if multilabel else y)
 
-    shared = TensorDataset(part(300).tensors[0]) if public else None  # more than run at once
+    shared = TensorDataset(part(260).tensors[0]) if public else None  # more than run at once
     return perada.FederatedData([part(n) for n in SIZES], [part(6) for _ in SIZES] if test else [], shared)
 
 
@@ -179,7 +179,7 @@ def test_without_the_option_nothing_is_measured_and_with_it_all_else_is_the_same
     off = finetune(diagnostics=False)
     read, seen[:] = sum(seen), []
     on = finetune(diagnostics=["distillation_distance", "personal_distance"])
-    assert sum(seen) == read + 3 * 300  # one pass a round
+    assert sum(seen) == read + 3 * 260  # one pass a round
     for record, wanted in zip(on.metrics["rounds"], off.metrics["rounds"], strict=True):
         measured = {name for name in record if name.startswith("theory/")}
         assert measured == {name for name in NAMES if "distance" in name}
