@@ -18,6 +18,7 @@ from perada.core.checks import check_whole
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine.engine import EngineName
 from perada.federation.cohort import ClientOptimizer
+from perada.federation.diagnostics import Diagnostic
 from perada.federation.store import StoreKind
 from perada.lightning import FederatedLoop, RoundCheckpoint, RoundProgressBar
 from perada.lightning.checkpoint import find_checkpoint, plain_data
@@ -80,6 +81,7 @@ def finetune(
     privacy: Privacy | dict[str, Any] | None = None,
     client_privacy: ClientPrivacy | dict[str, Any] | None = None,
     client_store: StoreKind = "auto",
+    diagnostics: bool | list[Diagnostic] = False,
     seed: int = 0,
     eval_every: int = 1,
     trainer: pl.Trainer | None = None,
@@ -89,7 +91,8 @@ def finetune(
     """Fine-tune an adapter on a frozen backbone for every client of a federation.
 
     Args:
-        backbone: A timm model name, ``hf:`` and a transformers name or folder, or a module that maps images to logits.
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
+            that maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
         adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
         adapter_options: Options of the adapter named.
@@ -141,6 +144,8 @@ def finetune(
             or a dictionary of its fields.
         client_store: Where clients' states are held between rounds: ``device``, ``host`` or ``disk`` (in the run's
             folder); ``auto`` chooses by their size.
+        diagnostics: Measure in each round what PerAda's theorems are about: ``True`` for all that the run allows, or a
+            list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``.
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
@@ -194,6 +199,7 @@ def finetune(
         "server_rule": make_rule(server_rule),
         "distillation": _distillation(distillation, shorthands, chosen, bool(data.public_size)),
         "client_store": client_store,
+        "diagnostics": diagnostics,
     }
     model = {
         "backbone": backbone,

@@ -10,6 +10,7 @@ from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
 from perada.data.sets.folders import ImageFolder, OfficeHome, UnlabelledFolder
 from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, ImageSet, Photographs
 from perada.data.sets.tables import CheXpert, OpenImage
+from perada.data.sets.text import Shakespeare
 from perada.data.shifts import Corruptions, LabelShift, Shift
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Phase",
     "Photographs",
     "RoundPlan",
+    "Shakespeare",
     "Shards",
     "Shift",
     "UnlabelledFolder",

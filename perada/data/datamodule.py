@@ -271,6 +271,11 @@ class FederatedDataModule(pl.LightningDataModule):
         return 0 if store is None else store.sizes[0]
 
     @property
+    def tokens(self) -> bool:
+        """Whether samples are texts (L,) of int64 tokens, and no images."""
+        return self._ready.image[1] == torch.int64
+
+    @property
     def validation_size(self) -> int:
         """Number of labelled images on the server; 0 if there are none."""
         store = self._ready.server_validation
@@ -301,6 +306,12 @@ class FederatedDataModule(pl.LightningDataModule):
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
         if self._ready.server_validation is not None:
             for x, y, _ in self._in_order(self._ready.server_validation):
+                yield self.prepare(send(x, device)), send(y, device)
+
+    def test_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the images that clients are evaluated on, prepared, and their labels, on ``device``; each once."""
+        if self._ready.test is not None:
+            for x, y, _ in self._in_order(self._ready.test):
                 yield self.prepare(send(x, device)), send(y, device)
 
     @property

@@ -37,7 +37,8 @@ class FederatedData:
 
     Args:
         train: One map-style dataset per client, items (image, label). Images are uint8 (Ch, H, W) or (H, W), PIL, or
-            floating point that is ready for the model. Labels are classes, or float vectors (K,) for several labels.
+            floating point that is ready for the model; texts are int64 tokens (L,). Labels are classes, or float
+            vectors (K,) for several labels.
         test: One per client, or an empty list for no evaluation. A client's test set may be empty.
         public: Images without labels, for the server. Of items (image, anything) the second part is never looked at.
         server_validation: Labelled data on the server, for an optional early stop of the distillation.

@@ -115,9 +115,11 @@ class Engine:
         """Logits (C, B, K) of C states (C, ...) on the same images (B, ...), in evaluation mode and without gradients.
 
         At most about so many ``rows`` run at once, an image counted for each state. By default 512 images of 32×32 on a
-        CPU, whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones.
+        CPU, whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones. A token of a text counts
+        as 32 numbers, since the model makes a vector of it.
         """
-        rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // x[0].numel()
+        size = x[0].numel() * (1 if x.is_floating_point() else 32)
+        rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // size
         chunks = zip(*(torch.split(value, max(1, rows // len(x))) for value in states.values()), strict=True)
         with torch.no_grad():
             parts = [

@@ -26,7 +26,8 @@ def find_prefix(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Pr
     ``None`` where there are none, or passes with features fail, would not give the same logits or save less than
     ``least_share`` of a pass's floating-point operations. The example (channels, height, width) is prepared.
     """
-    x_R = torch.stack([image, image.flip(-1), 0.5 * image])
+    third = 0.5 * image if image.is_floating_point() else image.roll(1)  # of a text, the same tokens in another order
+    x_R = torch.stack([image, image.flip(-1), third])
     try:
         return _find(model, x_R, least_share)
     except Exception as error:  # the model does something else between its modules, each in its own way

@@ -12,11 +12,12 @@ from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_o
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan, Shares
-from perada.core.states import State, clone, expand, is_finite, to_device, unstack
+from perada.core.states import State, clone, expand, is_finite, stack, to_device, unstack
 from perada.engine.engine import Engine
 from perada.engine.ensembles import compare
 from perada.engine.loss_scaling import KeptScales
 from perada.federation.cohort import Cohort
+from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.store.shared import SharedStore
@@ -55,6 +56,7 @@ class Federation:
         self.scales = KeptScales(settings.loss_scaling)
         self.cohort: Cohort | None = None
         self._shares = Shares.of(RoundPlan(0, (), ()))
+        self._gradients: dict[str, float] = {}
 
     def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
         """Room for what an algorithm's clients keep: those drawn, or all where they are tuned."""
@@ -66,7 +68,8 @@ class Federation:
         """Start a round: gather what its clients kept, and send them the global state.
 
         ``factor`` is that of the clients' learning rates; ``loader`` gives their training images, where they compare
-        the global models on them. What comes back are the clients that this rank trains, or a stand-in.
+        the global models on them or full gradients are measured. What comes back are the clients that this rank trains,
+        or a stand-in.
         """
         self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
@@ -77,6 +80,10 @@ class Federation:
         self.protection.spend(shares.plan, self.ranks)
         private = self.protection.open(own)
         self.cohort = self._cohort(settings.algorithm, settings.phases, own, self.store, factor, private, losses)
+        if loader and "gradient_norms" in settings.diagnostics:
+            images, known = map(one_of, loader(own)), (self.cohort.received, self.cohort.kept)
+            names, places, clients = self.slot.parameters, shares.places, len(shares.plan.clients)
+            self._gradients = gradient_norms(self.engine, settings, names, *known, images, places, clients, self.ranks)
         return self.cohort
 
     @property
@@ -138,7 +145,7 @@ class Federation:
         if good:
             updates = Updates(sent, shares.places, len(shares.plan.clients), self.ranks).part(good)
             self._server_step([shares.plan.clients[place] for place in good], updates, data, progress, report)
-        report.metrics |= self.protection.metrics()
+        report.metrics |= self._gradients | self.protection.metrics()
         return report
 
     def _privatized(self, sent: State, received: State) -> State:
@@ -194,6 +201,24 @@ class Federation:
         report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
         if not report.broken_server:
             self.global_state, self.server_state = self.global_state | state, step.state
+        if settings.diagnostics:
+            report.metrics |= self._diagnostics(updates, data, distiller.student)
+
+    def _diagnostics(self, updates: Updates, data: FederationData, student: State | None) -> dict[str, float]:
+        """The round's diagnostics but for gradients; ``student`` is what was distilled into, if anything was."""
+        names, shares = self.settings.diagnostics, self._shares
+        own = shares.own.clients if "personal_distance" in names else ()
+        measuring = Measuring(
+            self.engine,
+            data,
+            {key: value for key, value in updates.own.items() if key in self.global_state},
+            updates.clients,
+            stack([self.global_state] if student is None else [student, self.global_state]),
+            self.personal_states(own) if own else {},
+            self.settings.training.multilabel,
+            self.ranks,
+        )
+        return measuring.measure(names, shares.places if own else (), len(shares.plan.clients))
 
     def personalize(self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0) -> list[int]:
         """Let every client, once in the ``groups``, fine-tune the final global state alone, as the algorithm ends.

@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from perada.algorithms import Algorithm
 from perada.core.batches import AnyBatch
 from perada.core.rounds import Phase, RoundPlan
@@ -25,6 +28,13 @@ class FederationData(ServerData, Protocol):
 
     train_sizes: tuple[int, ...]
 
+    @property
+    def public_size(self) -> int:
+        """Number of public images."""
+
+    def test_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+        """Prepared images and labels that clients are evaluated on, each once."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -43,6 +53,7 @@ class Settings:
     client_privacy: ClientPrivacy | None = None
     storage: Storage = field(default_factory=Storage)
     loss_scaling: LossScaling | None = None  # in float16
+    diagnostics: tuple[str, ...] = ()  # of perada.federation.diagnostics, to be measured each round
 
     @property
     def private(self) -> bool:

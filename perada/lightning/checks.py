@@ -2,14 +2,20 @@
 """What is refused at set-up, because rounds cannot do it or data and model do not fit."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from perada.algorithms import Algorithm
+from perada.algorithms import Algorithm, EnsembleAlgorithm
+from perada.algorithms.trial import is_own, try_rounds
 from perada.data import FederatedDataModule
+from perada.federation.diagnostics import Diagnostic, choose, obstacles
+from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
 from perada.server import Distillation
@@ -128,6 +134,29 @@ def check_distillation(algorithm: Algorithm, distillation: Distillation, data: F
             f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
             "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
         )
+
+
+def with_diagnostics(settings: Settings, asked: bool | Sequence[Diagnostic], data: FederatedDataModule) -> Settings:
+    """The settings, with the diagnostics to be measured; a ValueError for one that is named and cannot be."""
+    if not asked:
+        return settings
+    found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()))
+    chosen = choose(asked, found)
+    if asked is True:
+        for reason in dict.fromkeys(found.values()):
+            names = ", ".join(name for name in found if found[name] == reason)
+            rank_zero_info(f"diagnostics: without {names}: {reason}")
+    return replace(settings, diagnostics=chosen)
+
+
+def try_own(settings: Settings, data: FederatedDataModule, module: FederatedClassifier) -> None:
+    """Try what somebody else has written; of an ensemble of models only the rule is tried."""
+    algorithm, rule = settings.algorithm, settings.rule
+    if is_own(algorithm) or is_own(rule):
+        tried = Algorithm() if isinstance(algorithm, EnsembleAlgorithm) else algorithm
+        clients = settings.clients_per_round or data.num_clients
+        sizes = settings.phases, data.num_clients, clients, data.num_classes
+        try_rounds(tried, rule, module.slot, module.initial_state(0), *sizes)
 
 
 LEAST_SHARE = 0.1

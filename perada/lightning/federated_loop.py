@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communication round as an epoch of Lightning's training loop."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-import yaml
 
-from perada.algorithms import Algorithm, EnsembleAlgorithm, PerAda, ensemble_of
-from perada.algorithms.trial import is_own, try_rounds
+from perada.algorithms import Algorithm, PerAda, ensemble_of
 from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
+from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
 from perada.lightning.after_rounds import finish, personalize
 from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_belongs, find_clients, frozen_digest, resume
-from perada.lightning.checks import check_batch_norm, check_distillation, check_images, check_trainer, use_features
+from perada.lightning.checks import (
+    check_batch_norm,
+    check_distillation,
+    check_images,
+    check_trainer,
+    try_own,
+    use_features,
+    with_diagnostics,
+)
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
 from perada.lightning.run_folder import (
@@ -30,6 +36,7 @@ from perada.lightning.run_folder import (
     log_history,
     run_folder,
     storage,
+    write_description,
 )
 from perada.lightning.shift_scores import score_shifts
 from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
@@ -69,6 +76,8 @@ class FederatedLoop(pl.Callback):
         privacy: Differential privacy of the clients' images in all that they train; none by default.
         client_privacy: Differential privacy of whole clients in what they send; none by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
+        diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
+            of distillation_distance, personal_distance, ensemble_error, gradient_norms (docs/diagnostics.md).
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -93,6 +102,7 @@ class FederatedLoop(pl.Callback):
         privacy: Privacy | None = None,
         client_privacy: ClientPrivacy | None = None,
         client_store: StoreKind = "auto",
+        diagnostics: bool | list[Diagnostic] = False,
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
@@ -110,6 +120,8 @@ class FederatedLoop(pl.Callback):
         self.distillation = distillation or Distillation()
         self.privacy, self.client_privacy = privacy, client_privacy
         self.client_store = Storage(client_store)
+        check_asked(diagnostics)
+        self.diagnostics = diagnostics
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
@@ -140,13 +152,12 @@ class FederatedLoop(pl.Callback):
             share_work(trainer)
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
-        self.settings = settings = self._settings(trainer, module)
+        self.settings = settings = with_diagnostics(self._settings(trainer, module), self.diagnostics, data)
         self.algorithm.check(module.slot, data.num_clients)
         self.server_rule.check(
             max(1, (self.clients_per_round or data.num_clients) // ensemble_of(self.algorithm).modes)
         )
-        if is_own(self.algorithm) or is_own(self.server_rule):
-            self._try_rounds(data, module)
+        try_own(settings, data, module)
         fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
         if fresh:
             check_private(settings, trainer, data, module)
@@ -187,13 +198,6 @@ class FederatedLoop(pl.Callback):
             storage(self.client_store, self.clients_per_round or self.num_clients, self.num_clients, trainer),
             LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
         )
-
-    def _try_rounds(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
-        """Try what somebody else has written; of an ensemble of models only the rule is tried."""
-        algorithm = Algorithm() if isinstance(self.algorithm, EnsembleAlgorithm) else self.algorithm
-        clients = self.clients_per_round or data.num_clients
-        sizes = self.phases, data.num_clients, clients, data.num_classes
-        try_rounds(algorithm, self.server_rule, module.slot, module.initial_state(0), *sizes)
 
     def _configure(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
         """Tell the data how rounds go: batches and clients are drawn otherwise where training is private."""
@@ -280,11 +284,7 @@ class FederatedLoop(pl.Callback):
             log_history(trainer, self.history)
             if not trainer.is_global_zero:
                 return
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "partition.json").write_text(json.dumps(data.partition_dict()))
-            if self.config:
-                text = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
-                (folder / "config.yaml").write_text(text, encoding="utf-8")
+            write_description(folder, data.partition_dict(), self.config)
 
     def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
         """End a resumed run that has nothing to train, as it would have ended."""

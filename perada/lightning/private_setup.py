@@ -15,6 +15,7 @@ from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
 from perada.core.states import State, expand, get_state
 from perada.data import FederatedDataModule, Phase
+from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy, calibrate
@@ -26,7 +27,7 @@ from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import check_client_level, check_unsent, rehearse
 from perada.privacy.training import PrivateTraining
 
-OF_CLIENTS = ("personal/", "global/", "train/")
+OF_CLIENTS = ("personal/", "global/", "train/", "theory/ensemble_")
 """Metrics that are computed on clients' images."""
 
 
@@ -44,6 +45,11 @@ def check_private(
             )
     if not settings.private:
         return
+    if data.tokens:
+        raise ValueError(
+            "privacy: texts cannot be used: networks are tried at set-up on images that are changed, which tokens "
+            "cannot be; leave privacy and client_privacy out"
+        )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             "privacy: precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on "
@@ -53,7 +59,7 @@ def check_private(
     for key, value in get_state(module.model).items():
         if value.is_floating_point():
             check_precision(key, value)
-    if settings.algorithm.distills and distils:
+    if (settings.algorithm.distills and distils) or ON_PUBLIC & set(settings.diagnostics):
         data.check_public_overlap()
     if settings.privacy is None:
         return

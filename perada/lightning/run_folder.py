@@ -4,6 +4,7 @@
 The journal is beside the checkpoints that a run writes, and beside those it came from.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import yaml
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -27,6 +29,15 @@ def run_folder(trainer: pl.Trainer) -> Path | None:
     if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         return None
     return Path(trainer.log_dir) if trainer.log_dir else None
+
+
+def write_description(folder: Path, partition: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write who has which images, and the configuration if there is one, into a run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "partition.json").write_text(json.dumps(partition))
+    if config:
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
 def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:

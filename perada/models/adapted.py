@@ -18,6 +18,7 @@ from perada.adapters.residual.model import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.images import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
+from perada.models.char_lstm import CharLSTM
 
 AdapterChoice = str | PeftConfig
 """What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
@@ -197,7 +198,10 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
 
 
 def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config, last_blocks: int | None) -> None:
-    """Choose the layers for LoRA and IA3: attention of transformers, main convolutions of ResNets and EfficientNets."""
+    """Choose the layers for LoRA and IA3: attention of transformers, main convolutions of ResNets and EfficientNets.
+
+    Of a CharLSTM, LoRA takes the gates.
+    """
     check_last_blocks(last_blocks)
     within = reached(backbone.model, last_blocks)
     modules = [(name, module) for name, module in backbone.model.named_modules() if name in within]
@@ -210,6 +214,8 @@ def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config, last_block
         targets += feedforward
         if config.feedforward_modules is None:
             config.feedforward_modules = feedforward
+    elif isinstance(backbone.model, CharLSTM):
+        targets = [name for name in linears if name != backbone.head]
     targets = targets or [name for name in block_convolutions(backbone.model) if name in within]
     if not targets:
         raise ValueError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
+from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
 from perada.models.weight_files import cached_file, load_weights, no_weights, require_hub
 
@@ -50,7 +51,8 @@ def build_backbone(
 
     Args:
         backbone: A timm name, ``"hf:"`` and a transformers name or folder, or a network of the caller's own, which is
-            copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at.
+            copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at. ``"char_lstm"`` is a
+            :class:`~perada.models.char_lstm.CharLSTM` for texts, ``"char_lstm_64"`` one with 64 hidden units.
         num_classes: Number of classes K; None keeps the number that the backbone comes with.
         pretrained: True takes the weights from the hub or its cache, False starts from random weights. A string is a
             local ``.safetensors`` or ``.pth`` file or a folder; for ``tf_efficientnet_lite0`` also
@@ -68,6 +70,8 @@ def build_backbone(
         built = _from_module(backbone, num_classes)
     elif not isinstance(backbone, str):
         raise TypeError(f"backbone is a {type(backbone).__name__}: give a timm name, 'hf:NAME' or an nn.Module")
+    elif hidden := hidden_of(backbone):
+        built = _char_lstm(backbone, hidden, num_classes, pretrained)
     elif backbone.startswith("hf:"):
         built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans)
     else:
@@ -93,6 +97,15 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
         )
     _return_logits(model)
     return Backbone(model, name, head, None)
+
+
+def _char_lstm(name: str, hidden: int, num_classes: int | None, pretrained: bool | str) -> Backbone:
+    if pretrained is True:
+        raise no_weights(name, "nobody publishes any")
+    model = CharLSTM(num_classes or VOCABULARY, hidden)
+    if isinstance(pretrained, str):
+        load_weights(model, pretrained, "head")
+    return Backbone(model, name, "head", None)
 
 
 def _from_timm(

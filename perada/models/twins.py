@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked twins of timm's own layers, registered when this module is imported, and what transformers' ViT needs."""
+"""Stacked twins of timm's layers and of ours, registered when this module is imported; what transformers' ViT needs."""
 
 import sys
 
 import timm.layers
+import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor
 
 from perada.engine.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
 from perada.engine.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
+from perada.models.char_lstm import Characters
 
 
 class StackedBatchNormAct(StackedBatchNorm):
@@ -30,6 +33,17 @@ class StackedLayerScale(Twin):
         return self.affine(x_R, [1] * (x_R.dim() - 1) + [-1], ("gamma", ""))
 
 
+class StackedCharacters(Twin):
+    """C embeddings on one batch: one look-up per client."""
+
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Map tokens (R, L) to (R, L, D)."""
+        tokens = x_R.chunk(self.context.clients)
+        return torch.cat([F.embedding(own, weight) for own, weight in zip(tokens, self.weight, strict=True)])
+
+
 class StackedDropPath(StackedDropout):
     """timm's stochastic depth with one random stream per client: a sample's whole branch is dropped."""
 
@@ -47,6 +61,7 @@ TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
 TWINS[timm.layers.GroupNorm] = StackedGroupNorm
 TWINS[timm.layers.LayerNorm] = StackedLayerNorm
 TWINS[LayerScale] = StackedLayerScale
+TWINS[Characters] = StackedCharacters
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
 ROW_PARAMETERS[VisionTransformer] = frozenset({"cls_token", "pos_embed", "reg_token"})
 

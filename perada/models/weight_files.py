@@ -73,7 +73,7 @@ def weights_file(path: str) -> str:
 
 
 def load_weights(model: nn.Module, source: str, head: str) -> None:
-    """Load a local file (or folder, or ``LITE0``) into a timm model, all of it or nothing.
+    """Load a local file (or folder, or ``LITE0``) into a timm model or a CharLSTM, all of it or nothing.
 
     The file's classification head is taken if it has the model's shape; otherwise the model keeps its own, random one.
 
@@ -109,7 +109,7 @@ def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
         state = convert(state, model) if convert else state
     except Exception as error:  # whatever a damaged or foreign file raises in the readers
         raise ValueError(f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}") from error
-    first = cast(dict[str, Any], model.pretrained_cfg).get("first_conv")
+    first = cast(dict[str, Any], getattr(model, "pretrained_cfg", {})).get("first_conv")
     weight = state.get(f"{first}.weight")
     if isinstance(first, str) and weight is not None and weight.ndim == 4 and weight.shape[1] == 3:
         channels = cast(nn.Conv2d, model.get_submodule(first)).in_channels

@@ -18,6 +18,8 @@ SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
 MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
 PRIVACY = "privacy/"
+THEORY = "theory/"
+ENSEMBLE = "theory/ensemble_accuracy"
 CLIENT_EPSILONS = {
     "privacy/server_epsilon": "ε server",
     "privacy/release_epsilon": "ε release",
@@ -136,6 +138,7 @@ def run_report(folder: Path) -> str:
     names = {name for values in rounds.values() for name in values}
     shown = [name for name in (*SCORES, *MODES, *shift_names(names), *ROUND_EPSILONS) if name in names]
     losses = sorted(name for name in names if name.startswith("train/"))
+    shown += sorted(name for name in names if name.startswith(THEORY))
     body = [
         [str(round), *(_cell(name, float(values[name])) if name in values else "" for name in [*losses, *shown])]
         for round, values in sorted(rounds.items())
@@ -197,6 +200,8 @@ def _cell(name: str, value: float) -> str:
         return epsilon_text(value)
     if name.startswith("train/"):
         return f"{value:.4f}"
+    if name.startswith(THEORY) and name != ENSEMBLE:
+        return f"{value:.4g}"
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 
 

@@ -144,6 +144,7 @@ class Distiller:
         multilabel: Whether labels are 0/1 per class.
         scales: The student's loss scale, in float16.
         progress: Wraps the steps in a progress bar.
+        student: What was last distilled into, as it was before.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.
         metrics: What was measured.
     """
@@ -158,6 +159,7 @@ class Distiller:
     ranks: Ranks = field(default_factory=Ranks)
     scales: KeptScales = field(default_factory=lambda: KeptScales(None))
     progress: Callable[[Tensor], Iterable[Tensor]] = iter
+    student: State | None = None
     diverged: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -170,7 +172,7 @@ class Distiller:
             average_from: The result is the mean of the student's states after the steps whose index is at least this
                 share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
         """
-        device = next(iter(student.values())).device
+        self.student, device = student, next(iter(student.values())).device
         scales, refined = self.scales.open("student", 1, device), student
         sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
         # Its own only teacher: Adam would turn rounding errors into steps of full length.

@@ -87,7 +87,7 @@ class TensorStore:
 
     Raises:
         ValueError: If a client's images have another shape or type than the first one's.
-        TypeError: If they are neither uint8 nor floating point.
+        TypeError: If they are neither uint8 nor floating point nor int64 tokens.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:

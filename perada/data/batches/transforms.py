@@ -15,12 +15,12 @@ from perada.core.states import send
 
 
 def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
-    """Turn one item of a dataset into a tensor: uint8 (Ch, H, W), or floating point as it is.
+    """Turn one item of a dataset into a tensor: uint8 (Ch, H, W), or floating point, or int64 tokens (L,) as they are.
 
     PIL images in other modes than L and RGB are converted to RGB. NumPy arrays of uint8 are (H, W) or (H, W, Ch).
 
     Raises:
-        TypeError: If it is neither an image nor a floating-point tensor.
+        TypeError: If it is none of these.
 
     >>> to_image(np.zeros((4, 5, 3), dtype=np.uint8)).shape
     torch.Size([3, 4, 5])
@@ -33,14 +33,23 @@ def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
         image = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1) if channels_last else image))
     if not isinstance(image, Tensor):
         raise TypeError(f"an image is of type {type(image).__name__}: give a tensor, an array or a PIL image")
-    check_dtype(image)
+    check_dtype(image.unsqueeze(0))
     return image.unsqueeze(0) if image.dtype == torch.uint8 and image.ndim == 2 else image
 
 
+def is_tokens(images: Tensor) -> bool:
+    """Whether samples are texts, and no images: sequences of whole numbers, int64."""
+    return images.dtype == torch.int64
+
+
 def check_dtype(images: Tensor) -> None:
-    """Refuse images that are neither uint8 nor floating point."""
-    if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise TypeError(f"images are {images.dtype}: give uint8, or floating point that is ready for the model")
+    """Refuse samples (N, ...) that are neither uint8 or floating-point images, nor texts (N, L) of int64 tokens."""
+    if images.dtype == torch.uint8 or images.is_floating_point() or (is_tokens(images) and images.ndim == 2):
+        return
+    raise TypeError(
+        f"images are {images.dtype}: give uint8, or floating point that is ready for the model; only texts are int64, "
+        f"tokens (L,), and these have shape {tuple(images.shape[1:])}"
+    )
 
 
 def resize_uint8(image: Tensor, size: int) -> Tensor:
@@ -50,7 +59,7 @@ def resize_uint8(image: Tensor, size: int) -> Tensor:
 
 
 def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int | None = None) -> Tensor:
-    """Make uint8 images (..., Ch, H, W) ready for the model; floating-point ones are ready and come back untouched.
+    """Make uint8 images (..., Ch, H, W) ready for the model; what is not uint8 is ready and comes back untouched.
 
     In this order: to [0, 1], resized to ``size`` pixels (bilinear, antialiased) unless it is None, normalised, one
     channel repeated if the model takes three: float32 (..., Ch', H', W'). ``image`` is what the backbone asks for;

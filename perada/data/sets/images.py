@@ -52,8 +52,9 @@ class ImageSet(Dataset[Any], ABC):
 
         Returns:
             Images uint8 (N, Ch, H, W), or (N, H, W) of one grey channel; or floating point that is ready for the model,
-            which is neither resized nor normalised; or None if they stay on disk. Labels: whole numbers (N,), or floats
-            (N, K) of zeros and ones for several labels an image, or None. Arrays are converted.
+            which is neither resized nor normalised; or texts, int64 tokens (N, L); or None if they stay on disk.
+            Labels: whole numbers (N,), or floats (N, K) of zeros and ones for several labels an image, or None. Arrays
+            are converted.
         """
 
     @cached_property

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts as sequences of characters, by who says them."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perada.data.sets.images import ImageSet
+
+CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+"""LEAF's 80 characters; a character's token is its place among them."""
+LENGTH = 80
+"""Characters in a sequence."""
+TRAIN_SHARE = 0.8
+"""Of what a role says in a plain text, the share at its beginning that is for training."""
+
+
+class Shakespeare(ImageSet):
+    """The plays of Shakespeare by speaking role, in the format of LEAF (https://leaf.cmu.edu; Caldas et al., 2018).
+
+    A sample is 80 characters and the one that follows. The column ``client`` names the role, so that
+    ``ByDomain(column="client")`` makes a client of each. Files are ``train/*.json`` and ``test/*.json``, each an object
+    with ``users``, ``num_samples`` and ``user_data``: ``{user: {"x": [80 characters, ...], "y": [character, ...]}}``.
+
+    A plain text is read too, where every speech is a paragraph whose first line is the speaker and a colon. Characters
+    that LEAF does not have are left out of it. The first 80 % of what a role says are for training, the rest for
+    testing; a sequence starts at every character of either part.
+
+    Args:
+        root: Folder that holds ``train`` and ``test``, or has them in ``data``, as LEAF's ``preprocess.sh`` leaves it;
+            or a plain text file.
+        train: The training split, or else the test split.
+    """
+
+    num_classes = len(CHARACTERS)
+
+    def __init__(self, root: str = "data/shakespeare", train: bool = True) -> None:
+        super().__init__(train)
+        self.root = root
+
+    def _load(self) -> tuple[Tensor, Tensor]:
+        return self._read[:2]
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The role of each sample, ``client`` (N,)."""
+        return {"client": self._read[2]}
+
+    @cached_property
+    def _read(self) -> tuple[Tensor, Tensor, np.ndarray[Any, Any]]:
+        """Tokens int64 (N, 80), what follows them int64 (N,), and who says it (N,)."""
+        path = Path(self.root)
+        if path.is_file():
+            found = list(_spoken(path, self.train))
+        else:
+            found = [one for file in self._files() for one in _samples(file)]
+        if not found and self.train:
+            raise ValueError(
+                f"{str(path)!r} holds no sequence of {LENGTH} characters: give the files of LEAF's data set"
+            )
+        nothing = ("", torch.empty(0, LENGTH, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        roles, tokens, labels = zip(nothing, *found, strict=True)
+        return torch.cat(tokens), torch.cat(labels), np.repeat(np.array(roles), list(map(len, labels)))
+
+    def _files(self) -> list[Path]:
+        split = "train" if self.train else "test"
+        found = [sorted((folder / split).glob("*.json")) for folder in (Path(self.root), Path(self.root) / "data")]
+        if not any(found):
+            raise FileNotFoundError(
+                f"{str(self.root)!r} has no {split}/*.json, also not in its folder data: set root to the folder that "
+                "LEAF's preprocess.sh wrote (https://leaf.cmu.edu, data set shakespeare)"
+            )
+        return found[0] or found[1]
+
+
+def _spoken(path: Path, train: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each role of a plain text with its sequences (n, 80) in one split, and what follows them (n,)."""
+    spoken: dict[str, list[str]] = {}
+    for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+        role, _, speech = paragraph.strip().partition("\n")
+        if role.endswith(":") and speech:
+            spoken.setdefault(role[:-1], []).append(speech)
+    for role, speeches in spoken.items():
+        tokens = encode("".join(letter for letter in "\n".join(speeches) if letter in CHARACTERS))
+        cut = int(TRAIN_SHARE * len(tokens))
+        part = tokens[:cut] if train else tokens[cut:]
+        if len(part) > LENGTH:
+            windows = part.unfold(0, LENGTH + 1, 1)
+            yield role, windows[:, :LENGTH], windows[:, LENGTH]
+
+
+def _samples(path: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each role of LEAF's file with its sequences (n, 80), and what follows them (n,).
+
+    Raises:
+        ValueError: If the file is another one, or a role's samples are not what they should be.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        users, sizes, data = content["users"], content["num_samples"], content["user_data"]
+        known = [(str(user), size, data[user]) for user, size in zip(users, sizes, strict=True)]
+        entries = [(user, size, list(own["x"]), list(own["y"])) for user, size, own in known]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of LEAF's ({type(error).__name__}: {error}): fetch it again") from None
+    for user, size, before, after in entries:
+        lengths = {_length(one) for one in before} | {_length(one) + LENGTH - 1 for one in after}
+        if len(before) != size or len(after) != size or not lengths <= {LENGTH}:
+            raise ValueError(
+                f"{path}: {user!r} has not {size} sequences of {LENGTH} characters with a character after each: run "
+                "LEAF's preprocess.sh again"
+            )
+        if after:
+            where = f"{path}: {user!r}"
+            yield user, encode("".join(before), where).view(-1, LENGTH), encode("".join(after), where)
+
+
+def _length(text: object) -> int:
+    """Characters of a text; 0 of anything else."""
+    return len(text) if isinstance(text, str) else 0
+
+
+def encode(text: str, where: str = "the text") -> Tensor:
+    """Tokens int64 (len(text),) of a text: places in :data:`CHARACTERS`.
+
+    Raises:
+        ValueError: If a character is not one of them; the message begins with ``where``.
+
+    >>> encode("To}").tolist()
+    [44, 67, 79]
+    """
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    places = _PLACES[np.minimum(codes, len(_PLACES) - 1)]
+    if (places < 0).any():
+        wrong = text[int(np.argmax(places < 0))]
+        raise ValueError(f"{where} has the character {wrong!r}, which LEAF's 80 do not have: replace it")
+    return torch.from_numpy(places)
+
+
+_PLACES = np.full(129, -1, dtype=np.int64)  # by code; the last stands for all beyond ASCII
+_PLACES[[ord(character) for character in CHARACTERS]] = np.arange(len(CHARACTERS))
