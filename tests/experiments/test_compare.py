@@ -522,3 +522,13 @@ def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
         comparison(["table.yaml", recipe])
     with pytest.raises(ValueError, match=r"'table.yaml' is a comparison of recipes.*perada compare table.yaml"):
         main(["fit", "--config", "table.yaml"])
+
+
+def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
+    main(["compare", recipe, "--algorithms", "fedavg", "fed_ensemble", "--seeds", "0", "1", *OUT])
+    found = rows(capsys.readouterr().out)
+    runs = [record for record in read() if record["label"] == "fed_ensemble"]
+    best, entropy = (sum(record[name] for record in runs) / 2 for name in ("global/best_mode", "global/entropy"))
+    assert found["fed_ensemble"]["global/best_mode"].startswith(f"{100 * best:.2f} ± ")
+    assert found["fed_ensemble"]["global/entropy"].startswith(f"{entropy:.2f} ± ")
+    assert found["fedavg"]["global/worst_mode"] == "–"

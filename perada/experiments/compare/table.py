@@ -7,7 +7,7 @@ from typing import Any
 
 from perada.core.text import printable
 from perada.experiments.compare.results import choose, score
-from perada.results.report import SCORES, epsilon_text, mean_and_std, percent, shift_names, table
+from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, mean_and_std, percent, shift_names, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {
@@ -36,7 +36,8 @@ def summary(records: Records) -> str:
     lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
     tuned = any(record.get("point") for record in shown)
     private = [name for name in EPSILONS if any(name in record for record in shown)]
-    scored = [*SCORES, *shift_names(name for record in shown for name in record)]
+    scored = [*SCORES, *(name for name in MODES if any(record.get(name) is not None for record in shown))]
+    scored += shift_names(name for record in shown for name in record)
     header = ["", *scored, *(EPSILONS[name][0] for name in private), *COSTS, *(["chosen"] if tuned else [])]
     rows = []
     for (label, variant), every in groups.items():
@@ -55,7 +56,8 @@ def summary(records: Records) -> str:
         costs = [_count(full["full/params"]), _count(full["full/params"]), f"{full['full/mb']:.2f}"]
         whole = {"": "full fine-tuning would"} | dict(zip(COSTS, costs, strict=False))
         rows.append([whole.get(column, "") for column in header])
-    notes = ["Scores in %, trained and sent parameters and MB sent of one client in one round."]
+    unit = f"Scores in %{', entropy in nats' * (ENTROPY in scored)}"
+    notes = [f"{unit}, trained and sent parameters and MB sent of one client in one round."]
     notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + "."] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
     return _plain("\n\n".join([table(header, rows), *notes, *_failures(shown)]))
@@ -126,7 +128,8 @@ def _over_seeds(runs: Records, name: str) -> str:
     values = [run[name] for run in runs if run.get(name) is not None]
     if not values:
         return "–"
-    return percent(fmean(values)) + (f" ± {percent(pstdev(values))}" if len(values) > 1 else "")
+    text = "{:.2f}".format if name == ENTROPY else percent
+    return text(fmean(values)) + (f" ± {text(pstdev(values))}" if len(values) > 1 else "")
 
 
 def _epsilon(runs: Records, name: str) -> str:
