@@ -4,6 +4,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -532,3 +533,44 @@ def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
     assert found["fed_ensemble"]["global/best_mode"].startswith(f"{100 * best:.2f} ± ")
     assert found["fed_ensemble"]["global/entropy"].startswith(f"{entropy:.2f} ± ")
     assert found["fedavg"]["global/worst_mode"] == "–"
+
+
+def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
+    grid = ["--tune", "fedavg:model.lr_personal+model.lr_local=0.01,0.3"]
+    grid += [
+        "--tune",
+        "perada_no_kd,ditto:model.lr_local=0.2",
+        "--tune",
+        "ditto:federated.algorithm.prox_strength=1,2,3",
+    ]
+    words = ["compare", recipe, "--algorithms", "fedavg", "perada_no_kd", "ditto", *grid]
+    main([*words, *OUT])
+    tried = [(record["label"], record["point"]) for record in read() if record["stage"] == "tune"]
+    both, strength = "model.lr_personal+model.lr_local", "federated.algorithm.prox_strength"
+    assert tried == [
+        ("fedavg", {both: "0.01"}),
+        ("fedavg", {both: "0.3"}),
+        ("perada_no_kd", {"model.lr_local": "0.2"}),
+        *(("ditto", {"model.lr_local": "0.2", strength: value}) for value in "123"),
+    ]
+    assert "not every algorithm" in capsys.readouterr().err.lower()
+    with pytest.raises(ValueError, match=r"is for 'perada', which is not compared: give it to --algorithms too"):
+        main([*words, "--tune", "perada:model.lr_local=1,2"])
+    with pytest.raises(ValueError, match=r"model\.lr_local is given twice"):
+        main([*words, "--tune", "model.lr_local=1,2"])
+
+
+def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
+    """The records of the grid are used again, and say what chose."""
+    main(["compare", recipe, "--algorithms", "ditto", *GRID, *OUT])
+    names = ["personal/local_test", "global/global_test"]
+    tried = [record for record in read() if record["stage"] == "tune"]
+    for values, record in zip(((0.1, 0.9, 0.5), (0.9, 0.1, 0.5)), (0, 1), strict=True):
+        rewritten = [one | {names[record]: value} for one, value in zip(tried, values, strict=True)]
+        (Path("out") / "r.json").write_text(json.dumps(rewritten))
+        capsys.readouterr()
+        main(["compare", recipe, "--algorithms", "ditto", *GRID, "--choose_by", names[record], *OUT])
+        said = capsys.readouterr().out
+        assert begun(said) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
+        assert f"in %: {names[record]} on held-out" in said
+        assert {one.get("chosen_by", [""])[0] for one in read() if one["stage"] == "tune"} == {names[record]}

@@ -14,11 +14,12 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.plan import Job, MakeCLI, Plan, Point, Row, parse_grid, words
+from perada.experiments.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Point, Row, parse_grid, parse_grids, words
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
 from perada.experiments.compare.workers import CarryOut, Workers, in_process
+from perada.results.report import SCORES
 
 
 class Comparison:
@@ -31,9 +32,9 @@ class Comparison:
         self.plan, self.results, self.threads, self.jobs, self.carry_out = plan, results, threads, jobs, carry_out
         self.began = time.monotonic()
         self.started = self.failed = 0
-        runs = len(plan.points) + len(plan.seeds)
-        self.left = {plan.job(row, 0, "run", {}).label: runs for row in plan.rows}
-        self.total = runs * len(plan.rows)
+        runs = {row: len(plan.points[row[1]]) + len(plan.seeds) for row in plan.rows}
+        self.left = {plan.job(row, 0, "run", {}).label: count for row, count in runs.items()}
+        self.total = sum(runs.values())
 
     def run(self) -> int:
         """Run the grid and the table; return how many runs failed."""
@@ -118,21 +119,29 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
     _add_options(parser)
     own, overrides = _divide(words, parser)
     given = parser.parse_args(own)
-    grid, vary, algorithms = parse_grid(given.tune), parse_grid(given.vary, "--vary"), names(given.algorithms)
-    both = sorted({one for name in grid for one in name.split("+")} & {one for name in vary for one in name.split("+")})
+    algorithms, vary = names(given.algorithms), parse_grid(given.vary, "--vary")
+    grids = parse_grids(given.tune, algorithms)
+    tuned = {one for grid in grids.values() for name in grid for one in name.split("+")}
+    both = sorted(tuned & {one for name in vary for one in name.split("+")})
     if both:
         raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
     if given.paper and not algorithms:
         raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
     results = Results(given.output)
     with quiet():
-        plan = Plan(make_cli, given.recipes, algorithms, given.seeds, grid, vary, given.paper, overrides)
+        plan = Plan(
+            make_cli, given.recipes, algorithms, given.seeds, grids, vary, given.choose_by, given.paper, overrides
+        )
     results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
+    counts = {name: len(points) for name, points in plan.points.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        print(f"Not every algorithm is given the same number of settings: {listed}", file=sys.stderr)
     with Workers(worker, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
         here: CarryOut = partial(in_process, make_cli, given.threads)
         carry_out = workers.run if workers else here
         failed = Comparison(plan, results, given.threads, given.jobs, carry_out).run()
-    if grid:
+    if tuned:
         print(grid_table(results.records), end="\n\n")
     curves = curve_tables(results.records)
     print(*([curves] if curves else []), summary(results.records), sep="\n\n")
@@ -172,10 +181,17 @@ def _add_options(parser: ArgumentParser) -> None:
         "--tune",
         action="append",
         default=[],
-        metavar="NAME=V1,V2",
+        metavar="[ALGORITHMS:]NAME=V1,V2",
         help="Values of an option of `perada fit`. Each is first tried with the first seed, on images that the clients "
         "hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several "
-        "--tune every combination is tried.",
+        "--tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only.",
+    )
+    parser.add_argument(
+        "--choose_by",
+        nargs="+",
+        default=list(CHOSEN_BY),
+        choices=SCORES,
+        help="Scores on the held-out images whose mean chooses (default: those of the personal models).",
     )
     parser.add_argument(
         "--vary",

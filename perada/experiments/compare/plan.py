@@ -16,13 +16,15 @@ MakeCLI = Callable[[Sequence[str]], Any]
 """Builds trainer, model and data from options of ``perada fit``."""
 Point = dict[str, str]
 """A point of the grid: values by the names that ``--tune`` gave."""
+Grid = dict[str, list[str]]
+"""Values by name; several options joined with ``+`` get the same value."""
 Row = tuple[str, str, tuple[tuple[str, str], ...]]
 """A row of the table: recipe, algorithm, and the values of what ``--vary`` names."""
 
 START = "before fine-tuning"
 """The row of the initial model: pretrained backbone, untrained adapter."""
 CHOSEN_BY = ("personal/local_test", "personal/global_test")
-"""The scores whose mean, on validation images, chooses from the grid."""
+"""The scores whose mean, on validation images, chooses from the grid where nothing else is asked for."""
 HOLD_OUT = "--data.client_validation=0.2"
 VALIDATE = "--data.evaluate_on=validation"
 
@@ -39,6 +41,7 @@ class Job:
     args: list[str]  # options of `perada fit`
     variant: list[str]  # what the user asked for beside recipe and algorithm, to tell rows of one file apart
     digest: str  # of the recipe's content
+    chosen_by: list[str]  # names of the scores whose mean, on validation images, chooses from the grid
 
     def __str__(self) -> str:
         values = "".join(f", {_short(name)}={value}" for name, value in self.point.items())
@@ -65,8 +68,28 @@ def split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def parse_grid(asked: Sequence[str], option: str = "--tune") -> dict[str, list[str]]:
-    """Read the arguments of ``--tune`` or ``--vary``.
+def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Grid]:
+    """The grid of each algorithm (the recipes' own: ""), from the arguments of ``--tune``, which may begin with names.
+
+    Raises:
+        ValueError: As :func:`parse_grid`, or if a name is not one of the ``algorithms``.
+
+    >>> parse_grids(["model.lr_local=1,2", "ditto:model.momentum=0,0.9"], ["fedavg", "ditto"])["fedavg"]
+    {'model.lr_local': ['1', '2']}
+    """
+    grids: dict[str, list[str]] = {name: [] for name in algorithms or [""]}
+    for text in asked:
+        named, colon, _ = text.partition("=")[0].rpartition(":")
+        only = named.split(",") if colon else list(grids)
+        for name in only:
+            if name not in grids:
+                raise ValueError(f"--tune {text!r} is for {name!r}, which is not compared: give it to --algorithms too")
+            grids[name].append(text.removeprefix(f"{named}:") if colon else text)
+    return {name: parse_grid(own) for name, own in grids.items()}
+
+
+def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
+    """Read the arguments of ``--tune``, without names of algorithms, or of ``--vary``.
 
     Raises:
         ValueError: If one is not NAME=V1,V2,... with different values, or names an option twice.
@@ -74,7 +97,7 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> dict[str, list[s
     >>> parse_grid(["model.lr_local+model.lr_personal=0.01,0.1"])
     {'model.lr_local+model.lr_personal': ['0.01', '0.1']}
     """
-    grid: dict[str, list[str]] = {}
+    grid: Grid = {}
     seen: set[str] = set()
     for text in asked:
         name, equals, listed = text.partition("=")
@@ -114,8 +137,9 @@ class Plan:
         recipes: Names or files.
         algorithms: Keys of :data:`~perada.experiments.compare.entries.ENTRIES`; where empty, each recipe's own.
         seeds: Seeds of the runs; the grid is run with the first.
-        grid: Values by name, of which the best is taken; several options joined with ``+`` get the same value.
-        vary: Values by name, likewise, of which each makes a row of its own.
+        grids: The grid of each algorithm, of whose points the best is taken.
+        vary: Values of which each makes a row of its own.
+        chosen_by: Scores whose mean, on validation images, chooses from the grid.
         paper: Whether each algorithm trains what its paper trains.
         overrides: Options of ``perada fit`` for every run.
 
@@ -129,8 +153,9 @@ class Plan:
         recipes: Sequence[str],
         algorithms: Sequence[str],
         seeds: Sequence[int],
-        grid: dict[str, list[str]],
-        vary: dict[str, list[str]],
+        grids: dict[str, Grid],
+        vary: Grid,
+        chosen_by: Sequence[str],
         paper: bool,
         overrides: Sequence[str],
     ) -> None:
@@ -139,9 +164,11 @@ class Plan:
         varied = [tuple(zip(vary, values, strict=True)) for values in product(*vary.values())]
         self.rows: list[Row] = list(dict.fromkeys(product(recipes, algorithms or [""], varied)))
         # Where nothing is tuned there is no point.
-        self.points: list[Point] = [dict(zip(grid, row, strict=True)) for row in product(*grid.values()) if row]
-        tuned = [f"--tune={name}={','.join(values)}" for name, values in grid.items()]
-        self.variant = [*(["--paper"] if paper else []), *overrides, *tuned]
+        self.points: dict[str, list[Point]] = {
+            name: [dict(zip(grid, values, strict=True)) for values in product(*grid.values()) if values]
+            for name, grid in grids.items()
+        }
+        self.grids, self.chosen_by = grids, list(chosen_by)
         self.given: dict[str, tuple[type[Algorithm], str]] = {}
         for recipe in recipes:
             cli = make_cli(["--config", recipe])
@@ -183,11 +210,13 @@ class Plan:
             *words(point),
             *([VALIDATE] if tunes else []),
         ]
-        return Job(label, recipe, seed, stage, point, args, self.variant, digest)
+        tuned = [f"--tune={name}={','.join(values)}" for name, values in self.grids[algorithm].items()]
+        variant = [*(["--paper"] if self.paper else []), *self.overrides, *tuned]
+        return Job(label, recipe, seed, stage, point, args, variant, digest, self.chosen_by)
 
     def tuning(self, row: Row) -> list[Job]:
         """The runs of the grid for a row."""
-        return [self.job(row, self.seeds[0], "tune", point) for point in self.points]
+        return [self.job(row, self.seeds[0], "tune", point) for point in self.points[row[1]]]
 
     def final(self, chosen: dict[Row, Point]) -> list[Job]:
         """The runs of the table, for the rows that have a point."""

@@ -86,10 +86,11 @@ def choose(records: Sequence[tuple[Point, Record | None]]) -> tuple[Point, float
 
 
 def score(record: Record | None) -> float | None:
-    """What the grid is judged by: the mean of the personal models' two scores; None for a run that failed or diverged.
+    """What the grid is judged by: the mean of the scores in ``chosen_by``; None for a run that failed or diverged.
 
     A run has diverged where a training loss or a score became NaN or infinite.
     """
     if record is None or "failed" in record or record["diverged"]:
         return None
-    return fmean(record[name] for name in CHOSEN_BY)
+    names = record.get("chosen_by", CHOSEN_BY)
+    return None if any(record.get(name) is None for name in names) else fmean(record[name] for name in names)

@@ -6,6 +6,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.core.text import printable
+from perada.experiments.compare.plan import CHOSEN_BY
 from perada.experiments.compare.results import choose, score
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, mean_and_std, percent, shift_names, table
 
@@ -83,9 +84,15 @@ def grid_table(records: Records) -> str:
         cells = [_score(found[point]) if point in found else "" for point in points]
         row = " ".join([label, *options]) if several else label
         rows.append([row, *cells, ", ".join(best[0].values()) if best else "–"])
-    note = f"Scores of {' and '.join(names)} in %: mean of {SCORES[0]} and {SCORES[1]} on held-out validation images."
+    by = dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY))
+    what = f"mean of {' and '.join(by)}" if len(by) > 1 else next(iter(by), "")
+    note = f"Scores of {' and '.join(names)} in %: {what} on held-out validation images."
     failures = _failures(tried)
-    return _plain("\n\n".join([table(["", *(", ".join(point) for point in points), "chosen"], rows), note, *failures]))
+    return _plain(
+        "\n\n".join(
+            [table(["", *(", ".join(filter(None, point)) for point in points), "chosen"], rows), note, *failures]
+        )
+    )
 
 
 def curve_tables(records: Records) -> str:
