@@ -554,8 +554,10 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
         *(("ditto", {"model.lr_local": "0.2", strength: value}) for value in "123"),
     ]
     assert "not every algorithm" in capsys.readouterr().err.lower()
-    with pytest.raises(ValueError, match=r"is for 'perada', which is not compared: give it to --algorithms too"):
-        main([*words, "--tune", "perada:model.lr_local=1,2"])
+    main([*words, "--tune", "perada:model.lr_local=1,2", *OUT])
+    assert begun(capsys.readouterr().out) == []
+    with pytest.raises(ValueError, match=r"is for 'perda', which is not an algorithm"):
+        main([*words, "--tune", "perda:model.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"model\.lr_local is given twice"):
         main([*words, "--tune", "model.lr_local=1,2"])
 

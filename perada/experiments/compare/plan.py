@@ -72,7 +72,8 @@ def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Gr
     """The grid of each algorithm (the recipes' own: ""), from the arguments of ``--tune``, which may begin with names.
 
     Raises:
-        ValueError: As :func:`parse_grid`, or if a name is not one of the ``algorithms``.
+        ValueError: As :func:`parse_grid`, or if a name is not an algorithm's. What is for one that is not among the
+            ``algorithms`` is left out.
 
     >>> parse_grids(["model.lr_local=1,2", "ditto:model.momentum=0,0.9"], ["fedavg", "ditto"])["fedavg"]
     {'model.lr_local': ['1', '2']}
@@ -82,9 +83,10 @@ def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Gr
         named, colon, _ = text.partition("=")[0].rpartition(":")
         only = named.split(",") if colon else list(grids)
         for name in only:
-            if name not in grids:
-                raise ValueError(f"--tune {text!r} is for {name!r}, which is not compared: give it to --algorithms too")
-            grids[name].append(text.removeprefix(f"{named}:") if colon else text)
+            if name not in {*ENTRIES, ""}:
+                raise ValueError(f"--tune {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`")
+            if name in grids:
+                grids[name].append(text.removeprefix(f"{named}:") if colon else text)
     return {name: parse_grid(own) for name, own in grids.items()}
 
 
