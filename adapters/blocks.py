@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from torch import nn
 
 BLOCK = re.compile(r"(.*\.)?(layer\d+\.\d+|blocks\.\d+(\.\d+)?|layers?\.\d+)")
-"""ResNets of timm and torchvision, EfficientNets and ViTs of timm, transformers of transformers 5 and 4."""
+"""ResNets of timm and torchvision, EfficientNets and ViTs of timm, networks of transformers 5 and 4."""
+PART = re.compile(r".*layers\.\d+\.layer\.\d+")
+"""What a block of a ResNet of transformers consists of."""
 
 
 def plain_name(name: str) -> str:
@@ -40,7 +42,7 @@ def reached(model: nn.Module, last_blocks: int | None) -> frozenset[str]:
     names = list(dict.fromkeys(name for name, _ in own_modules(model)))
     if last_blocks is None:
         return frozenset(names)
-    candidates = [name for name in names if BLOCK.fullmatch(name)]
+    candidates = [name for name in names if BLOCK.fullmatch(name) and not PART.fullmatch(name)]
     blocks = [name for name in candidates if not any(other.startswith(f"{name}.") for other in candidates)]
     if last_blocks > len(blocks):
         has = f"has {len(blocks)}" if blocks else "is of no family whose blocks are known"

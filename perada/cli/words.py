@@ -129,28 +129,38 @@ def comparison(words: Sequence[str]) -> list[str]:
     sections are options of ``perada fit`` for every run.
 
     Raises:
-        ValueError: If another recipe is named beside it.
+        ValueError: If another recipe is named beside it, or it cannot be read.
     """
-    if not words or words[0].startswith("-"):
+    known = recipes()
+    files = [word for word in words if not word.startswith("-") and (Path(word).is_file() or word in known)]
+    file = next((word for word in files if is_comparison(find_recipe(word)[0])), None)
+    if file is None:
         return list(words)
-    paths = find_recipe(words[0])
-    if len(paths) > 1 or not is_comparison(paths[0]):
-        return list(words)
-    content = yaml.safe_load(paths[0].read_text(encoding="utf-8"))
-    if len(words) > 1 and not words[1].startswith("-"):
-        raise ValueError(f"{words[0]!r} says itself which recipes to compare: leave {words[1]!r} out")
-    own = dict(content.pop("compare"))
-    out = list(map(str, own.pop("recipes", [])))
-    if not out:
-        raise ValueError(f"{words[0]!r} names no recipes to compare: give it compare.recipes")
+    others = [word for word in files if word != file and find_recipe(word)[0].suffix == ".yaml"]
+    if others:
+        raise ValueError(f"{file!r} says itself which recipes to compare: leave {others[0]!r} out")
+    rest = [word for word in words if word != file]
+    content = yaml.safe_load(find_recipe(file)[0].read_text(encoding="utf-8"))
+    own = content.pop("compare")
+    if not isinstance(own, dict) or not own.get("recipes"):
+        raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
+    out = list(map(str, _listed(own.pop("recipes"))))
     for name, value in own.items():
-        if name in ("tune", "vary"):
-            out += [f"--{name}={key}={','.join(map(_word, values))}" for key, values in value.items()]
-        elif isinstance(value, list):
-            out += [f"--{name}", *map(str, value)]
-        elif value is not False:
-            out += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *words[1:]]
+        if name not in ("tune", "vary"):
+            out += [] if value is False else [f"--{name}", *(map(str, _listed(value)) if value is not True else ())]
+            continue
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{file!r}: compare.{name} is {value!r}; give it options of `perada fit` with lists of values"
+            )
+        for key, values in value.items():
+            if not any(word.removeprefix(f"--{name}").lstrip("= ").startswith(f"{key}=") for word in rest):
+                out.append(f"--{name}={key}={','.join(map(_word, _listed(values)))}")
+    return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *rest]
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401  # whatever a file holds
+    return value if isinstance(value, list) else [value]
 
 
 def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,7 @@ from perada.lightning.run_folder import (
     storage,
     write_description,
 )
-from perada.lightning.shift_scores import score_shifts
+from perada.lightning.shift_scores import restore_shifts, score_shifts
 from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
 from perada.lightning.strategies import check_alike, options_here, share_work
 from perada.privacy import ClientPrivacy, Privacy
@@ -263,7 +263,8 @@ class FederatedLoop(pl.Callback):
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
-            module.shifted, self._loaded = self._loaded.get("shifted", {}), None
+            restore_shifts(data, module, self._loaded.get("shifted", {}))
+            self._loaded = None
         if fits:
             self._began = True
             keep_journal(trainer, module.federation, self._journals)

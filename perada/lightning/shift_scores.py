@@ -47,6 +47,16 @@ def scored_shifts(data: FederatedDataModule, module: FederatedClassifier) -> boo
     return module.shifted.get("of") == _described(data)
 
 
+def restore_shifts(data: FederatedDataModule, module: FederatedClassifier, shifted: dict[str, Any]) -> None:
+    """Take over the scores of a checkpoint, or forget them where the data has other shifts by now."""
+    module.shifted = shifted
+    if not scored_shifts(data, module):
+        module.shifted = {}
+        for kind in ("scores", "per_client"):
+            known = getattr(module, kind)
+            setattr(module, kind, {name: known[name] for name in known if name not in shifted.get(kind, {})})
+
+
 def _described(data: FederatedDataModule) -> dict[str, str]:
     return {name: repr(shift) for name, shift in data.shifts.items()}
 

@@ -146,7 +146,8 @@ def insert_adapter(
         raise ValueError(
             f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it"
         )
-    within = reached(adapted.model, cast(int | None, options.get("last_blocks")))
+    last_blocks = options.get("last_blocks", getattr(config, "last_blocks", None))
+    within = reached(adapted.model, cast(int | None, last_blocks))
     for name, parameter in adapted.model.named_parameters():
         if "original_module" in name.split("."):  # PEFT's copy, which is not run
             parameter.requires_grad_(False)

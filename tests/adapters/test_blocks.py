@@ -2,7 +2,9 @@
 """Adapters in the last blocks only: which tensors are trained, by the names that the networks are known to have."""
 
 import pytest
+from transformers import ResNetConfig, ResNetForImageClassification
 
+from perada.adapters import ResidualConfig
 from perada.adapters.blocks import reached
 from perada.core.states import trained_keys
 from perada.models.adapted import insert_adapter
@@ -43,13 +45,24 @@ def test_what_is_trained(name, count, starts, method):
         assert kept == {key for key in state if key.startswith(starts)}
 
 
-def test_a_trained_backbone_is_trained_there_alone():
+@pytest.mark.parametrize(
+    ("method", "options"), [("lora", {"last_blocks": 2}), (ResidualConfig(last_blocks=2), {})], ids=["name", "config"]
+)
+def test_a_trained_backbone_is_trained_there_alone(method, options):
     backbone = build_backbone("resnet18", 7, pretrained=False)
-    adapted = insert_adapter(backbone, "lora", train_backbone=True, last_blocks=2)
+    adapted = insert_adapter(backbone, method, train_backbone=True, **options)
     trained = {name for name, parameter in adapted.model.named_parameters() if parameter.requires_grad}
     assert {name.split(".")[0] for name in trained} == {"layer4", "fc"}
     assert "layer4.0.conv1.base_layer.weight" in trained
     assert "layer4.0.downsample.1.weight" in trained
+
+
+def test_a_block_of_a_resnet_of_transformers_is_not_one_of_its_convolutions():
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
+    names = reached(ResNetForImageClassification(config), 1)
+    starts = ("resnet.encoder.stages.1.layers.1", "resnet.pooler", "classifier")
+    assert {name for name in names if not name.startswith(starts)} == set()
+    assert "resnet.encoder.stages.1.layers.1.layer.0" in names
 
 
 def test_all_of_the_network_is_reached_by_default():

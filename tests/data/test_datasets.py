@@ -13,7 +13,17 @@ from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 from torch.utils.data import Subset, TensorDataset
 
-from perada.data import CIFAR10, CIFAR100, Digits, FashionMNIST, ImageFolder, ImageSet, Photographs, UnlabelledFolder
+from perada.data import (
+    CIFAR10,
+    CIFAR100,
+    Digits,
+    FashionMNIST,
+    ImageFolder,
+    ImageSet,
+    OpenImage,
+    Photographs,
+    UnlabelledFolder,
+)
 from perada.data.batches.samples import tensor_source
 
 RANDOM = np.random.default_rng(0)
@@ -314,3 +324,25 @@ def test_the_other_split_is_made_of_the_same_arguments():
     for one in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert [len(one.with_split(train)) for train in (True, False)] == [25, 11]
         assert len(one.with_split(False).with_split(True)) == 25
+
+
+def test_a_class_that_one_split_lacks_keeps_its_number(tmp_path):
+    for split, names in (("train", "abc"), ("test", "bc")):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (4, 4)).save(tmp_path / split / name / "one.png")
+    images = ImageFolder(str(tmp_path), size=4)
+    assert images.labels.tolist() == [0, 1, 2]
+    assert images.with_split(False).labels.tolist() == [1, 2]
+    assert images.with_split(False).num_classes == 3
+
+
+def test_a_table_names_no_file_outside_of_its_folder(tmp_path):
+    mapping = tmp_path / "client_data_mapping"
+    mapping.mkdir()
+    for path in ("../secret.png", "/secret.png"):
+        (mapping / "train.csv").write_text(f"client_id,sample_path,label_name,label_id\n1,{path},cat,0\n")
+        with pytest.raises(
+            ValueError, match=r"train\.csv, row 2, .*secret\.png', which leaves the folder"
+        ):
+            _ = OpenImage(str(tmp_path)).labels

@@ -149,7 +149,15 @@ def test_by_domain_of_thousands_of_clients_gives_each_its_own_rows():
         samples(4000, client=names),
         samples(1, client=np.array(["uploader 7", "nobody", *["uploader 3"] * 8])),
     )
-    rows, test_rows = ByDomain("client").split(train, test, 0)
+    with pytest.warns(
+        UserWarning, match="1 of 10 test samples have a client that no training sample has; they are left"
+    ):
+        rows, test_rows = ByDomain("client").split(train, test, 0)
+    strangers = samples(1, client=np.array(["nobody"] * 10))
+    with pytest.raises(
+        ValueError, match=r"10 of 10 test samples .* so nobody could be scored: take the test split from"
+    ):
+        ByDomain("client").split(train, strangers, 0)
     order = sorted(set(names.tolist()))
     for client in (0, 1, 2500, 4999):
         assert sorted(rows[client]) == [row for row, name in enumerate(names) if name == order[client]]

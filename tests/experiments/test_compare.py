@@ -17,7 +17,7 @@ from perada.data import Digits
 from perada.experiments.compare.entries import ENTRIES, names
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import epsilons, same_budget
-from perada.experiments.compare.table import grid_table, summary
+from perada.experiments.compare.table import curve_tables, grid_table, summary
 from perada.experiments.compare.workers import Workers
 
 TINY = """
@@ -576,3 +576,87 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
         assert begun(said) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
         assert f"in %: {names[record]} on held-out" in said
         assert {one.get("chosen_by", [""])[0] for one in read() if one["stage"] == "tune"} == {names[record]}
+
+
+def scored(label, seed, value, **more):
+    return {
+        **dict(stage="run", label=label, recipe="r", seed=seed, point={}, args=[str(value)], variant=[], varied={}),
+        **{name: value for name in ("personal/local_test", "personal/global_test", "global/global_test")},
+        **more,
+    }
+
+
+def test_rows_of_other_choices_and_values_are_not_averaged():
+    """Chosen by other scores, varied by options of the same short name, or scored by round."""
+    curve = [{"round": 1, "personal/local_test": 0.1}, {"round": 2, "personal/local_test": 0.9}]
+    other = [{"round": 1, "personal/local_test": 0.5}, {"round": 2, "personal/local_test": 0.6}]
+    records = [
+        scored("ditto", 0, 0.2, variant=["--tune=a=1,2"], history=curve),
+        scored("ditto", 0, 0.4, variant=["--tune=a=1,2", "--choose_by=global/global_test"], history=other),
+        scored("d, batch_size=4", 0, 0.5, variant=["--data.batch_size=4"]),
+        scored("d, batch_size=4", 0, 0.7, variant=["--federated.distillation.batch_size=4"]),
+    ]
+    found = rows(summary(records))
+    assert [row["personal/local_test"] for row in found.values()] == ["20.00", "40.00", "50.00", "70.00"]
+    assert "ditto --tune=a=1,2 --choose_by=global/global_test" in found
+    lines = curve_tables(records).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]]
+    assert cells == [["10.00", "90.00"], ["50.00", "60.00"]]
+
+
+def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read, capsys):
+    weights = "--vary", "model.pretrained=false,perada:fashion_test_resnet"
+    main(["compare", recipe, *weights, "--seeds", "0", "1", *OUT])
+    found = rows(capsys.readouterr().out)
+    starts = [record for record in read() if record["stage"] == "start"]
+    assert [(one["varied"], one["seed"]) for one in starts] == [
+        ({"model.pretrained": value}, seed) for seed in (0, 1) for value in ("false", "perada:fashion_test_resnet")
+    ]
+    for value in ("false", "perada:fashion_test_resnet"):
+        own = [one["global/global_test"] for one in starts if one["varied"]["model.pretrained"] == value]
+        row = found[f"before fine-tuning, pretrained={value}"]
+        assert row["global/global_test"].startswith(f"{50 * sum(own):.2f} ± ")
+    main(["compare", recipe, "--vary", "federated.local_steps=1,2", "--output", "out/s.json"])
+    assert [name for name in rows(capsys.readouterr().out) if name.startswith("before")] == ["before fine-tuning"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--vary", "data.batch_size=2,4", "--data.batch_size=8"],
+            r"--data\.batch_size is given for every run, and tuned",
+        ),
+        (["--vary", "seed_everything=1,2"], "--seeds gives the seeds"),
+        (["--tune", "data.seed+data.client_validation=1,2"], "says what is scored"),
+        (["--tune", "fedavg:model.lr_local=1,2"], "is for named algorithms: give --algorithms too"),
+        (["--tune", ":model.lr_local=1,2", "--algorithms", "fedavg"], "is for '', which is not an algorithm"),
+        (
+            ["--tune", "model.lr_local=1,2", "--algorithms", "standalone", "--choose_by", "global/global_test"],
+            "standalone has no global model",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_anything_runs(recipe, words, says):
+    with pytest.raises(ValueError, match=says):
+        main(["compare", recipe, *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("compare:\n", "'t.yaml' names no recipes to compare"),
+        ("compare: {recipes: tiny.yaml, vary: [1, 2]}\n", r"compare\.vary is \[1, 2\]; give it options"),
+    ],
+)
+def test_files_that_cannot_be_compared(recipe, tmp_path, text, says):
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        comparison(["t.yaml"])
+
+
+def test_a_value_need_not_be_a_list_and_the_command_line_counts(recipe, tmp_path):
+    text = "compare: {recipes: tiny.yaml, vary: {a.b: resnet18, c.d: 12}}\n"
+    (tmp_path / "t.yaml").write_text(text)
+    assert comparison(["--jobs", "2", "t.yaml"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", "--jobs", "2"]
+    assert comparison(["t.yaml", "--vary", "c.d=3"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary", "c.d=3"]

@@ -183,7 +183,9 @@ def test_a_resumed_run_has_the_same_scores(tmp_path):
     assert scores(resumed) == scores(whole)
     assert len(scores(whole)[0]) == 6
     done = run(ckpt_path=checkpoint(tmp_path / "whole"), given={"others": "label_shift"})  # nothing left to train
-    assert scores(done)[0]["personal/others"] == scores(whole)[0]["personal/others"]
+    assert done.metrics["rounds"][-1]["personal/others"] == scores(whole)[0]["personal/others"]
+    assert "shifts" not in done.metrics  # those of the checkpoint were of shifts that this run does not have
+    assert "personal/new" not in done.metrics["clients"]
     again = run(ckpt_path=checkpoint(tmp_path / "whole"))
     assert scores(again) == scores(whole)
 

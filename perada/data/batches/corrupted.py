@@ -14,15 +14,11 @@ from torch.utils.data import get_worker_info
 from perada.core.seeding import derive_seed
 from perada.data.batches.samples import Store, TensorStore, isolated_randomness, seed_all
 from perada.data.batches.transforms import resize_uint8
+from perada.data.sets.arrays import CORRUPTIONS
 
-MAIN = (
-    *("gaussian_noise", "shot_noise", "impulse_noise"),
-    *("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    *("snow", "frost", "fog", "brightness"),
-    *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-)
+MAIN: tuple[str, ...] = CORRUPTIONS[:15]
 """The 15 kinds of the benchmark (Hendrycks & Dietterich, ICLR 2019, https://arxiv.org/abs/1903.12261)."""
-EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+EXTRA: tuple[str, ...] = CORRUPTIONS[15:]
 """The four that it holds back for validation."""
 SMALLEST = 32
 """Height and width in pixels that an image must have."""

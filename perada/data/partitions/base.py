@@ -5,6 +5,7 @@ Shape suffixes: M clients, K classes, N samples.
 """
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,6 +113,12 @@ class ByDomain(Partition):
                     "lower clients_per_domain"
                 )
         of_test = _rows_of(domains, test.columns[self.column] if len(test) else domains[:0])
+        left = len(test) - sum(map(len, of_test))
+        if left:
+            what = f"{left} of {len(test)} test samples have a {self.column} that no training sample has"
+            if left == len(test):
+                raise ValueError(f"{what}, so nobody could be scored: take the test split from each {self.column}")
+            warnings.warn(f"{what}; they are left out", stacklevel=2)
         for both in zip(of_train, of_test, strict=True):
             for part, own in zip(division, both, strict=True):
                 part.extend(np.array_split(rng.permutation(own), self.clients_per_domain))

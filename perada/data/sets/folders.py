@@ -61,7 +61,12 @@ class ImageFiles(ImageSet):
                 return resize_uint8(to_image(image.convert(self._mode)), self.size)
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises depends on the format
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+            Image.DecompressionBombError,
+        ) as error:  # what Pillow raises depends on the format
             reason = " ".join(str(error).split())
             raise ValueError(f"{path} is no image that can be read ({reason}): {remedy}") from None
 
@@ -115,7 +120,9 @@ class ImageFolder(ImageFiles):
         divided = (root / "train").is_dir() and (root / "test").is_dir()
         split = root / ("train" if self.train else "test") if divided else root
         tops = _subfolders(split) if self.domains else [split]
-        classes = sorted({folder.name for top in tops for folder in _subfolders(top)})
+        both = [root / part for part in ("train", "test")] if divided else [root]  # a class may be in one of them only
+        every = [top for one in both for top in (_subfolders(one) if self.domains else [one])]
+        classes = sorted({folder.name for top in every for folder in _subfolders(top)})
         if not classes:
             raise FileNotFoundError(f"{split} has no folders of classes: set root (and domains) to fit its layout")
         numbers = {name: number for number, name in enumerate(classes)}
@@ -147,6 +154,10 @@ class OfficeHome(ImageFiles):
         seed: Another seed, another test split.
         in_memory: Keep all images as one tensor instead of reading files again and again.
         train: The training split, or else the test split.
+
+    Raises:
+        FileNotFoundError: When the set is first read, if a file or folder is missing.
+        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     _source = "https://www.hemanthdv.org/officeHomeDataset.html"

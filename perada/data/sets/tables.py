@@ -66,6 +66,10 @@ class CheXpert(ImageFiles):
         seed: Another seed, another test split.
         in_memory: Keep all images as one tensor instead of reading files again and again.
         train: The training split, or else the test split.
+
+    Raises:
+        FileNotFoundError: When the set is first read, if a file or folder is missing.
+        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     group_column = "patient"
@@ -122,7 +126,7 @@ class CheXpert(ImageFiles):
             )
         parts = [name.split("/") for name in names.tolist()]
         for number, own in enumerate(parts, 2):
-            if len(own) != 5 or not own[2].startswith("patient"):
+            if len(own) != 5 or not own[2].startswith("patient") or ".." in own:
                 raise ValueError(
                     f"{table}, row {number}, has the path {'/'.join(own)!r}, and one like {_LIKE!r} is expected: fetch "
                     f"it again from {self._source}"
@@ -151,6 +155,10 @@ class OpenImage(ImageFiles):
         seed: Another seed, another test split.
         in_memory: Keep all images as one tensor instead of reading files again and again.
         train: The training split, or else the test split.
+
+    Raises:
+        FileNotFoundError: When the set is first read, if a file or folder is missing.
+        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     _source = "https://github.com/SymbioticLab/FedScale/tree/master/benchmark/dataset/open_images"
@@ -195,4 +203,10 @@ class OpenImage(ImageFiles):
                 f"{table}, row {wrong[0] + 2}, has the label_id {str(labels[wrong[0]])!r}, and a whole number from 0 "
                 f"is expected: fetch it again from {self._source}"
             )
+        for row, file in enumerate(files.tolist(), 2):
+            if file.startswith("/") or ".." in file.split("/"):
+                raise ValueError(
+                    f"{table}, row {row}, has the path {file!r}, which leaves the folder: fetch it again from "
+                    f"{self._source}"
+                )
         return [f"{self.root}/{part}/{file}" for file in files.tolist()], clients, labels.astype(np.int64)

@@ -37,6 +37,10 @@ class Shakespeare(ImageSet):
         root: Folder that holds ``train`` and ``test``, or has them in ``data``, as LEAF's ``preprocess.sh`` leaves it;
             or a plain text file.
         train: The training split, or else the test split.
+
+    Raises:
+        FileNotFoundError: When the set is first read, if a file or folder is missing.
+        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     num_classes = len(CHARACTERS)

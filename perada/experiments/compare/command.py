@@ -73,9 +73,9 @@ class Comparison:
                 found |= vars(job)
                 self.started += 1
                 self.left[job.label] -= 1
-        # The first run of each recipe and seed scores the initial model, if that was not done.
-        first = {(job.recipe, job.seed): job for job in reversed(pending) if job.stage == "run"}
-        starts = [job for (recipe, seed), job in first.items() if not self.results.started(recipe, seed)]
+        # The first run of each recipe, value and seed scores the initial model, if that was not done.
+        first = {(job.recipe, *job.varied.items(), job.seed): job for job in reversed(pending) if job.stage == "run"}
+        starts = [job for job in first.values() if not self.results.started(job.recipe, job.varied, job.seed)]
         if self.jobs > 1:  # the longest first, so that no process has nothing to do at the end
             pending.sort(key=lambda job: -(self.results.seconds(job.label) or 0.0))
         for number, result in self.carry_out([(job.args, job in starts) for job in pending]):

@@ -42,9 +42,10 @@ class Job:
     variant: list[str]  # what the user asked for beside recipe and algorithm, to tell rows of one file apart
     digest: str  # of the recipe's content
     chosen_by: list[str]  # names of the scores whose mean, on validation images, chooses from the grid
+    varied: Point  # values of what ``--vary`` names
 
     def __str__(self) -> str:
-        values = "".join(f", {_short(name)}={value}" for name, value in self.point.items())
+        values = named(self.point)
         return f"{self.label}, seed {self.seed}{values}" + " (validation)" * (self.stage == "tune")
 
 
@@ -82,8 +83,10 @@ def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Gr
     for text in asked:
         named, colon, _ = text.partition("=")[0].rpartition(":")
         only = named.split(",") if colon else list(grids)
+        if colon and not algorithms:
+            raise ValueError(f"--tune {text!r} is for named algorithms: give --algorithms too")
         for name in only:
-            if name not in {*ENTRIES, ""}:
+            if colon and name not in ENTRIES:
                 raise ValueError(f"--tune {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`")
             if name in grids:
                 grids[name].append(text.removeprefix(f"{named}:") if colon else text)
@@ -114,16 +117,17 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
         twice = [option for index, option in enumerate(options) if option in seen or option in options[:index]]
         if twice:
             raise ValueError(f"{option} {text!r}: {twice[0]} is given twice, give it once")
-        if HOLD_OUT.startswith(f"--{name}=") or VALIDATE.startswith(f"--{name}="):
-            raise ValueError(f"{option} {text!r}: this says what is scored, so it cannot be tuned or varied")
+        if fixed := {"seed_everything", *(word[2:].partition("=")[0] for word in (HOLD_OUT, VALIDATE))} & {*options}:
+            what = "--seeds gives the seeds" if "seed_everything" in fixed else "this says what is scored"
+            raise ValueError(f"{option} {text!r}: {what}, so it cannot be tuned or varied")
         seen.update(options)
         grid[name] = values
     return grid
 
 
-def _short(name: str) -> str:
-    """Names of options without their sections."""
-    return re.sub(r"[^+]*\.", "", name)
+def named(point: Point) -> str:
+    """Values with the names of their options without sections, to put behind a label."""
+    return "".join(f", {re.sub(r'[^+]*[.]', '', name)}={value}" for name, value in point.items())
 
 
 def words(point: Point) -> list[str]:
@@ -175,8 +179,18 @@ class Plan:
         for recipe in recipes:
             cli = make_cli(["--config", recipe])
             self.given[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
+        asked = {
+            part for name in [*vary, *(name for grid in grids.values() for name in grid)] for part in name.split("+")
+        }
+        if twice := sorted(asked & {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}):
+            raise ValueError(f"--{twice[0]} is given for every run, and tuned or varied: leave one of them out")
         for row in self.rows:
             cli = make_cli(self.job(row, self.seeds[0], "run", {}).args)
+            if self.points[row[1]] and "global/global_test" in chosen_by and not cli.loop.algorithm.global_model:
+                name = row[1] or type(cli.loop.algorithm).__name__
+                raise ValueError(
+                    f"--choose_by global/global_test: {name} has no global model; leave it or the score out"
+                )
             if row[1]:
                 ENTRIES[row[1]].check(cli.config.federated.algorithm)
             if cli.loop.test_mode:
@@ -199,7 +213,6 @@ class Plan:
         recipe, algorithm, varied = row
         given, digest = self.given[recipe]
         label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
-        label = ", ".join([label, *(f"{_short(name)}={value}" for name, value in varied)])
         own = ENTRIES[algorithm].words(given, self.paper) if algorithm else []
         tunes = stage == "tune"
         args = [
@@ -213,8 +226,10 @@ class Plan:
             *([VALIDATE] if tunes else []),
         ]
         tuned = [f"--tune={name}={','.join(values)}" for name, values in self.grids[algorithm].items()]
-        variant = [*(["--paper"] if self.paper else []), *self.overrides, *tuned]
-        return Job(label, recipe, seed, stage, point, args, variant, digest, self.chosen_by)
+        choice = [f"--choose_by={','.join(self.chosen_by)}"] if tuned and self.chosen_by != list(CHOSEN_BY) else []
+        variant = [*(["--paper"] if self.paper else []), *self.overrides, *words(dict(varied)), *tuned, *choice]
+        label += named(dict(varied))
+        return Job(label, recipe, seed, stage, point, args, variant, digest, self.chosen_by, dict(varied))
 
     def tuning(self, row: Row) -> list[Job]:
         """The runs of the grid for a row."""

@@ -48,14 +48,14 @@ class Results:
         same = {"stage": job.stage, "args": job.args}
         return next((one for one in self.records if "failed" not in one and same.items() <= one.items()), None)
 
-    def started(self, recipe: str, seed: int) -> bool:
-        """Whether a recipe's initial model was scored with a seed."""
-        wanted = {"stage": "start", "recipe": recipe, "seed": seed}
+    def started(self, recipe: str, varied: Point, seed: int) -> bool:
+        """Whether the initial model of a recipe with some values was scored with a seed."""
+        wanted = {"stage": "start", "recipe": recipe, "varied": varied, "seed": seed}
         return any(wanted.items() <= record.items() for record in self.records)
 
     def add(self, record: Record, order: Sequence[Job]) -> None:
         """Add a record, replacing an earlier one of the same run, and :meth:`arrange` them."""
-        same = ("stage", "args", "recipe", "seed")
+        same = ("stage", "args", "recipe", "varied", "seed")
         self.records = [old for old in self.records if any(old.get(name) != record.get(name) for name in same)]
         self.records.append(record)
         self.arrange(order)

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.core.text import printable
-from perada.experiments.compare.plan import CHOSEN_BY
+from perada.experiments.compare.plan import CHOSEN_BY, named
 from perada.experiments.compare.results import choose, score
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, mean_and_std, percent, shift_names, table
 
@@ -27,13 +27,9 @@ def summary(records: Records) -> str:
 
     Rows of one label that were asked for with different options are told apart by them.
     """
-    shown = [record for record in records if record["stage"] != "tune"]
-    groups: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
-    for record in shown:
-        # The initial model is one row, whichever command scored it.
-        variant = () if record["stage"] == "start" else tuple(record["variant"])
-        groups.setdefault((record["label"], variant), []).append(record)
-    labels = [label for label, _ in groups]
+    shown = _with_starts([record for record in records if record["stage"] != "tune"])
+    groups = _groups(shown)
+    labels = [every[0]["label"] for every in groups.values()]
     lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
     tuned = any(record.get("point") for record in shown)
     private = [name for name in EPSILONS if any(name in record for record in shown)]
@@ -41,9 +37,8 @@ def summary(records: Records) -> str:
     scored += shift_names(name for record in shown for name in record)
     header = ["", *scored, *(EPSILONS[name][0] for name in private), *COSTS, *(["chosen"] if tuned else [])]
     rows = []
-    for (label, variant), every in groups.items():
+    for name, every in groups.items():
         runs = [record for record in every if "failed" not in record]
-        name = label if labels.count(label) == 1 else " ".join([label, *variant])
         if len(runs) < len(every):
             name += f" ({len(every) - len(runs)} of {len(every)} failed)"
         if any(record.get("diverged") for record in runs):
@@ -52,16 +47,51 @@ def summary(records: Records) -> str:
         scores = [_over_seeds(runs, name) for name in scored]
         rows.append([name, *scores, *(_epsilon(runs, ledger) for ledger in private), *_costs(runs), *point])
     rows += [[f"{label} (failed)", *["–"] * (len(header) - 1)] for label in lost]
-    full = next((record for record in shown if "full/params" in record), None)
-    if full is not None:
-        costs = [_count(full["full/params"]), _count(full["full/params"]), f"{full['full/mb']:.2f}"]
-        whole = {"": "full fine-tuning would"} | dict(zip(COSTS, costs, strict=False))
-        rows.append([whole.get(column, "") for column in header])
+    whole = {(one["full/params"], one["full/mb"]): one for one in reversed(shown) if "full/params" in one}
+    for (params, size), first in reversed(whole.items()):
+        name = "full fine-tuning would" + (f" ({first['label']})" if len(whole) > 1 else "")
+        cells = {"": name} | dict(zip(COSTS, [_count(params), _count(params), f"{size:.2f}"], strict=False))
+        rows.append([cells.get(column, "") for column in header])
     unit = f"Scores in %{', entropy in nats' * (ENTROPY in scored)}"
     notes = [f"{unit}, trained and sent parameters and MB sent of one client in one round."]
     notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + "."] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
     return _plain("\n\n".join([table(header, rows), *notes, *_failures(shown)]))
+
+
+def _groups(records: Records) -> dict[str, list[dict[str, Any]]]:
+    """Records by the name of their row: the label, and where that is not enough what else was asked for."""
+    groups: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
+    for record in records:
+        # The initial model is one row, whichever command scored it.
+        variant = () if record["stage"] == "start" else tuple(record["variant"])
+        groups.setdefault((record["label"], variant), []).append(record)
+    labels = [label for label, _ in groups]
+    return {
+        label if labels.count(label) == 1 else " ".join([label, *variant]): every
+        for (label, variant), every in groups.items()
+    }
+
+
+def _with_starts(records: Records) -> list[dict[str, Any]]:
+    """The records; where values that were varied change the initial model's scores, its labels name them."""
+    found: dict[tuple[str, int], set[tuple[float | None, ...]]] = {}
+    for record in records:
+        if record["stage"] == "start":
+            scores = tuple(record.get(name) for name in SCORES)
+            found.setdefault((record.get("recipe", ""), record["seed"]), set()).add(scores)
+    alike = all(len(scores) == 1 for scores in found.values())
+    seen, kept = set(), []
+    for record in records:
+        if record["stage"] == "start":
+            if not alike:
+                record = record | {"label": record["label"] + named(record.get("varied", {}))}
+            key = record["label"], record["seed"]
+            if key in seen:
+                continue
+            seen.add(key)
+        kept.append(record)
+    return kept
 
 
 def _plain(text: str) -> str:
@@ -74,6 +104,11 @@ def grid_table(records: Records) -> str:
     tried = [record for record in records if record["stage"] == "tune"]
     names = list(dict.fromkeys(name for record in tried for name in record["point"]))
     points = list(dict.fromkeys(tuple(record["point"].get(name, "") for name in names) for record in tried))
+    everywhere = all({*record["point"]} == {*names} for record in tried)
+    heads = [
+        ", ".join(point) if everywhere else named({n: v for n, v in zip(names, point, strict=True) if v})[2:]
+        for point in points
+    ]
     rows = []
     groups = list(dict.fromkeys(map(_untuned, tried)))
     for label, options in groups:
@@ -88,11 +123,7 @@ def grid_table(records: Records) -> str:
     what = f"mean of {' and '.join(by)}" if len(by) > 1 else next(iter(by), "")
     note = f"Scores of {' and '.join(names)} in %: {what} on held-out validation images."
     failures = _failures(tried)
-    return _plain(
-        "\n\n".join(
-            [table(["", *(", ".join(filter(None, point)) for point in points), "chosen"], rows), note, *failures]
-        )
-    )
+    return _plain("\n\n".join([table(["", *heads, "chosen"], rows), note, *failures]))
 
 
 def curve_tables(records: Records) -> str:
@@ -102,8 +133,8 @@ def curve_tables(records: Records) -> str:
     parts = []
     for name in SCORES:
         rows = []
-        for label in dict.fromkeys(record["label"] for record in runs):
-            own = [{row["round"]: row for row in record["history"]} for record in runs if record["label"] == label]
+        for label, every in _groups(runs).items():
+            own = [{row["round"]: row for row in record["history"]} for record in every]
             if any(name in row for one in own for row in one.values()):
                 rows.append([label, *(_over_seeds([one.get(round, {}) for one in own], name) for round in rounds)])
         if rows:
@@ -113,7 +144,9 @@ def curve_tables(records: Records) -> str:
 
 def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Label and options, but for the grid's own: a grid may be extended by a later command."""
-    return record["label"], tuple(word for word in record["variant"] if not word.startswith("--tune="))
+    return record["label"], tuple(
+        word for word in record["variant"] if not word.startswith(("--tune=", "--choose_by="))
+    )
 
 
 def _score(record: dict[str, Any]) -> str:
