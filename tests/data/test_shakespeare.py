@@ -199,7 +199,7 @@ def assert_close(state, expected, start):
     ("algorithm", "engine"),
     [
         ("perada_no_kd", "folded"),
-        ("fedavg", "loop"),
+        pytest.param("fedavg", "loop", marks=pytest.mark.slow),
         pytest.param("fedavg", "folded", marks=pytest.mark.slow),
         pytest.param("perada_no_kd", "loop", marks=pytest.mark.slow),
     ],

@@ -309,6 +309,7 @@ def algorithm(*words):
     return make_cli(["--config", "tiny.yaml", "--trainer.logger=false", *words], run=False).loop.algorithm
 
 
+@pytest.mark.slow
 def test_entries_are_the_named_algorithms(recipe):
     given = [
         "--federated.algorithm=PerAda",
@@ -348,6 +349,7 @@ def test_what_papers_train(recipe):
     }
 
 
+@pytest.mark.slow
 def test_phases_share_the_budget_of_local_steps(recipe, read):
     full = ["--model.adapter=full", "--federated.local_steps=4", "--trainer.max_epochs=2"]
     main(["compare", recipe, "--algorithms", "fedavg", "fedrep", "fedalt_input", "fedsim_output", *OUT, *full])
@@ -535,6 +537,7 @@ def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
     assert found["fedavg"]["global/worst_mode"] == "–"
 
 
+@pytest.mark.slow
 def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     grid = ["--tune", "fedavg:model.lr_personal+model.lr_local=0.01,0.3"]
     grid += [

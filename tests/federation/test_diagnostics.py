@@ -129,7 +129,11 @@ def rows(stack):
 
 @pytest.mark.parametrize(
     ("engine", "multilabel", "weighting", "clients_per_chunk"),
-    [("folded", False, "uniform", None), ("loop", False, "samples", None), ("folded", True, "samples", 2)],
+    [
+        pytest.param("folded", False, "uniform", None, marks=pytest.mark.slow),
+        pytest.param("loop", False, "samples", None, marks=pytest.mark.slow),
+        ("folded", True, "samples", 2),
+    ],
 )
 def test_the_diagnostics_are_those_of_the_definitions(engine, multilabel, weighting, clients_per_chunk):
     data, plain, algorithm = task(multilabel=multilabel), Plain(multilabel), Watched(PROX)
