@@ -110,7 +110,7 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
     ("network", "multilabel", "optimizer", "student_mode"),
     [
         (convolutional, False, "Adam", "eval"),
-        (convolutional, False, "Adam", "train"),
+        pytest.param(convolutional, False, "Adam", "train", marks=pytest.mark.slow),
         (convolutional, True, "SGD", "train"),
         (linear, True, "SGD", "eval"),
     ],

@@ -92,6 +92,7 @@ def test_public_names_are_those_of_their_homes():
         ),
     ],
 )
+@pytest.mark.slow
 def test_peft_knows_our_methods_after_import_perada(first):
     known = run(f"{first}\nprint('PERADA_RESIDUAL' in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING)")
     assert known.strip() == "True"

@@ -247,7 +247,7 @@ FIT = ["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"]
 @pytest.mark.parametrize(
     "commands",
     [
-        [FIT],
+        pytest.param([FIT], marks=pytest.mark.slow),
         pytest.param(
             [
                 ["--help"],

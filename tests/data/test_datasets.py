@@ -342,7 +342,5 @@ def test_a_table_names_no_file_outside_of_its_folder(tmp_path):
     mapping.mkdir()
     for path in ("../secret.png", "/secret.png"):
         (mapping / "train.csv").write_text(f"client_id,sample_path,label_name,label_id\n1,{path},cat,0\n")
-        with pytest.raises(
-            ValueError, match=r"train\.csv, row 2, .*secret\.png', which leaves the folder"
-        ):
+        with pytest.raises(ValueError, match=r"train\.csv, row 2, .*secret\.png', which leaves the folder"):
             _ = OpenImage(str(tmp_path)).labels

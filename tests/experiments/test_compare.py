@@ -466,6 +466,7 @@ def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys):
     grid = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3", "--seeds", "1", "2"]
     main(["compare", recipe, "--algorithms", "fedavg", "--vary", "data.public_fraction=0.2,0.4", *grid, *OUT])

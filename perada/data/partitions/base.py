@@ -116,9 +116,8 @@ class ByDomain(Partition):
         left = len(test) - sum(map(len, of_test))
         if left:
             what = f"{left} of {len(test)} test samples have a {self.column} that no training sample has"
-            if left == len(test):
-                raise ValueError(f"{what}, so nobody could be scored: take the test split from each {self.column}")
-            warnings.warn(f"{what}; they are left out", stacklevel=2)
+            then = "nobody can be scored" if left == len(test) else "they are left out"
+            warnings.warn(f"{what}; {then}", stacklevel=2)
         for both in zip(of_train, of_test, strict=True):
             for part, own in zip(division, both, strict=True):
                 part.extend(np.array_split(rng.permutation(own), self.clients_per_domain))
