@@ -2,14 +2,16 @@
 """What the methods share that add layers behind a module."""
 
 from abc import abstractmethod
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
+ConfigT = TypeVar("ConfigT", bound=PeftConfig)
 
-class AddedLayer(nn.Module, BaseTunerLayer):
+
+class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
     """A module followed by one adapter for each active PEFT adapter name: ``x + last(... first(x))``.
 
     Each part is a dictionary of its own, keyed by adapter name: PEFT can then strip the name from the keys it saves.
@@ -20,7 +22,7 @@ class AddedLayer(nn.Module, BaseTunerLayer):
     parts: ClassVar[tuple[str, ...]]
     """Names of the dictionaries, in the order of the forward pass."""
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: PeftConfig) -> None:
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: ConfigT) -> None:
         super().__init__()
         self.base_layer = base_layer
         for part in self.parts:
@@ -29,10 +31,10 @@ class AddedLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config)
 
     @abstractmethod
-    def build(self, config: Any) -> tuple[nn.Module, ...]:  # noqa: ANN401  # the method's own
+    def build(self, config: ConfigT) -> tuple[nn.Module, ...]:
         """Return a new module for each of ``parts``, initialised from torch's global random stream."""
 
-    def update_layer(self, adapter_name: str, config: PeftConfig) -> None:
+    def update_layer(self, adapter_name: str, config: ConfigT) -> None:
         """Add an adapter."""
         for part, module in zip(self.parts, self.build(config), strict=True):
             getattr(self, part)[adapter_name] = module
@@ -53,7 +55,7 @@ class AddedLayer(nn.Module, BaseTunerLayer):
         return x
 
 
-class AddingModel(BaseTuner):
+class AddingModel(BaseTuner, Generic[ConfigT]):
     """Put an adapter behind each targeted module."""
 
     method: ClassVar[str]  # what errors call it
@@ -61,7 +63,7 @@ class AddingModel(BaseTuner):
     follows: ClassVar[str]  # modules that an adapter can follow
 
     @abstractmethod
-    def targets(self, config: Any) -> list[str]:  # noqa: ANN401  # the method's own
+    def targets(self, config: ConfigT) -> list[str]:
         """Return the modules to adapt where the user names none."""
 
     @abstractmethod
@@ -98,7 +100,7 @@ class AddingModel(BaseTuner):
                 f"the {self.method} adapter cannot follow {current_key!r}, a {type(target).__name__}: "
                 f"let target_modules name {self.follows} only"
             )
-        layer = cast(type[AddedLayer], self.tuner_layer_cls)(target, adapter_name, peft_config)
+        layer = cast(type[AddedLayer[Any]], self.tuner_layer_cls)(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)

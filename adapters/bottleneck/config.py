@@ -43,7 +43,7 @@ class BottleneckConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
+        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
         self.peft_type = "PERADA_BOTTLENECK"
         if self.reduction < 1:
             raise ValueError(f"reduction={self.reduction!r} is too small: give 1 or more")

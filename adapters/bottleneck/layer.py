@@ -16,7 +16,7 @@ def last_linear(module: nn.Module) -> nn.Linear | None:
     return next((layer for layer in [*module.modules()][::-1] if isinstance(layer, nn.Linear)), None)
 
 
-class BottleneckLayer(AddedLayer):
+class BottleneckLayer(AddedLayer[BottleneckConfig]):
     """A module with output (..., D), followed by one bottleneck adapter for each active PEFT adapter name.
 
     The module's last linear layer gives D.

@@ -26,7 +26,7 @@ def block_outputs(model: nn.Module, placement: str) -> list[str]:
     return names
 
 
-class BottleneckModel(AddingModel):
+class BottleneckModel(AddingModel[BottleneckConfig]):
     """Put a bottleneck adapter after each targeted module."""
 
     prefix = "perada_bottleneck_"

@@ -44,7 +44,7 @@ class ResidualConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
+        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
         self.peft_type = "PERADA_RESIDUAL"
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")

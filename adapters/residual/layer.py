@@ -10,7 +10,7 @@ from ..added import AddedLayer
 from .config import ResidualConfig
 
 
-class ResidualLayer(AddedLayer):
+class ResidualLayer(AddedLayer[ResidualConfig]):
     """A convolution with output (B, C, H, W), followed by one residual adapter for each active PEFT adapter name."""
 
     parts = ("perada_residual_normalise", "perada_residual_dropout", "perada_residual_project")

@@ -58,7 +58,7 @@ def main_norms(model: nn.Module) -> list[str]:
     ]
 
 
-class ResidualModel(AddingModel):
+class ResidualModel(AddingModel[ResidualConfig]):
     """Put a residual adapter after each targeted convolution."""
 
     prefix = "perada_residual_"

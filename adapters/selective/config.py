@@ -28,7 +28,7 @@ class SelectiveConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError for an unknown word, or if nothing is selected."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # peft has no types there
+        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
         self.peft_type = "PERADA_SELECTIVE"
         unknown = sorted(set(self.select) - {"all", "bias", "norm"})
         if unknown:

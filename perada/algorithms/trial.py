@@ -228,7 +228,7 @@ class Rehearsal:
         if loss is not None and loss.shape != (clients,):
             raise ValueError(f"the loss has shape {tuple(loss.shape)} instead of ({clients},), one value a client")
         if loss is not None and loss.requires_grad:
-            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+            loss.sum().backward()
         with torch.no_grad():
             for key, leaf in leaves:
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -132,11 +132,11 @@ def comparison(words: Sequence[str]) -> list[str]:
         ValueError: If another recipe is named beside it, or it cannot be read.
     """
     known = recipes()
-    files = [word for word in words if not word.startswith("-") and (Path(word).is_file() or word in known)]
+    files = [word for word in words if word in known or (Path(word).suffix == ".yaml" and Path(word).is_file())]
     file = next((word for word in files if is_comparison(find_recipe(word)[0])), None)
     if file is None:
         return list(words)
-    others = [word for word in files if word != file and find_recipe(word)[0].suffix == ".yaml"]
+    others = [word for word in takewhile(lambda word: not word.startswith("-"), words) if word != file]
     if others:
         raise ValueError(f"{file!r} says itself which recipes to compare: leave {others[0]!r} out")
     rest = [word for word in words if word != file]

@@ -138,7 +138,7 @@ def _scaled(value: Tensor, factors: Tensor) -> Tensor:
     """``value`` (C, ...), whose gradient will be multiplied by ``factors`` (C,)."""
     if value.requires_grad:
         rows = factors.view(-1, *[1] * (value.dim() - 1))
-        value.register_hook(lambda gradient: gradient * rows)  # type: ignore[no-untyped-call]  # torch has no types there
+        value.register_hook(lambda gradient: gradient * rows)
     return value
 
 

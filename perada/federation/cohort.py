@@ -272,7 +272,7 @@ class _Step:
             optimizer.zero_grad()
         if loss is not None:
             self._observe(roles, loss.detach())
-            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+            loss.sum().backward()
         trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
         stepping = self._stepping(trained, loss is not None)
         for leaves in trained:

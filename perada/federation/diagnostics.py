@@ -219,7 +219,7 @@ def full_gradients(
                 with torch.enable_grad():
                     logits = engine.logits({key: value[part] for key, value in stack.items()}, x, counts=counts)
                     losses = client_losses(logits, y, counts, multilabel)
-                    (losses * torch.tensor(counts, device=losses.device)).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+                    (losses * torch.tensor(counts, device=losses.device)).sum().backward()
     found = []
     for stack in stacks:
         gradients = {}

@@ -134,7 +134,7 @@ def _from_timm(
         raise ValueError(f"backbone {name!r} has the classifiers {head!r}: choose a model with exactly one")
     if isinstance(pretrained, str):
         load_weights(model, pretrained, head)
-    data = resolve_model_data_config(model)  # type: ignore[no-untyped-call]  # timm has no types
+    data = resolve_model_data_config(model)
     height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
     mean, std = (_channels(data[name], in_chans) for name in ("mean", "std"))
     return Backbone(model, name, head, ImageConfig((in_chans, height, width), mean, std))
@@ -180,9 +180,7 @@ def _from_transformers(
         config = AutoConfig.from_pretrained(source, **where)
         size = _set_up(config, name, num_classes, pretrained is not False, image_size, in_chans)
         if pretrained is False:
-            model = AutoModelForImageClassification.from_config(  # type: ignore[no-untyped-call]  # nor has this
-                config, dtype=torch.float32, trust_remote_code=False
-            )
+            model = AutoModelForImageClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
             model, report = _quiet_load(source, config, where)
     except OSError as error:

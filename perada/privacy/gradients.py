@@ -142,7 +142,7 @@ class FoldedGradients:
         with torch.enable_grad(), quiet():
             logits = self._model(self.engine.format(x.flatten(0, 1)))
             losses = row_losses(wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
-            losses.where(real, 0).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+            losses.where(real, 0).sum().backward()
         samples: dict[str, RowGradients] = {}
         for key, parameter in held.items():
             if query.states[key].requires_grad:
@@ -205,7 +205,7 @@ class OpacusGradients:
                     with torch.enable_grad(), quiet():
                         logits = wide(model(self.engine.format(x[start : start + size])))
                         losses = row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel)
-                        losses.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types there
+                        losses.sum().backward()
                 for leaf in leaves:  # of what no image passed
                     if leaf.grad_sample is None:
                         leaf.grad_sample = leaf.new_zeros((len(x[start : start + size]), *leaf.shape))

@@ -257,7 +257,7 @@ class Distiller:
             optimizer.zero_grad()
             if rows is not None:
                 loss = loss * (len(x) / rows)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types there
+            loss.backward()
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
             if rows is not None:
                 self.ranks.sum_(gradients)

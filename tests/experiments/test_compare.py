@@ -663,4 +663,9 @@ def test_a_value_need_not_be_a_list_and_the_command_line_counts(recipe, tmp_path
     text = "compare: {recipes: tiny.yaml, vary: {a.b: resnet18, c.d: 12}}\n"
     (tmp_path / "t.yaml").write_text(text)
     assert comparison(["--jobs", "2", "t.yaml"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", "--jobs", "2"]
+    (tmp_path / "over.yaml").write_text("trainer: {}\n")
+    (tmp_path / "weights.safetensors").write_bytes(b"\xff\xfe")
+    options = ["--config", "over.yaml", "--model.pretrained", "weights.safetensors"]  # files, but no recipes to compare
+    assert comparison(["t.yaml", *options]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", *options]
+    assert comparison(["tiny.yaml", *options]) == ["tiny.yaml", *options]
     assert comparison(["t.yaml", "--vary", "c.d=3"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary", "c.d=3"]

@@ -97,7 +97,7 @@ def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[
     own = generator(0, "loader")
     # Where training is on a GPU, what the host reads is copied there without a wait.
     there = isinstance(store, FeatureStore) or (isinstance(store, TensorStore) and store.images.is_cuda)
-    pin = torch.cuda.is_initialized() and not there  # type: ignore[no-untyped-call]  # torch has no types there
+    pin = torch.cuda.is_initialized() and not there
     return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_is, generator=own, pin_memory=pin)
 
 
