@@ -48,6 +48,8 @@ quickstart: $(VENV)/.installed
 # are so small that two processes of one thread each are much faster than one process of two threads.
 test test-all check: export HF_HUB_OFFLINE = 1
 test test-all check: export OMP_NUM_THREADS = 1
+# Tests start many processes, which need not compile perada each, whatever the environment says.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

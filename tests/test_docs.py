@@ -174,10 +174,11 @@ APART = ("README.md", "docs/privacy.md")
 
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
+LONG = ("docs/results.md", "docs/studies/")
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * page.startswith("docs/studies/")) for page in FOLLOWED]
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * page.startswith(LONG)) for page in FOLLOWED]
 )
 def test_the_blocks_of_a_page_run(reader, page):
     reader.follow(page)

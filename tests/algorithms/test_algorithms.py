@@ -117,14 +117,19 @@ def answer(function, problem):
     return function(reference(problem))
 
 
+LOOPED = ("fedavg", "feddyn", "ditto", "pfedme", "apfl", "fed_ensemble", "perada_two_rounds", "fedbe_without_samples")
+QUICK = {
+    "folded": [case.id for case in CASES if case.values[-1] in ("net-adapter", *BACKBONE)],
+    "loop": [f"{name}-net-full" for name in LOOPED],
+}
 ENGINES = [
     pytest.param(
         *case.values,
         engine,
         id=f"{case.id}-{engine}",
-        marks=[pytest.mark.slow] * (case.values[-1] not in quick),
+        marks=[pytest.mark.slow] * (case.id not in QUICK[engine]),
     )
-    for engine, quick in (("folded", ("net-adapter", *BACKBONE)), ("loop", ("net-full",)))
+    for engine in QUICK
     for case in CASES
 ]
 

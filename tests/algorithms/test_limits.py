@@ -12,6 +12,15 @@ from perada.server.rules import FedAvgM, ModifiedLocalGD
 from .problems import CLIENTS, PROX, assert_equal, assert_same, distance, finetune, is_head
 
 ENGINES = pytest.mark.parametrize("engine", ["folded", "loop"])
+WAYS = pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ("folded", "net-adapter"),
+        ("loop", "net-full"),
+        pytest.param("folded", "net-full", marks=pytest.mark.slow),
+        pytest.param("loop", "net-adapter", marks=pytest.mark.slow),
+    ],
+)
 NO_KD = make_algorithm("perada_no_kd", prox_strength=PROX)
 
 
@@ -55,8 +64,7 @@ class FedAvgBesidePulledModels(FedAvg):
         return {"personal": trained["personal"]}, super().close(trained, kept, received, slot)[1]
 
 
-@ENGINES
-@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+@WAYS
 def test_perada_without_distillation_is_ditto(engine, problem):
     wanted = train(FedAvgBesidePulledModels(), engine, problem)
     for run in (
@@ -77,8 +85,7 @@ def test_without_a_pull_clients_stand_alone(engine):
     assert distance(train(Ditto(PROX), engine).state("personal", 2), alone.state("personal", 2)) > 0.01
 
 
-@ENGINES
-@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+@WAYS
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -114,8 +121,7 @@ def test_apfl_of_alpha_one_is_standalone(engine):
     assert_equal_personal(train(APFL(alpha=1.0), engine), train("standalone", engine))
 
 
-@ENGINES
-@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+@WAYS
 def test_one_mode_of_perada_is_perada(engine, problem):
     run, alone = train(FedEnsemble(base=NO_KD, modes=1, strata=2), engine, problem), train(NO_KD, engine, problem)
     assert_equal_global(run, alone)
@@ -132,8 +138,7 @@ class FedAvgOfBody(FedAvg):
         return {key: value for key, value in super().server_step(server).items() if not is_head(key)}
 
 
-@ENGINES
-@pytest.mark.parametrize("problem", ["net-full", "net-adapter"])
+@WAYS
 def test_fedrep_without_head_epochs_is_fedavg_of_the_body(engine, problem):
     """Heads do not move and all start the same: everybody's model is that of FedAvg whose head is frozen."""
     run, body = train(FedRep(head_epochs=0), engine, problem), train(FedAvgOfBody(), engine, problem)

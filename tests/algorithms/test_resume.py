@@ -38,7 +38,10 @@ def train(algorithm, folder, rounds, **options):
     return finetune(algorithm, rounds=rounds, **options)
 
 
-@pytest.mark.parametrize(("algorithm", "options"), NAMED + MADE, ids=lambda value: repr(value)[:60])
+VARIANTS = [pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, row in enumerate(MADE)]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), NAMED + VARIANTS, ids=lambda value: repr(value)[:60])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, options):
     whole = train(algorithm, tmp_path / "whole", 4, **options)

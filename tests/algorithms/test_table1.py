@@ -70,9 +70,10 @@ def test_every_algorithm_is_counted():
     assert set(TABLE) == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (row[2] is None)) for name, row in TABLE.items()]
-)
+QUICK = ("standalone", "apfl", "fedbn", "lg_fedavg", "fedrep", "fedalt_input", "fedalt_adapter", "perada")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TABLE])
 def test_parameters_trained_and_sent(name):
     few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
     algorithm = make_algorithm(name, **few.get(name, {}))

@@ -66,6 +66,7 @@ def test_optional_packages_are_imported_where_they_are_used():
         assert {name.split(".")[0] for name in names} & OPTIONAL == set(), path
 
 
+@pytest.mark.slow
 def test_fit_imports_what_its_recipe_names(tmp_path):
     """PEFT itself imports transformers, and torchmetrics matplotlib: no code of ours can keep them out."""
     shapes = ["--data.dataset=perada.data.sets.shapes.Shapes", "--data.dataset.count=400"]

@@ -18,10 +18,8 @@ from perada.server import FedAdam
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = (
     "perada",
-    "shifts",
     "a process without clients",
     "steps shared in double precision",
-    "fedavg_ft",
     "private clients",
 )
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}

@@ -42,7 +42,7 @@ def step(engine, model, x, streams):
     ("name", "adapter", "kind"),
     [
         ("small", "full", "folded"),
-        ("small", "full", "loop"),
+        pytest.param("small", "full", "loop", marks=pytest.mark.slow),
         pytest.param("test_vit", "lora", "folded", marks=pytest.mark.slow),
         pytest.param("test_vit", "lora", "loop", marks=pytest.mark.slow),
         pytest.param("test_resnet", "residual", "folded", marks=pytest.mark.slow),

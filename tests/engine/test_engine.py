@@ -172,7 +172,7 @@ def difference(left, right, keys):
         ("resnet", "residual", {"dropout": 0.3, "init_std": 0.05}),
         ("resnet", "head", {}),
         pytest.param("resnet", "full", {}, marks=pytest.mark.slow),
-        ("vit", "lora", {"lora_dropout": 0.2}),
+        pytest.param("vit", "lora", {"lora_dropout": 0.2}, marks=pytest.mark.slow),
         pytest.param("vit", "bottleneck", {"dropout": 0.2}, marks=pytest.mark.slow),
         pytest.param("vit", "full", {}, marks=pytest.mark.slow),
         ("hf_vit", "lora", {}),

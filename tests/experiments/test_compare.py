@@ -566,6 +566,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
         main([*words, "--tune", "model.lr_local=1,2"])
 
 
+@pytest.mark.slow
 def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
     """The records of the grid are used again, and say what chose."""
     main(["compare", recipe, "--algorithms", "ditto", *GRID, *OUT])
@@ -608,6 +609,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
     assert cells == [["10.00", "90.00"], ["50.00", "60.00"]]
 
 
+@pytest.mark.slow
 def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read, capsys):
     weights = "--vary", "model.pretrained=false,perada:fashion_test_resnet"
     main(["compare", recipe, *weights, "--seeds", "0", "1", *OUT])

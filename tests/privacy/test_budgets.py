@@ -172,7 +172,8 @@ def test_impossible_budgets_are_refused_at_set_up(privacy, options, message):
     assert seen.cohorts == []
 
 
-ALIKE = [WITHOUT_KD, "fedavg", APFL(lr_alpha=0.5), PFedMe(prox_strength=2.0), "fedalt_output", "feddyn"]
+ALIKE = [WITHOUT_KD, PFedMe(prox_strength=2.0), "feddyn"]
+ALIKE += [pytest.param(one, marks=pytest.mark.slow) for one in ("fedavg", APFL(lr_alpha=0.5), "fedalt_output")]
 OVERWRITES = "ignore:Checkpoint directory .* exists and is not empty:UserWarning"
 
 

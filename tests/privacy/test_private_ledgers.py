@@ -86,6 +86,10 @@ ALIKE = (
     "fedsim_input",
     "fedalt_adapter",
     "fedsim_adapter",
+    "fedsim_output",
+    "lg_fedavg",
+    "fedbn",
+    "perada_no_kd",
 )
 
 

@@ -178,7 +178,7 @@ def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
     ("clipping", "engine"),
     [
         ("flat", "folded"),
-        ("per_layer", "opacus"),
+        pytest.param("per_layer", "opacus", marks=pytest.mark.slow),
         pytest.param("flat", "opacus", marks=pytest.mark.slow),
         pytest.param("per_layer", "folded", marks=pytest.mark.slow),
     ],
@@ -194,7 +194,9 @@ def test_physical_batches_and_chunks_do_not_change_the_result(engine, clipping):
             assert_same(other.state("personal", m), whole.state("personal", m), f"client {m}")
 
 
-@pytest.mark.parametrize(("clipping", "sigma"), [("flat", SIGMA), ("per_layer", 0.0)])
+@pytest.mark.parametrize(
+    ("clipping", "sigma"), [("flat", SIGMA), pytest.param("per_layer", 0.0, marks=pytest.mark.slow)]
+)
 def test_the_training_engine_does_not_change_the_result(clipping, sigma):
     """By layer without noise: Opacus rounds the norm of the layers' bounds, σ's unit, to single precision."""
     folded = train(PerAda(PROX), private(sigma, clipping=clipping), engine="folded", **DISTILLED)

@@ -213,10 +213,10 @@ class Annotated(nn.Module):
     ("privacy", "options"),
     [
         ({}, {}),
-        ({"clipping": "automatic"}, {}),
+        pytest.param({"clipping": "automatic"}, {}, marks=pytest.mark.slow),
         ({"clipping": "per_layer", "physical_batch_size": 3}, {}),
         ({"engine": "opacus"}, {}),
-        ({}, {"batch_size": 1}),
+        pytest.param({}, {"batch_size": 1}, marks=pytest.mark.slow),
         ({}, {"batch_size": "full", "clients_per_chunk": 2}),
     ],
 )

@@ -20,13 +20,10 @@ from perada.results.privacy_card import privacy_card
 
 NAMES = [
     ("test_resnet", "residual"),
-    ("test_resnet", "lora"),
     ("net", "full"),
-    ("net", "head"),
-    ("test_vit", "bottleneck"),
 ]
-MORE = [*(("test_resnet", method) for method in ("bias_norm", "full", "head"))]
-MORE += [*(("test_vit", method) for method in ("lora", "ia3", "full", "head"))]
+MORE = [("net", "head"), *(("test_resnet", method) for method in ("lora", "bias_norm", "full", "head"))]
+MORE += [*(("test_vit", method) for method in ("bottleneck", "lora", "ia3", "full", "head"))]
 
 
 def images(tiny, backbone):
