@@ -155,7 +155,7 @@ def comparison(words: Sequence[str]) -> list[str]:
             )
         for key, values in value.items():
             if not any(word.removeprefix(f"--{name}").lstrip("= ").startswith(f"{key}=") for word in rest):
-                out.append(f"--{name}={key}={','.join(map(_word, _listed(values)))}")
+                out.append(f"--{name}={key}={','.join(map(_quoted, _listed(values)))}")
     return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *rest]
 
 
@@ -174,6 +174,11 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _word(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _quoted(value: object) -> str:
+    """A value as ``--tune`` and ``--vary`` take it, for which a comma in a text does not part two."""
+    return f'"{value}"' if isinstance(value, str) and "," in value else _word(value)
 
 
 def _config_words(name: str) -> list[str]:

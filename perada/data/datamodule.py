@@ -20,7 +20,7 @@ from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
 from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
-from perada.data.batches.samples import MapStore, Samples, Store, length
+from perada.data.batches.samples import MapStore, Samples, Store, TensorStore, length
 from perada.data.batches.schedule import Schedule
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.overlap import check_overlap
@@ -274,6 +274,12 @@ class FederatedDataModule(pl.LightningDataModule):
     def tokens(self) -> bool:
         """Whether samples are texts (L,) of int64 tokens, and no images."""
         return self._ready.image[1] == torch.int64
+
+    def extreme_tokens(self) -> list[int]:
+        """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
+        stores = (self._ready.train, self._ready.test, self._ready.public)
+        texts = [store.images for store in stores if isinstance(store, TensorStore) and len(store.images)]
+        return sorted({int(token) for images in texts for token in images.aminmax()})
 
     @property
     def validation_size(self) -> int:

@@ -76,6 +76,9 @@ def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifi
     A ValueError if one does not pass, or what comes out are not the logits of the classes.
     """
     _check_image("images", x, data, module)
+    if data.tokens:
+        for token in data.extreme_tokens():
+            _check_image(f"texts with token {token}", torch.full_like(x, token), data, module)
     if data.public_size:
         _check_image("public images", data.public_images(torch.tensor([0])), data, module)
     for condition in data.conditions:
@@ -95,9 +98,10 @@ def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: Federa
             logits = module.model.eval()(x)
     except Exception as error:  # every layer refuses in its own way
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{what}: {reason}; give images of the shape and type it takes (image_size resizes uint8 ones)"
-        ) from error
+        remedy = "images of the shape and type it takes (image_size resizes uint8 ones)"
+        if data.tokens:
+            remedy = "texts of the length that it takes, and tokens that it knows"
+        raise ValueError(f"{what}: {reason}; give {remedy}") from error
     if tuple(logits.shape) != (1, data.num_classes):
         raise ValueError(
             f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {data.num_classes}); choose "

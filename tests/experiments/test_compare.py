@@ -15,6 +15,7 @@ from perada.cli.runs import make_cli
 from perada.cli.words import comparison
 from perada.data import Digits
 from perada.experiments.compare.entries import ENTRIES, names
+from perada.experiments.compare.plan import parse_grid
 from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import epsilons, same_budget
 from perada.experiments.compare.table import curve_tables, grid_table, summary
@@ -279,6 +280,7 @@ def test_choice():
         ("model.lr_local+=0.1", "cannot be read"),
         ("model.lr_local=0.1,0.1", "has a value twice"),
         ("model.lr_local+model.lr_local=0.1", "model.lr_local is given twice"),
+        ("a.prox_strength+a.init_args.prox_strength=1", "a.init_args.prox_strength is given twice"),
         ("data.evaluate_on=test,validation", "cannot be tuned"),
         ("model.lr_locl=0.1", "--tune --model.lr_locl=0.1 with ditto: (?s:.*)lr_locl"),
         ("model.lr_local=0.1,high", "--tune --model.lr_local=high with ditto: (?s:.*)high"),
@@ -665,6 +667,10 @@ def test_a_value_need_not_be_a_list_and_the_command_line_counts(recipe, tmp_path
     text = "compare: {recipes: tiny.yaml, vary: {a.b: resnet18, c.d: 12}}\n"
     (tmp_path / "t.yaml").write_text(text)
     assert comparison(["--jobs", "2", "t.yaml"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", "--jobs", "2"]
+    (tmp_path / "t.yaml").write_text("compare: {recipes: tiny.yaml, vary: {a.b: ['1, 2', c]}}\n")
+    (vary,) = comparison(["t.yaml"])[1:]
+    assert parse_grid([vary.removeprefix("--vary=")]) == {"a.b": ["1, 2", "c"]}
+    (tmp_path / "t.yaml").write_text(text)
     (tmp_path / "over.yaml").write_text("trainer: {}\n")
     (tmp_path / "weights.safetensors").write_bytes(b"\xff\xfe")
     options = ["--config", "over.yaml", "--model.pretrained", "weights.safetensors"]  # files, but no recipes to compare

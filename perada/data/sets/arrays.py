@@ -166,8 +166,11 @@ class CIFAR10C(_TestSet):
         files = [map_npy(folder / f"{name}.npy", (50_000, 32, 32, 3), self._source) for name in names]
         labels = map_npy(folder / "labels.npy", (50_000,), self._source, True)
         rows = slice(None) if self.severity is None else slice((self.severity - 1) * 10_000, self.severity * 10_000)
-        parts = [_channels_first(file[rows]) for file in files]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), _classes(labels[rows]).repeat(len(parts))
+        count = len(labels[rows])
+        images = np.empty((len(files) * count, 3, 32, 32), np.uint8)
+        for number, file in enumerate(files):
+            images[number * count :][:count] = file[rows].transpose(0, 3, 1, 2)
+        return torch.from_numpy(images), _classes(labels[rows]).repeat(len(files))
 
 
 def _channels_first(images: np.ndarray) -> Tensor:

@@ -50,10 +50,10 @@ class Job:
 
 
 def split_values(text: str) -> list[str]:
-    """What stands between commas, but for those within brackets or quotes.
+    """What stands between commas, but for those within brackets or quotes; quotes around a whole value are left out.
 
-    >>> split_values('1, [2,3],{"a": "b,c"}')
-    ['1', '[2,3]', '{"a": "b,c"}']
+    >>> split_values('1, [2,3],{"a": "b,c"},"d, e"')
+    ['1', '[2,3]', '{"a": "b,c"}', 'd, e']
     """
     values, depth, quote = [""], 0, ""
     for letter in text:
@@ -66,7 +66,8 @@ def split_values(text: str) -> list[str]:
             values.append("")
         else:
             values[-1] += letter
-    return [value.strip() for value in values]
+    stripped = [value.strip() for value in values]
+    return [value[1:-1] if re.fullmatch(r"\"[^\"]*\"|'[^']*'", value) else value for value in stripped]
 
 
 def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Grid]:
@@ -114,13 +115,14 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
             )
         if len(set(values)) < len(values):
             raise ValueError(f"{option} {text!r} has a value twice: give each once")
-        twice = [option for index, option in enumerate(options) if option in seen or option in options[:index]]
+        known = [option.replace(".init_args.", ".") for option in options]  # the same option with and without it
+        twice = [option for n, option in enumerate(options) if known[n] in seen or known[n] in known[:n]]
         if twice:
             raise ValueError(f"{option} {text!r}: {twice[0]} is given twice, give it once")
         if fixed := {"seed_everything", *(word[2:].partition("=")[0] for word in (HOLD_OUT, VALIDATE))} & {*options}:
             what = "--seeds gives the seeds" if "seed_everything" in fixed else "this says what is scored"
             raise ValueError(f"{option} {text!r}: {what}, so it cannot be tuned or varied")
-        seen.update(options)
+        seen.update(known)
         grid[name] = values
     return grid
 
