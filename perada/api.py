@@ -97,7 +97,8 @@ def finetune(
         adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
         adapter_options: Options of the adapter named.
         pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
-        image_size: Side of the images in pixels: uint8 images are resized to it, and ViTs built for it.
+        image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it; a datamodule has its
+            own.
         train_backbone: Train the backbone's own parameters beside the adapter's.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
             algorithm.
@@ -175,11 +176,16 @@ def finetune(
         data = FederatedDataModule(data, batch_size=size, image_size=image_size, num_classes=classes)
     elif not isinstance(data, FederatedDataModule):
         raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
-    elif batch_size not in (None, data.batch_size):
-        raise ValueError(
-            f"batch_size={batch_size!r} cannot be given beside a datamodule, which has its own ({data.batch_size!r}); "
-            "set it there"
-        )
+    else:
+        for name, value, own in (
+            ("batch_size", batch_size, data.batch_size),
+            ("image_size", image_size, data.image_size),
+        ):
+            if value not in (None, own):
+                raise ValueError(
+                    f"{name}={value!r} cannot be given beside a datamodule, which has its own ({own!r}); set it there"
+                )
+        image_size = data.image_size
     shorthands = {
         "steps": distill_steps,
         "batch_size": distill_batch_size,

@@ -142,6 +142,33 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny):
         call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
 
 
+@pytest.mark.parametrize(("own", "given"), [(None, 32), (32, 16), (None, 0), (None, float("nan"))])
+def test_a_datamodule_has_its_own_image_size(tiny, own, given):
+    data = perada.FederatedDataModule(tiny.data(), batch_size=2, image_size=own)
+    with pytest.raises(ValueError, match=rf"image_size={given} cannot be given beside a datamodule, .* own \({own}\)"):
+        perada.finetune("test_resnet", data, pretrained=False, image_size=given)
+
+
+def test_a_vit_is_built_for_the_image_size_of_the_datamodule(tiny):
+    images = [TensorDataset(torch.randint(0, 256, (4, 3, 8, 8)).byte(), torch.arange(4) % 2) for _ in range(2)]
+    data = perada.FederatedDataModule(perada.FederatedData(images, []), batch_size=2, image_size=48)
+    run = perada.finetune("test_vit", data, pretrained=False, adapter="head", rounds=0, logger=False)
+    assert run.info["built_for"] == 48
+    assert run.global_model().pos_embed.shape[1] == 1 + (48 // 16) ** 2
+
+
+@pytest.mark.parametrize(("low", "high", "warned"), [(0, 1, True), (-1, 1, False), (0, 2, False)])
+def test_images_that_nobody_normalised_are_warned_of(low, high, warned, recwarn):
+    images = torch.empty(6, 3, 28, 28).uniform_(low, high)
+    data = perada.FederatedData([TensorDataset(images, torch.arange(6) % 2)], [])
+    options = {"adapter": "head", "rounds": 0, "logger": False, "accelerator": "cpu"}
+    perada.finetune("test_resnet", data, pretrained="perada:fashion_test_resnet", **options)
+    said = [str(w.message) for w in recwarn.list if "have values from 0 to 1 and reach backbone" in str(w.message)]
+    assert len(said) == warned
+    perada.finetune("test_resnet", data, pretrained=False, **options)
+    assert len([w for w in recwarn.list if "have values from 0 to 1" in str(w.message)]) == warned
+
+
 def test_a_network_may_know_more_classes_than_the_labels_show(call, tiny):
     data = tiny.data()
     for part in [*data.train, *data.test]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
 from perada.algorithms import Algorithm, EnsembleAlgorithm
 from perada.algorithms.trial import is_own, try_rounds
@@ -71,20 +71,39 @@ def check_precision(precision: object) -> None:
 
 
 def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
-    """Send ``x``, a prepared training image (1, channels, height, width), through the model, and one of each other set.
+    """Send the first of clients' prepared training images (C, B, ...) through the model, and one of each other set.
 
-    A ValueError if one does not pass, or what comes out are not the logits of the classes.
+    A ValueError if one does not pass, or what comes out are not the logits of the classes. Where a network mixes the
+    images of a batch, the module then takes the loop over clients.
     """
-    _check_image("images", x, data, module)
+    first = x[0, :1]
+    _check_image("images", first, data, module)
     if data.tokens:
         for token in data.extreme_tokens():
-            _check_image(f"texts with token {token}", torch.full_like(x, token), data, module)
+            _check_image(f"texts with token {token}", torch.full_like(first, token), data, module)
     if data.public_size:
         _check_image("public images", data.public_images(torch.tensor([0])), data, module)
     for condition in data.conditions:
         if not (condition.kind or condition.others):  # else they are the clients' own
             images, _ = condition.store.take(torch.tensor([0]), torch.tensor([0]))
             _check_image(f"images of the shift {condition.shift!r}", data.prepare(images), data, module)
+    _warn_of_range(x, module)
+    module.keep_clients_apart(x)
+
+
+def _warn_of_range(x: Tensor, module: FederatedClassifier) -> None:
+    """Warn where real images, as the model gets them, look as if nobody had normalised them."""
+    assert module.adapted is not None
+    image, own = module.adapted.backbone.image, isinstance(module.backbone, nn.Module)
+    if image is None or module.pretrained is False or own or not x.is_floating_point():
+        return
+    if float(x.min()) >= 0 and float(x.max()) <= 1 and any(image.mean):
+        mean, std = (tuple(round(value, 3) for value in values) for values in (image.mean, image.std))
+        rank_zero_warn(
+            f"images have values from 0 to 1 and reach backbone {module.adapted.backbone.name!r} as they are, but its "
+            f"weights expect mean {mean} and standard deviation {std}: give uint8 images, which are normalised, or "
+            "normalise them yourself"
+        )
 
 
 def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:

@@ -166,7 +166,7 @@ class FederatedLoop(pl.Callback):
                 self.protection = protect(settings, rounds, data, module)
         self._configure(data, module)
         batch = data.trial_batch(trial_clients(settings, data.num_clients))
-        check_images(batch.x[0, :1], data, module)
+        check_images(batch.x, data, module)
         if stage == "fit":
             with trainer.precision_plugin.forward_context():
                 check_network(settings, trainer, module, batch)

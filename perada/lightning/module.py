@@ -2,6 +2,7 @@
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
 import math
+import warnings
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -14,6 +15,7 @@ from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
+from perada.engine.fold_check import check_fold
 from perada.federation.cohort import ClientOptimizer, LocalTraining
 from perada.federation.evaluation import Evaluation, MetricName, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
@@ -116,7 +118,7 @@ class FederatedClassifier(pl.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None
-        self.multilabel, self.seed = False, 0
+        self.multilabel, self.seed, self.folds = False, 0, False
         self.per_client: dict[str, Tensor] = {}
         self.scores: dict[str, float] = {}
         self.shifted: dict[str, Any] = {}
@@ -157,12 +159,35 @@ class FederatedClassifier(pl.LightningModule):
         channels_last = convolutions > 1 if self.channels_last is None else self.channels_last
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
-        compiled = {} if self.torch_compile is True else self.torch_compile or None
-        self.engine = Engine(self.model, self.engine_name, channels_last=channels_last, compile=compiled)
+        self.engine = self._engine(self.engine_name, channels_last)
         self.slot = make_slot(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )
+
+    def _engine(self, kind: EngineName, channels_last: bool) -> Engine:
+        compiled = {} if self.torch_compile is True else self.torch_compile or None
+        return Engine(self.model, kind, channels_last=channels_last, compile=compiled)
+
+    def keep_clients_apart(self, x: Tensor) -> None:
+        """Take the loop where folding the clients' real images ``x`` (C, B, ...) would change what a client computes.
+
+        Raises:
+            ValueError: If so, and ``engine="folded"`` was asked for.
+        """
+        if self.engine.kind == "loop" or self.folds:
+            return
+        channels_last = self.engine.memory_format is torch.channels_last
+        why = check_fold(self.model, x.to(next(self.model.parameters()).device), channels_last)
+        self.folds = why is None
+        if why is None:
+            return
+        assert self.adapted is not None
+        what = f"backbone {self.adapted.backbone.name!r}: {why}"
+        if self.engine_name == "folded":
+            raise ValueError(f"engine='folded' cannot run {what}; use engine='loop' or 'auto'")
+        warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
+        self.engine = self._engine("loop", channels_last)
 
     def _adapt(self, *index: int) -> AdaptedModel:
         """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
