@@ -97,8 +97,8 @@ def finetune(
         adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
         adapter_options: Options of the adapter named.
         pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
-        image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it; a datamodule has its
-            own.
+        image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
+            its own.
         train_backbone: Train the backbone's own parameters beside the adapter's.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
             algorithm.
