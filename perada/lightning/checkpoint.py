@@ -3,7 +3,6 @@
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,21 +12,30 @@ from typing import Any
 
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm
 from perada.core.states import trained_keys
 from perada.data import FederatedDataModule
 from perada.federation.store import locate
+from perada.lightning.checkpoint_io import LAST, check_whole_file, damage_of
 from perada.lightning.module import FederatedClassifier
 from perada.server import ServerRule
 
 
 class RoundCheckpoint(ModelCheckpoint):
-    """Writes ``last.ckpt`` after every round, in place of the one before, by default into the run's ``checkpoints``."""
+    """Writes ``last.ckpt`` after every round, by default into the run's ``checkpoints``.
+
+    The one before becomes ``last.previous.ckpt``.
+    """
 
     def __init__(self, dirpath: str | None = None) -> None:
         super().__init__(
-            dirpath, filename="last", save_top_k=1, save_on_train_epoch_end=True, enable_version_counter=False
+            dirpath,
+            filename=LAST.removesuffix(".ckpt"),
+            save_top_k=1,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,14 +47,18 @@ class RoundCheckpoint(ModelCheckpoint):
 
 
 def newest_checkpoint(root: Path) -> Path:
-    """The checkpoint written last below ``root/lightning_logs``, whatever its name; if none, a FileNotFoundError."""
+    """The whole checkpoint written last below ``root/lightning_logs``, whatever its name.
+
+    Damaged ones are left out with a warning. A FileNotFoundError if there is none.
+    """
     found = sorted(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
-        raise FileNotFoundError(
-            f"ckpt_path=last: there is no checkpoint below {str(root / 'lightning_logs')!r}; train first, or name one "
-            "by its path"
-        )
-    return found[-1]
+    for path in reversed(found):
+        damage = damage_of(path)
+        if damage is None:
+            return path
+        rank_zero_warn(f"ckpt_path=last: {str(path)!r} {damage}, so the one before it is taken")
+    where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
+    raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
 
 
 def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
@@ -54,7 +66,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
 
     Raises:
         FileNotFoundError: If it is not there.
-        ValueError: If it is not a checkpoint, or only the beginning of one.
+        ValueError: If it is not a checkpoint, only the beginning of one, or damaged.
     """
     if ckpt_path is None:
         return None
@@ -62,8 +74,7 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
         return str(newest_checkpoint(root))
     if not Path(ckpt_path).is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
-    if not zipfile.is_zipfile(ckpt_path):
-        raise ValueError(f"ckpt_path={ckpt_path!r} is not a checkpoint, or was cut off; give another, or 'last'")
+    check_whole_file(Path(ckpt_path))
     return ckpt_path
 
 

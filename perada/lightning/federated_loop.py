@@ -18,6 +18,7 @@ from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
 from perada.lightning.after_rounds import finish, personalize
 from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_belongs, find_clients, frozen_digest, resume
+from perada.lightning.checkpoint_io import write_whole
 from perada.lightning.checks import (
     check_batch_norm,
     check_distillation,
@@ -148,6 +149,7 @@ class FederatedLoop(pl.Callback):
         if sum(isinstance(callback, FederatedLoop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
             raise ValueError("the Trainer has several FederatedLoops among its callbacks; give it one")
         check_trainer(trainer)
+        write_whole(trainer)
         if trainer.world_size > 1:
             share_work(trainer)
         self.num_clients = data.num_clients

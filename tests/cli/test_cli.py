@@ -83,7 +83,8 @@ def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     run = version(folder, 0)
     assert "Run folder: ./lightning_logs/version_0" in shown
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    assert found == {"config.yaml", "metrics.csv", "partition.json", "checkpoints/last.ckpt"}
+    saved = {"checkpoints/last.ckpt", "checkpoints/last.previous.ckpt"}
+    assert found == {"config.yaml", "metrics.csv", "partition.json"} | saved
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["federated"]["clients_per_round"] == 3
     assert config["federated"]["distillation"]["steps"] == 0

@@ -17,7 +17,7 @@ DYING = Path(__file__).with_name("dying.py")
 
 def check_resumed(folder):
     """One process goes on from the last whole round, to what an undisturbed run gives."""
-    (checkpoint,) = folder.rglob("*.ckpt")
+    (checkpoint,) = folder.rglob("last.ckpt")
     resumed, whole = run("perada", rounds=4, ckpt_path=str(checkpoint)), run("perada", rounds=4)
     for role in ("global", "personal"):
         for left, right in zip(resumed.states(role), whole.states(role), strict=True):

@@ -20,7 +20,7 @@ OTHERS = [case for case in CASES if case not in QUICK]
 def started(folder, cases):
     """What a job of two processes found, which wrote it into ``folder``."""
     run("perada", rounds=2, logger=True, default_root_dir=str(folder / "one"))
-    (checkpoint,) = (folder / "one").rglob("*.ckpt")
+    (checkpoint,) = (folder / "one").rglob("last.ckpt")
     shutil.copy(checkpoint, folder / "one.ckpt")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*torchrun, str(JOB), folder, *cases], capture_output=True, text=True, timeout=600)
@@ -95,6 +95,6 @@ def test_secure_processes_keep_one_ledger_and_one_journal(folder, found):
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(folder, found):
-    (checkpoint,) = (folder / "lightning_logs").rglob("*.ckpt")
+    (checkpoint,) = (folder / "lightning_logs").rglob("last.ckpt")
     resumed = run("perada", rounds=4, ckpt_path=str(checkpoint))
     compare(results(resumed), results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)

@@ -114,7 +114,9 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, check
     whole = fit(tiny, tmp_path / "whole", callbacks=callbacks(), **options)
     with pytest.raises(RuntimeError, match="killed"):
         fit(tiny, tmp_path / "killed", callbacks=[*callbacks(), Killer(2, step)], **options)
-    (saved,) = (run_folder(tmp_path / "killed") / "checkpoints").glob("*.ckpt")
+    saved = max(
+        (run_folder(tmp_path / "killed") / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns
+    )
     recorder = Recorder()
     resumed = fit(tiny, tmp_path / "killed", callbacks=[*callbacks(), recorder], ckpt_path=str(saved), **options)
     assert recorder.rounds == [2, 3]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files that are there in full or not at all, and that show it when a byte of them has changed."""
+
+import hashlib
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins import TorchCheckpointIO
+
+_MARK = b"perada-sha256:"
+_COMMENT = len(_MARK) + 64
+_LENGTH = struct.pack("<H", _COMMENT)  # stands before the comment of a zip archive
+LAST = "last.ckpt"
+PREVIOUS = "last.previous.ckpt"
+"""The checkpoint that :data:`LAST` replaced, beside it."""
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints on this machine's disks, written beside their place and put there by one renaming.
+
+    A process that is killed, or a disk that is full, leaves the file before as it was. A digest of the content stands
+    in the comment of the zip archive that a checkpoint is, so other programs read these files as they read any. The
+    ``last.ckpt`` that is replaced becomes ``last.previous.ckpt``.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:  # noqa: ANN401  # Lightning's
+        """Write a checkpoint; an OSError names the file and its size."""
+        if "://" in str(path):  # of another file system, which has ways of its own
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        buffer = BytesIO()
+        torch.save(checkpoint, buffer)
+        content = buffer.getbuffer()
+        comment = _MARK + hashlib.sha256(content).hexdigest().encode()
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                file.write(content[:-2])  # the last two bytes are the length of the comment, which was 0
+                file.write(_LENGTH + comment)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.name == LAST and target.is_file():
+                _keep(target, target.with_name(PREVIOUS))
+            partial.replace(target)
+            _sync(target.parent)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            what = f"the checkpoint {str(target)!r} ({len(content) / 2**20:,.1f} MiB)"
+            raise OSError(
+                error.errno,
+                f"{what} could not be written: {error.strerror or error}; mend this, and resume with ckpt_path=last",
+            ) from error
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; a ValueError says so if it is damaged."""
+        if "://" not in str(path):
+            check_whole_file(Path(path))
+        return super().load_checkpoint(path, map_location, weights_only)
+
+
+def write_whole(trainer: pl.Trainer) -> None:
+    """Have a trainer write its checkpoints so, unless it was given a way of its own."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = WholeCheckpointIO()
+
+
+def check_whole_file(path: Path) -> None:
+    """Refuse a checkpoint that is cut off or whose bytes are not those that were written, by a ValueError.
+
+    Of one that another program wrote the checksums are compared that each tensor has in a zip archive.
+    """
+    damage = damage_of(path)
+    if damage:
+        raise ValueError(f"ckpt_path={str(path)!r} {damage}; give another, or 'last' for the newest that is whole")
+
+
+def damage_of(path: Path) -> str | None:
+    """What is wrong with a checkpoint file, to stand behind its name; ``None`` if it is as it was written."""
+    with path.open("rb") as file:
+        content = max(0, path.stat().st_size - len(_LENGTH) - _COMMENT)
+        file.seek(content)
+        end = file.read()
+        if end.startswith(_LENGTH + _MARK):
+            file.seek(0)
+            digest = hashlib.sha256()
+            while block := file.read(min(content - file.tell(), 2**22)):
+                digest.update(block)
+            digest.update(b"\0\0")
+            written = end.removeprefix(_LENGTH + _MARK).decode(errors="replace")
+            return (
+                None if digest.hexdigest() == written else "is damaged: its content does not have the digest it names"
+            )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.comment or _MARK in end:
+                return "is damaged: its end is not as it was written"
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
+        return f"is not a checkpoint, or was cut off ({' '.join(str(error).split())[:150]})"
+    return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Give a file a second name, in place of what has that name; ``path`` is there at every moment."""
+    second = name.with_name(f".{name.name}.partial")
+    second.unlink(missing_ok=True)
+    try:
+        os.link(path, second)
+    except OSError:  # a file system without links
+        path.replace(name)
+    else:
+        second.replace(name)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder written to the disk, where the system can."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are whole or as they were before, whatever happens while they are written, and damage is found."""
+
+import errno
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import perada
+from perada.lightning.checkpoint import find_checkpoint
+from perada.lightning.checkpoint_io import WholeCheckpointIO, check_whole_file
+
+CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "run" / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint(CONTENT, path)
+    return path
+
+
+def test_what_is_written_is_read_by_torch_alone(written):
+    for read in (torch.load(written, weights_only=True), WholeCheckpointIO().load_checkpoint(written)):
+        assert read["epoch"] == 4
+        assert read["name"] == "ü"
+        assert torch.equal(read["state_dict"]["w"], CONTENT["state_dict"]["w"])
+    assert os.listdir(written.parent) == ["last.ckpt"]
+
+
+def test_any_flipped_bit_is_found(written):
+    whole, generator = written.read_bytes(), random.Random(0)
+    places = {0, *range(len(whole) - 110, len(whole)), *generator.sample(range(len(whole)), 300)}
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << generator.randrange(8)
+        written.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"ckpt_path='.*last\.ckpt' (is|was) .*; give another, or 'last'"):
+            check_whole_file(written)
+    written.write_bytes(whole)
+    check_whole_file(written)
+
+
+@pytest.mark.parametrize("left", [0, 1, 100, -1, -79, -90, -2000])
+def test_a_file_that_is_cut_off_is_found(written, left):
+    written.write_bytes(written.read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"last\.ckpt' is (not a checkpoint, or was cut off|damaged)"):
+        check_whole_file(written)
+
+
+def test_damage_of_another_programs_checkpoint_is_found_by_the_checksums_of_its_tensors(tmp_path):
+    path = tmp_path / "other.ckpt"
+    torch.save({"w": torch.zeros(1000)}, path)
+    check_whole_file(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(1000)) + 500] ^= 4
+    path.write_bytes(content)
+    assert float(torch.load(path)["w"].abs().max()) > 0  # torch itself does not look
+    with pytest.raises(ValueError, match=r"is damaged: the checksum of 'other/data/0' in it does not fit"):
+        check_whole_file(path)
+
+
+def test_the_one_before_is_kept(written):
+    before = written.read_bytes()
+    WholeCheckpointIO().save_checkpoint({"epoch": 5}, written)
+    assert (written.parent / "last.previous.ckpt").read_bytes() == before
+    assert torch.load(written) == {"epoch": 5}
+    WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
+    assert torch.load(written.parent / "last.previous.ckpt") == {"epoch": 5}
+    WholeCheckpointIO().save_checkpoint({"epoch": 7}, written.parent / "best.ckpt")
+    assert sorted(os.listdir(written.parent)) == ["best.ckpt", "last.ckpt", "last.previous.ckpt"]
+
+
+class Killed(BaseException):
+    """A process that is killed: nothing after it is run."""
+
+
+CALLS = ["link", "fsync", "replace"]
+
+
+@pytest.mark.parametrize("moment", [(name, nth) for name in CALLS for nth in (1, 2) if (name, nth) != ("link", 2)])
+@pytest.mark.parametrize("happens", ["kill", "full disk"])
+def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, happens):
+    WholeCheckpointIO().save_checkpoint({"epoch": 5}, written)
+    left, real = {name: moment[1] if name == moment[0] else 0 for name in CALLS}, {n: getattr(os, n) for n in CALLS}
+    stop = Killed() if happens == "kill" else OSError(errno.ENOSPC, "No space left on device")
+
+    def call(name):
+        def stopped(*arguments, **options):
+            left[name] -= 1
+            if left[name] == 0:
+                raise stop
+            return real[name](*arguments, **options)
+
+        return stopped
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, call(name))
+    linked = moment[0] == "link" and happens == "full disk"  # then it is renamed instead
+    if linked:
+        WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
+    else:
+        with pytest.raises((Killed, OSError)) as raised:
+            WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
+        if happens == "full disk":
+            assert "last.ckpt' (0.0 MiB) could not be written: No space left on device; mend this, and" in str(
+                raised.value
+            )
+            assert not list(written.parent.glob(".last.ckpt.partial"))
+    monkeypatch.undo()
+    check_whole_file(written)
+    epochs = torch.load(written)["epoch"], torch.load(written.parent / "last.previous.ckpt")["epoch"]
+    assert epochs in [(5, 4), (5, 5), (6, 5)]
+
+
+def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeypatch):
+    """It may be on another file system, from which nothing can be renamed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    options = tiny.options | {"rounds": 3, "default_root_dir": str(tmp_path), "logger": True}
+    perada.finetune(tiny.net(), tiny.data(), **options)
+    folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
+
+
+def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
+    options = tiny.options | {"default_root_dir": str(tmp_path), "logger": True}
+    whole = perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 4})
+    second = tmp_path / "second"
+    options["default_root_dir"] = str(second)
+    perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 3})
+    last = second / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-1000])
+    with pytest.raises(
+        ValueError, match=r"last\.ckpt' is not a checkpoint, or was cut off \(.*\); give another, or 'last'"
+    ):
+        perada.finetune(tiny.net(), tiny.data(), ckpt_path=str(last), **options | {"rounds": 4})
+    with pytest.warns(
+        UserWarning, match=r"ckpt_path=last: '.*/last\.ckpt' is not a .* cut off .*, so the one before it is"
+    ):
+        resumed = perada.finetune(tiny.net(), tiny.data(), ckpt_path="last", **options | {"rounds": 4})
+    for key, value in whole.state("global").items():
+        assert torch.equal(resumed.state("global")[key], value)
+    for path in Path(second).rglob("*.ckpt"):
+        path.write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="there is no whole checkpoint below"), pytest.warns(UserWarning):
+        find_checkpoint("last", second)
