@@ -85,6 +85,7 @@ def finetune(
     seed: int = 0,
     eval_every: int = 1,
     trainer: pl.Trainer | None = None,
+    resume_allow: list[str] | None = None,
     ckpt_path: str | None = None,
     **trainer_kwargs: Any,
 ) -> Run:
@@ -151,6 +152,7 @@ def finetune(
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
+        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:
@@ -206,6 +208,7 @@ def finetune(
         "distillation": _distillation(distillation, shorthands, chosen, bool(data.public_size)),
         "client_store": client_store,
         "diagnostics": diagnostics,
+        "resume_allow": resume_allow,
     }
     model = {
         "backbone": backbone,

@@ -275,6 +275,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """Whether samples are texts (L,) of int64 tokens, and no images."""
         return self._ready.image[1] == torch.int64
 
+    @property
+    def augmentation(self) -> tuple[int, bool]:
+        """``crop_padding`` and ``flip``."""
+        return self._preparation.crop_padding, self._preparation.flip
+
     def extreme_tokens(self) -> list[int]:
         """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
         stores = (self._ready.train, self._ready.test, self._ready.public)

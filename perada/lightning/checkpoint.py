@@ -3,24 +3,25 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.algorithms import Algorithm
-from perada.core.states import trained_keys
+from perada.core.checks import check_choice
 from perada.data import FederatedDataModule
+from perada.federation.settings import Settings
 from perada.federation.store import locate
 from perada.lightning.checkpoint_io import LAST, check_whole_file, damage_of
 from perada.lightning.module import FederatedClassifier
-from perada.server import ServerRule
+
+Described = dict[str, dict[str, Any]]
 
 
 class RoundCheckpoint(ModelCheckpoint):
@@ -93,12 +94,7 @@ def plain_data(ckpt_path: str | None) -> Iterator[None]:
 
 
 def belonging(
-    algorithm: Algorithm,
-    rule: ServerRule,
-    seed: int,
-    data: FederatedDataModule,
-    module: FederatedClassifier,
-    disguise: bool = False,
+    settings: Settings, data: FederatedDataModule, module: FederatedClassifier, disguise: bool = False
 ) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that loads it, in plain types.
 
@@ -110,35 +106,78 @@ def belonging(
     return {
         "backbone": module.adapted.backbone.name,
         "adapter": type(module.adapted.config).__name__,
-        "algorithm": algorithm.kind,
-        "server rule": rule.kind,
-        "seed": disguised(seed, partition) if disguise else seed,
+        "algorithm": settings.algorithm.kind,
+        "server rule": settings.rule.kind,
+        "seed": disguised(settings.seed, partition) if disguise else settings.seed,
         "number of classes": data.num_classes,
         "number of clients": data.num_clients,
         "clients' numbers of images": list(data.train_sizes),
         "partition of the data": partition,
         "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
+        "frozen weights": module.frozen_digest,
     }
+
+
+def training_options(settings: Settings, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
+    """Options that change what rounds compute, by the names that users give them, in plain types."""
+    training = settings.training
+    return {
+        **{f"lr_{role}": rate for role, rate in training.lr.items()},
+        "optimizer": training.optimizer,
+        "momentum": training.momentum,
+        "weight_decay": training.weight_decay,
+        "clip_norm": training.clip_norm,
+        "lr_schedule": [module.lr_schedule, module.lr_gamma, module.lr_every],
+        "precision": str(module.trainer.precision),
+        "batch_size": data.batch_size,
+        "image_size": data.image_size,
+        "augmentation": list(data.augmentation),
+        "clients_per_round": settings.clients_per_round,
+        "weighting": settings.weighting,
+        "local_training": repr(settings.phases),
+        "algorithm": repr(settings.algorithm),
+        "server_rule": repr(settings.rule),
+        **{f"distillation.{name}": value for name, value in asdict(settings.distillation).items()},
+    }
+
+
+def described(settings: Settings, data: FederatedDataModule, module: FederatedClassifier, disguise: bool) -> Described:
+    """What a checkpoint says of its run."""
+    return {
+        "belongs": belonging(settings, data, module, disguise),
+        "options": training_options(settings, data, module),
+    }
+
+
+def check_saved(saved: Described, here: Described, test_mode: bool, training: bool, allowed: Sequence[str]) -> None:
+    """Compare what :func:`described` said when a checkpoint was written with what it says now.
+
+    A ValueError names the first difference. Options count where ``training`` resumes, but for those that are
+    ``allowed``; a name among these must be that of an option. In the ``test_mode`` of privacy, who only evaluates need
+    not know the seed.
+    """
+    for name in allowed:
+        check_choice("resume_allow", name, tuple(here["options"]))
+    for name, value in here["belongs"].items():
+        former = saved["belongs"].get(name)
+        if former != value and not (name == "seed" and test_mode and not training):
+            raise ValueError(
+                f"the checkpoint belongs to another run: its {name} {_difference(former, value)}; resume with the "
+                "configuration that wrote it"
+            )
+    former = saved.get("options", {})  # not in checkpoints of former versions
+    for name, value in here["options"].items():
+        if training and name in former and former[name] != value and name not in allowed:
+            raise ValueError(
+                f"the checkpoint belongs to a run with {name}={_short(former[name])}, and here it is {_short(value)}; "
+                f"resume with the former, or accept the change by resume_allow=[{name!r}]"
+            )
 
 
 @cache
 def disguised(seed: int, salt: str) -> str:
     """A mark of a seed that is not to be told: it can be compared, and costs 50 ms to be tried."""
     return hashlib.scrypt(str(seed).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()
-
-
-def check_belongs(saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Compare what :func:`belonging` said when a checkpoint was written with what it says now.
-
-    A ValueError names the first difference.
-    """
-    for name, value in here.items():
-        if saved.get(name) != value:
-            difference = _difference(saved.get(name), value)
-            raise ValueError(
-                f"the checkpoint belongs to another run: its {name} {difference}; resume with the configuration "
-                "that wrote it"
-            )
 
 
 def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
@@ -180,16 +219,6 @@ def to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
         steps[count] = dict.fromkeys(steps[count], step if count == "total" else 0)
     batches["is_last_batch"] = False
     loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
-
-
-def frozen_digest(model: torch.nn.Module) -> str:
-    """Hash of all that is not trained."""
-    trained, digest = set(trained_keys(model)), hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        if key not in trained:
-            digest.update(key.encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
 
 
 def _difference(saved: object, here: object) -> str:

@@ -17,7 +17,7 @@ from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
 from perada.lightning.after_rounds import finish, personalize
-from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_belongs, find_clients, frozen_digest, resume
+from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_saved, described, find_clients, resume
 from perada.lightning.checkpoint_io import write_whole
 from perada.lightning.checks import (
     check_batch_norm,
@@ -79,6 +79,7 @@ class FederatedLoop(pl.Callback):
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
             of distillation_distance, personal_distance, ensemble_error, gradient_norms (docs/diagnostics.md).
+        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed.
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -104,6 +105,7 @@ class FederatedLoop(pl.Callback):
         client_privacy: ClientPrivacy | None = None,
         client_store: StoreKind = "auto",
         diagnostics: bool | list[Diagnostic] = False,
+        resume_allow: list[str] | None = None,
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
@@ -122,7 +124,7 @@ class FederatedLoop(pl.Callback):
         self.privacy, self.client_privacy = privacy, client_privacy
         self.client_store = Storage(client_store)
         check_asked(diagnostics)
-        self.diagnostics = diagnostics
+        self.diagnostics, self.resume_allow = diagnostics, resume_allow or []
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
@@ -135,7 +137,6 @@ class FederatedLoop(pl.Callback):
         self._step = 0
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
-        self._weights = ""
 
     @property
     def test_mode(self) -> bool:
@@ -249,7 +250,7 @@ class FederatedLoop(pl.Callback):
             assert self.settings is not None
             ranks = Distributed() if trainer.world_size > 1 else Ranks()
             done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-            check_alike(ranks, self._belonging(data, module))
+            check_alike(ranks, belonging(self.settings, data, module, self.test_mode))
             check_alike(ranks, options_here(self.settings, trainer, data, module, done))
             module.federation = Federation(
                 module.engine,
@@ -361,6 +362,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Save the states of server and clients, and what they belong to."""
         data, module = parts(trainer, pl_module)
+        assert self.settings is not None
         journal_rounds_to_come(trainer, federation_of(module))
         checkpoint[CHECKPOINT_KEY] = {
             "federation": federation_of(module).state_dict(),
@@ -369,8 +371,7 @@ class FederatedLoop(pl.Callback):
             "scores": module.scores,
             "per_client": module.per_client,
             "shifted": module.shifted,
-            "belongs": self._belonging(data, module),
-        }
+        } | described(self.settings, data, module, self.test_mode)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -381,20 +382,11 @@ class FederatedLoop(pl.Callback):
             raise ValueError(
                 "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
             )
-        assert self.protection is not None
+        assert self.protection is not None and self.settings is not None
         self.protection.check_alike(saved["federation"].get("privacy"))
-        here = self._belonging(*parts(trainer, pl_module))
-        if self.test_mode and trainer.state.fn != "fit":
-            del here["seed"]  # it may be forgotten: what is evaluated is all in the checkpoint
-        check_belongs(saved["belongs"], here)
+        here = described(self.settings, *parts(trainer, pl_module), self.test_mode)
+        check_saved(saved, here, self.test_mode, trainer.state.fn == "fit", self.resume_allow)
         find_clients(saved["federation"], trainer.ckpt_path)
         self._loaded, self._journals = saved, journals_of(saved["federation"], str(trainer.ckpt_path))
         if trainer.state.fn == "fit":
             resume(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
-
-    def _belonging(self, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
-        """What a checkpoint must have in common with the run that loads it."""
-        if not self._weights:
-            self._weights = frozen_digest(module.model)
-        mine = belonging(self.algorithm, self.server_rule, self.seed, data, module, disguise=self.test_mode)
-        return mine | {"frozen weights": self._weights}

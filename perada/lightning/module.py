@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
+import hashlib
 import math
 import warnings
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from perada.core.batches import AnyBatch
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import seeded
-from perada.core.states import State, get_state, to_device
+from perada.core.states import State, get_state, to_device, trained_keys
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
 from perada.engine.fold_check import check_fold
@@ -211,6 +213,16 @@ class FederatedClassifier(pl.LightningModule):
         with seeded(self.seed, "model", index):
             reset_parameters(model, "" if everything else f"{self.adapted.backbone.head}.")
         return to_device(get_state(model), next(self.model.parameters()).device)
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """Hash of all weights that are not trained."""
+        trained, digest = set(trained_keys(self.model)), hashlib.sha256()
+        for key, value in sorted(self.model.state_dict().items()):
+            if key not in trained:
+                digest.update(key.encode())
+                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
 
     def rate_factor(self, round: int, rounds: int) -> float:
         """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""

@@ -20,6 +20,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
+from perada.lightning.checkpoint import training_options
 from perada.lightning.module import FederatedClassifier
 
 
@@ -152,24 +153,15 @@ def options_here(
 
     The run is resumed from a checkpoint with ``done`` rounds behind it, or begins with 0.
     """
-    return {
+    return training_options(settings, data, module) | {
         "number of rounds (max_epochs)": trainer.max_epochs,
         "number of rounds behind it": done,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": trainer.limit_val_batches,
-        "precision": trainer.precision,
-        "batch_size": data.batch_size,
         "eval_batch_size": data.eval_batch_size,
-        "clients_per_round": settings.clients_per_round,
         "global_test_clients": module.global_test_clients,
         "metric": module.metric,
-        "weighting": settings.weighting,
-        "length of local training": repr(settings.phases),
-        "local training": repr((settings.training, module.lr_schedule, module.lr_gamma, module.lr_every)),
-        "distillation": repr(settings.distillation),
         "privacy": repr((settings.privacy, settings.client_privacy)),
-        "algorithm": repr(settings.algorithm),
-        "server rule": repr(settings.rule),
     }
 
 

@@ -4,6 +4,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -445,3 +446,28 @@ def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
     assert "Round 1/1" in text
     assert "Distil 1" in text
     assert "Epoch" not in text
+
+
+CHANGES = [
+    ({"lr_local": 0.02}, "lr_local=0.1, and here it is 0.02"),
+    ({"batch_size": 3}, "batch_size="),
+    ({"algorithm_options": {"prox_strength": 9.0}}, "algorithm='PerAda(prox_strength=1.0"),
+    ({"local_steps": 3, "local_epochs": None}, "local_training="),
+    ({"lr_server": 0.5}, "distillation.lr="),
+    ({"momentum": 0.3}, "momentum="),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), CHANGES, ids=lambda value: str(value)[:30])
+def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(tiny, tmp_path, changed, message):
+    options = tiny.options | {"lr_local": 0.1, "logger": True, "default_root_dir": str(tmp_path)}
+    perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 1})
+    saved = str(run_folder(tmp_path) / "checkpoints" / "last.ckpt")
+    options |= changed | {"ckpt_path": saved, "rounds": 2}
+    with pytest.raises(ValueError, match=re.escape(f"the checkpoint belongs to a run with {message}")) as error:
+        perada.finetune(tiny.net(), tiny.data(), **options)
+    (name,) = re.findall(r"resume_allow=\['(.*)'\]", str(error.value))
+    resumed = perada.finetune(tiny.net(), tiny.data(), **options, resume_allow=[name])
+    assert [row["round"] for row in resumed.metrics["rounds"]] == [0, 1]
+    with pytest.raises(ValueError, match="resume_allow='lr_locl' is unknown"):
+        perada.finetune(tiny.net(), tiny.data(), **options, resume_allow=["lr_locl"])
