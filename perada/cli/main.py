@@ -116,10 +116,25 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def entry_point() -> None:
-    """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks."""
+    """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks.
+
+    A run that is ended by Ctrl-C or SIGTERM says how to resume, with the status that shells give these, 130 and 143.
+    """
     quiet_lightning()
     try:
         main()
+    except (KeyboardInterrupt, SystemExit) as end:
+        # Lightning ends by SystemExit either way, of its own kind (with status 0) after SIGTERM.
+        terminated = type(end).__name__ == "SIGTERMException"
+        if (
+            not terminated
+            and not isinstance(end, KeyboardInterrupt)
+            and not isinstance(end.__context__, KeyboardInterrupt)
+        ):
+            raise
+        how = "--ckpt_path last after the last finished round" if sys.argv[1:2] == ["fit"] else "the same command"
+        print(f"perada: {'terminated' if terminated else 'interrupted'}; resume with {how}", file=sys.stderr)
+        sys.exit(143 if terminated else 130)
     except Exception as error:
         known = isinstance(error, ValueError | TypeError | OSError | ImportError | ArgumentError)
         if os.environ.get("PERADA_DEBUG") or not (known or type(error).__name__ == "MisconfigurationException"):

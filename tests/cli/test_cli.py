@@ -5,7 +5,9 @@ import csv
 import importlib.util
 import json
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from perada.cli import entry_point, main
 from perada.cli.main import COMMANDS, STUDIES
 from perada.cli.runs import make_cli
 from perada.cli.words import spelt_out
+from perada.lightning import FederatedClassifier
 
 QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
 TINY = {
@@ -477,6 +480,30 @@ def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
     assert message in says
     assert "\n" not in says
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status", "said"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
+def test_a_run_that_is_ended_says_how_to_resume(folder, monkeypatch, capsys, number, status, said):
+    words = ["fit", "--config", "tiny.yaml", "--federated.distillation.steps=0"]
+    main([*words, "--trainer.default_root_dir=whole"])
+    step, steps = FederatedClassifier.training_step, []
+
+    def ended(module, *arguments):
+        steps.append(module.trainer.current_epoch)
+        if steps.count(1) == 2:
+            os.kill(os.getpid(), getattr(signal, number))
+        return step(module, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(FederatedClassifier, "training_step", ended)
+        patch.setattr(sys, "argv", ["perada", *words])
+        entry_point()
+    assert end.value.code == status
+    assert f"perada: {said}; resume with --ckpt_path last after the last finished round" in capsys.readouterr().err
+    main([*words, "--ckpt_path=last"])
+    scores = [(Path(root) / "lightning_logs").rglob("metrics.csv") for root in ("whole", ".")]
+    whole, resumed = (max(found).read_text().splitlines()[-1].split(",") for found in scores)
+    assert [float(value or 0) for value in resumed] == pytest.approx([float(value or 0) for value in whole], rel=1e-6)
 
 
 def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
