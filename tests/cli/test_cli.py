@@ -501,9 +501,10 @@ def test_a_run_that_is_ended_says_how_to_resume(folder, monkeypatch, capsys, num
     assert end.value.code == status
     assert f"perada: {said}; resume with --ckpt_path last after the last finished round" in capsys.readouterr().err
     main([*words, "--ckpt_path=last"])
-    scores = [(Path(root) / "lightning_logs").rglob("metrics.csv") for root in ("whole", ".")]
-    whole, resumed = (max(found).read_text().splitlines()[-1].split(",") for found in scores)
-    assert [float(value or 0) for value in resumed] == pytest.approx([float(value or 0) for value in whole], rel=1e-6)
+    saved = [max((Path(root) / "lightning_logs").rglob("last.ckpt")) for root in ("whole", ".")]
+    whole, resumed = (torch.load(path, weights_only=True)["perada"]["federation"] for path in saved)
+    assert resumed["rounds_done"] == whole["rounds_done"] == 2
+    assert all(torch.equal(resumed["global"][key], value) for key, value in whole["global"].items())
 
 
 def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
