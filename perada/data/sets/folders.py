@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.transforms import resize_uint8, to_image
+from perada.data.batches.decoding import UnreadableImageError, check_full_scale, decode
+from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.images import ImageSet
 from perada.data.sets.readers import find_folder
@@ -36,6 +37,7 @@ class ImageFiles(ImageSet):
     """Images that are read from their files, as squares of one size; a subclass lists the files."""
 
     _mode = "RGB"  # of Pillow
+    full_scale: float | None = None  # the value of white in images of more than 8 bits
     _source = ""  # where to fetch them
 
     def __init__(self, root: str, size: int, in_memory: bool, train: bool) -> None:
@@ -49,16 +51,17 @@ class ImageFiles(ImageSet):
         """What the split in ``self.train`` consists of."""
 
     def read(self, path: str) -> Tensor:
-        """Read one file as uint8 (Ch, size, size).
+        """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
 
         Raises:
             FileNotFoundError: If it does not exist.
-            ValueError: If it is no image, or is cut short.
+            UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
         """
         remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
         try:
             with Image.open(path) as image:
-                return resize_uint8(to_image(image.convert(self._mode)), self.size)
+                upright = ImageOps.exif_transpose(image)
+                return resize_uint8(decode(upright, self._mode, self.full_scale), self.size)
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
         except (
@@ -68,7 +71,7 @@ class ImageFiles(ImageSet):
             Image.DecompressionBombError,
         ) as error:  # what Pillow raises depends on the format
             reason = " ".join(str(error).split())
-            raise ValueError(f"{path} is no image that can be read ({reason}): {remedy}") from None
+            raise UnreadableImageError(f"{path} is no image that can be read ({reason}): {remedy}") from None
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         paths = self._listing.paths
@@ -103,14 +106,23 @@ class ImageFolder(ImageFiles):
         size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
         domains: Whether class folders stand within domain folders; the column ``domain`` then names each image's.
         in_memory: Keep all images as one tensor instead of reading files again and again.
+        full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
+            floating-point images.
         train: The training split, or else the test split.
     """
 
     def __init__(
-        self, root: str, size: int = 224, domains: bool = False, in_memory: bool = False, train: bool = True
+        self,
+        root: str,
+        size: int = 224,
+        domains: bool = False,
+        in_memory: bool = False,
+        full_scale: float | None = None,
+        train: bool = True,
     ) -> None:
         super().__init__(root, size, in_memory, train)
-        self.domains = domains
+        check_full_scale(full_scale)
+        self.domains, self.full_scale = domains, full_scale
 
     @cached_property
     def _listing(self) -> Listing:
