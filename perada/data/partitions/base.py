@@ -31,7 +31,8 @@ class _Columns(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         raise ValueError(
             f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
-            "domains: true and OfficeHome have 'domain', CheXpert has 'category', OpenImage has 'client'"
+            "domains: true and OfficeHome have 'domain', CheXpert has 'category', OpenImage has 'client', and so have "
+            "Images with {client} in its layout and ImageTable"
         )
 
 

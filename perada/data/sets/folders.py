@@ -31,6 +31,7 @@ class Listing(NamedTuple):
     labels: Tensor | None = None
     columns: Mapping[str, np.ndarray[Any, Any]] = {}
     num_classes: int | None = None
+    classes: tuple[str, ...] | None = None
 
 
 class ImageFiles(ImageSet):
@@ -81,6 +82,11 @@ class ImageFiles(ImageSet):
     def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
         """Number of classes, or of labels that an image may have; None where there are no labels."""
         return self._listing.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # known from the files
+        """Names of the classes, or of the labels that an image may have, in the order of their numbers."""
+        return self._listing.classes
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -149,7 +155,7 @@ class ImageFolder(ImageFiles):
             samples = [samples[i] for i in np.sort(order[cut:] if self.train else order[:cut])]
         columns = {"domain": np.array([sample[2] for sample in samples])} if self.domains else {}
         labels = torch.tensor([sample[1] for sample in samples], dtype=torch.int64)
-        return Listing([sample[0] for sample in samples], labels, columns, len(classes))
+        return Listing([sample[0] for sample in samples], labels, columns, len(classes), tuple(classes))
 
 
 class OfficeHome(ImageFiles):
@@ -211,9 +217,9 @@ class OfficeHome(ImageFiles):
         strata = np.array(labels) + 65 * np.repeat(np.arange(4), [len(samples) for samples in found])
         held = of_each_stratum(strata, self.test_share, np.random.default_rng(derive_seed(self.seed, "office_home")))
         rows = np.setdiff1d(np.arange(len(paths)), held) if self.train else held
-        return Listing(
-            [paths[row] for row in rows], torch.tensor(np.array(labels)[rows]), {"domain": domains[rows]}, len(classes)
-        )
+        own = torch.tensor(np.array(labels)[rows])
+        columns = {"domain": domains[rows]}
+        return Listing([paths[row] for row in rows], own, columns, len(classes), tuple(classes))
 
     def _domain(self, home: Path, name: str) -> Path:
         places = [home / spelt for spelt in dict.fromkeys((name, name.replace(" ", "")))]

@@ -26,13 +26,15 @@ class ImageSet(Dataset[Any], ABC):
 
     Items are (uint8 image (Ch, H, W), label). Attributes: ``images`` all of them as a tensor, or None if they stay on
     disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name;
-    ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None.
+    ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None;
+    ``classes`` the names of the classes in the order of their numbers, or None.
 
     Args:
         train: The training split, or else the test split.
     """
 
     num_classes: int | None = None
+    classes: tuple[str, ...] | None = None
     group_column: str | None = None
 
     _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
