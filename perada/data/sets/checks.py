@@ -116,6 +116,23 @@ def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[A
     return arrays
 
 
+def class_names(who: str, classes: Any, num_classes: int | None) -> tuple[str, ...] | None:  # noqa: ANN401
+    """The names of classes, of which there are so many; None where ``classes`` is anything but a list of names.
+
+    Raises:
+        ValueError: If they are not so many, or one is there twice.
+    """
+    if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
+        return None
+    twice = [name for place, name in enumerate(classes) if name in classes[:place]]
+    if twice or num_classes not in (None, len(classes)):
+        has = f"the name {twice[0]!r} twice" if twice else f"{len(classes)} names for {num_classes} classes"
+        raise ValueError(
+            f"{who} has {has} in classes; give each class a name of its own, in the order of their numbers"
+        )
+    return tuple(classes)
+
+
 def _shown(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

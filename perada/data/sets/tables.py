@@ -373,13 +373,13 @@ class ImageTable(OwnImages):
         for name, given in (("client", self.client), ("group", self.group)):
             column = self._optional(given, name)
             if column is not None:
-                self._refuse(column == "", f"{given or name} is empty", "fill it in, or take the row out")
+                self._refuse(np.equal(column, ""), f"{given or name} is empty", "fill it in, or take the row out")
                 columns[name] = column
         words = self._optional(self.split, "split")
         split = None
         if words is not None:
             meant = np.array([SPLITS.get(word.lower(), "") for word in words.tolist()])
-            self._refuse(meant == "", f"{self.split or 'split'} is none of {', '.join(SPLITS)}", "correct it")
+            self._refuse(np.equal(meant, ""), f"{self.split or 'split'} is none of {', '.join(SPLITS)}", "correct it")
             split = meant
         return Records(paths, labels, classes, columns, split)
 
@@ -387,11 +387,11 @@ class ImageTable(OwnImages):
         if not isinstance(self.label, str):
             known = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
             found = np.stack([np.char.lower(self._column(name)) for name in self.label], axis=1)
-            self._refuse(~np.isin(found, list(known)).all(1), "a label is neither 0 nor 1", "correct it")
+            self._refuse(np.flatnonzero(~np.isin(found, list(known)).all(1)), "a label is neither 0 nor 1", "correct it")
             return tuple(self.label), np.vectorize(known.__getitem__, otypes=[np.float32])(found)
         column = self._column(self.label)
         if self.separator is None:
-            self._refuse(column == "", f"{self.label} is empty", "give a label, or take the row out")
+            self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out")
             return numbered(column.tolist())
         parts = [[part.strip() for part in cell.split(self.separator)] for cell in column.tolist()]
         classes = ordered({part for row in parts for part in row if part})
