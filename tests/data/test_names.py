@@ -157,6 +157,7 @@ def test_exported_adapters_have_the_names_of_classes(run, tmp_path):
     assert torch.equal(model(x), made.personal("hospital_b")(x))
 
 
+@pytest.mark.slow  # docs/own_images.md takes the same way, and test_recipes.py sees the names in the table
 def test_the_command_line_shows_and_takes_names(hospitals, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["fit", "--config", "images/ditto", f"--data.dataset.root={hospitals}", "--data.dataset.size=32",

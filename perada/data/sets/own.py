@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of one's own, in folders or listed in a table: names, clients and a split without code."""
+"""Images of one's own: names, clients and a split without code, from the paths of files."""
 
 import os
 import re
@@ -174,6 +174,7 @@ class Images(OwnImages):
         self.layout = layout
         self._pattern = layout_pattern(layout)
         self.group_column = "group" if "{group}" in layout else None
+        self.has_clients = "{client}" in layout
 
     def _records(self) -> Records:
         root = Path(self.root)
