@@ -10,12 +10,14 @@ from jsonargparse import ArgumentParser
 
 from perada.core.text import printable
 from perada.data import IID, ByDomain, Images, ImageTable
-from perada.data.inspection import FEW, Inspection, inspect_division
+from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.sets.own import some
 from perada.experiments.studies.drawing import check_drawing, new_figure
 from perada.results.report import ROWS, table
 
+FEW = 10
+"""Clients with fewer training images are named."""
 COLUMNS = 12
 """Classes that the table shows."""
 NAMES = 10

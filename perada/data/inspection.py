@@ -28,9 +28,6 @@ from perada.data.partitions.division import Division
 from perada.data.sets.folders import ImageFiles
 from perada.data.sets.images import ImageSet
 
-FEW = 10
-"""Clients with fewer training images are named."""
-
 
 @dataclass
 class Inspection:
@@ -97,21 +94,21 @@ def inspect_division(division: Division) -> Inspection:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         data, record = division.share_out()
-    parts = [cast(Subset[Any], own[0]).dataset for own in (data.train, data.test)]
-    assert all(isinstance(part, ImageSet) for part in parts)
-    sets = cast(list[ImageSet], parts)
     count = len(data.train)
+    rows_of = [record[name] or [[]] * count for name in ("train", "test")]  # a partition may give no test rows at all
+    sets = [cast(ImageSet, cast(Subset[Any], own[0]).dataset) for own in (data.train, data.test) if own]
+    sets += [division.dataset.with_split(False)] * (len(sets) < 2)
     clients = list(data.client_names or map(str, range(count)))
-    width = data.num_classes or int(max(int(part.labels.max()) for part in sets if part.labels is not None)) + 1
+    width = data.num_classes or 1 + max(int(part.labels.max()) for part in sets if part.labels is not None)
     tables = [
-        np.stack([_counts(part, rows, width) for rows in record[name]])
-        for name, part in zip(("train", "test"), sets, strict=True)
+        np.stack([_counts(part, rows, width) for rows in clients_of])
+        for part, clients_of in zip(sets, rows_of, strict=True)
     ]
-    images = np.array([[len(own) for own in record[name]] for name in ("train", "test")]).T
+    images = np.array([[len(own) for own in clients_of] for clients_of in rows_of]).T
     classes = list(data.classes or map(str, range(width)))
     found = Inspection(clients, classes, tables[0], tables[1], images, np.empty((0, 2), np.int64))
     found.notes = list(dict.fromkeys(" ".join(str(one.message).split()) for one in caught))
-    owners = [_owners(record[name], len(part)) for name, part in zip(("train", "test"), sets, strict=True)]
+    owners = [_owners(clients_of, len(part)) for part, clients_of in zip(sets, rows_of, strict=True)]
     _read(found, sets, owners)
     return found
 

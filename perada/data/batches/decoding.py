@@ -62,7 +62,16 @@ class UnreadableImageError(ValueError):
     """A file that is no image, or a broken one; the message is one line, from a worker process too."""
 
     def __init__(self, message: str) -> None:
-        # torch makes the error anew, from the worker's traceback, whose last line is the message.
-        if "Original Traceback" in message:
-            message = message.strip().rpartition("\n")[2].partition(": ")[2]
-        super().__init__(message)
+        super().__init__(_without_traceback(message))
+
+
+class MissingImageError(FileNotFoundError):
+    """A file that is not there; the message is one line, from a worker process too."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_without_traceback(message))
+
+
+def _without_traceback(message: str) -> str:
+    """Torch makes a worker's error anew in the main process, from its traceback; the last line is the message."""
+    return message.strip().rpartition("\n")[2].partition(": ")[2] if "Original Traceback" in message else message

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an image set of one's own gives, checked before anything is made of it; every message names the set."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,7 +125,7 @@ def class_names(who: str, classes: Any, num_classes: int | None) -> tuple[str, .
     """
     if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
         return None
-    twice = [name for place, name in enumerate(classes) if name in classes[:place]]
+    twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice or num_classes not in (None, len(classes)):
         has = f"the name {twice[0]!r} twice" if twice else f"{len(classes)} names for {num_classes} classes"
         raise ValueError(

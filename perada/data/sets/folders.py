@@ -15,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.decoding import UnreadableImageError, check_full_scale, decode
+from perada.data.batches.decoding import MissingImageError, UnreadableImageError, check_full_scale, decode
 from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.images import ImageSet
@@ -55,7 +55,7 @@ class ImageFiles(ImageSet):
         """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
 
         Raises:
-            FileNotFoundError: If it does not exist.
+            MissingImageError: If it does not exist.
             UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
         """
         remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
@@ -64,7 +64,7 @@ class ImageFiles(ImageSet):
                 upright = ImageOps.exif_transpose(image)
                 return resize_uint8(decode(upright, self._mode, self.full_scale), self.size)
         except FileNotFoundError:
-            raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
+            raise MissingImageError(f"{path} does not exist: {remedy}") from None
         except (
             OSError,
             SyntaxError,
