@@ -79,8 +79,7 @@ class OwnImages(ImageFiles):
         test = self._test_rows(found)
         train = np.setdiff1d(np.arange(len(found.paths)), test)
         if found.split is not None:
-            left = np.flatnonzero(found.split == "val")
-            train = np.setdiff1d(train, left)
+            train = train[found.split[train] == "train"]
         self._check_classes(found, train)
         rows = train if self.train else test
         labels = torch.from_numpy(found.labels[rows])
