@@ -140,7 +140,9 @@ class Reader:
         if parse_only:
             self.parsed(given)
         elif given[0] in ("fit", "test"):
-            main([*given, *SMALL, f"--trainer.max_epochs={1 + ('--ckpt_path' in given)}"])
+            own = any(word.startswith("images") for word in given)  # whose clients are not made by number
+            small = [word for word in SMALL if not (own and "num_clients" in word)]
+            main([*given, *small, f"--trainer.max_epochs={1 + ('--ckpt_path' in given)}"])
         elif given[0] == "compare":
             main([*given, *SMALL, "--trainer.max_epochs=1", "--seeds", "0"])
         else:

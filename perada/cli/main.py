@@ -27,6 +27,12 @@ STUDIES: Tree = {
         "What local gradient descent converges to: linear models, and a head on a frozen backbone.",
     ),
 }
+DATA: Tree = {
+    "inspect": (
+        "perada.cli.data:inspect",
+        "Print what is understood of a folder, a table or a recipe's images, and what is wrong with them.",
+    ),
+}
 COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
@@ -41,6 +47,7 @@ COMMANDS: Tree = {
     "export": ("perada.cli.runs:export", "Write the adapters of a run as PEFT folders."),
     "report": ("perada.cli.main:report", "Print the metrics of a run as a table."),
     "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
+    "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
 }
 """What the program can do. A command is called with its parser, to which it adds its options, and with its words."""

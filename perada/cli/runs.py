@@ -137,9 +137,9 @@ class PeradaCLI(LightningCLI):
         """Print the table of clients."""
         if not self.trainer.is_global_zero:
             return
-        metrics = outcome(self.model, self.loop).metrics
+        metrics, data = outcome(self.model, self.loop).metrics, self.datamodule
         if metrics["clients"]:
-            print(client_table(metrics["clients"], self.datamodule.train_sizes, self.loop.test_mode))
+            print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names))
         for shown in shift_tables(metrics.get("shifts", {})):
             print(f"\n{shown}")
         if mode_line(self.model.scores):
@@ -180,6 +180,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     """Write a finished run's adapters as PEFT folders."""
     parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
+    parser.add_argument("--client", help="Name or number of a client whose adapter alone is written.")
     given = parser.parse_args(words)
     config = given.run / "config.yaml"
     checkpoints = sorted((given.run / "checkpoints").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
@@ -202,9 +203,10 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         with plain_data(path):
             cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=path, verbose=False, weights_only=True)
     run = outcome(cli.model, cli.loop)
-    folder = run.save(given.output)
+    folder = run.save(given.output, client=given.client)
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
-    print(f"Wrote {len(written)} adapters to {folder}: {written[0]} … {written[-1]}")
+    count = f"{len(written)} adapter{'s' * (len(written) > 1)}"
+    print(f"Wrote {count} to {folder}: {' … '.join(dict.fromkeys((written[0], written[-1])))}")
     if privacy_lines(run.info.get("privacy")):
         print(privacy_lines(run.info["privacy"]))
 

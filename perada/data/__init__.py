@@ -9,6 +9,8 @@ from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, From
 from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
 from perada.data.sets.folders import ImageFolder, OfficeHome, UnlabelledFolder
 from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, ImageSet, Photographs
+from perada.data.sets.own import Images
+from perada.data.sets.own_table import ImageTable
 from perada.data.sets.tables import CheXpert, OpenImage
 from perada.data.sets.text import Shakespeare
 from perada.data.shifts import Corruptions, LabelShift, Shift
@@ -35,6 +37,8 @@ __all__ = [
     "FromFile",
     "ImageFolder",
     "ImageSet",
+    "ImageTable",
+    "Images",
     "LabelShift",
     "OfficeHome",
     "OpenImage",

@@ -71,6 +71,8 @@ class FederatedDataModule(pl.LightningDataModule):
     num_classes: int
     multilabel: bool
     train_sizes: tuple[int, ...]
+    classes: list[str] | None
+    client_names: list[str] | None
 
     def __init__(
         self,
@@ -165,6 +167,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self._preparation.check_shape(self._checked.image[0])
         self.num_clients, self.train_sizes = len(data.train), self._checked.train.sizes
         self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel
+        self.classes = None if data.classes is None else list(data.classes)
+        self.client_names = None if data.client_names is None else list(data.client_names)
         if self._data is not None:
             test = [length(dataset) for dataset in self._data.test] or [0] * self.num_clients
             sizes = {"train_sizes": list(self.train_sizes), "test_sizes": test, "public_size": self.public_size}

@@ -24,6 +24,7 @@ from perada.data.batches.samples import (
     length,
     make_store,
 )
+from perada.data.sets.checks import class_names
 from perada.data.sets.images import ImageSet
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
@@ -43,6 +44,8 @@ class FederatedData:
         public: Images without labels, for the server. Of items (image, anything) the second part is never looked at.
         server_validation: Labelled data on the server, for an optional early stop of the distillation.
         num_classes: Inferred from the labels when None.
+        classes: Names of the classes, in the order of their numbers.
+        client_names: Names of the clients, in the order of ``train``.
     """
 
     train: Sequence[Dataset[Any]]
@@ -50,6 +53,8 @@ class FederatedData:
     public: Dataset[Any] | None = None
     server_validation: Dataset[Any] | None = None
     num_classes: int | None = None
+    classes: Sequence[str] | None = None
+    client_names: Sequence[str] | None = None
 
 
 @dataclass
@@ -108,6 +113,9 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
             found[part] = _known_labels(part, store, num_classes)
     assert image is not None
     multilabel = _is_multilabel(found)
+    if data.classes is not None:
+        num_classes = num_classes or len(data.classes)
+        class_names("the data", data.classes, num_classes)
     if num_classes is None:
         known = [labels for clients in found.values() for labels in clients if len(labels)]
         num_classes = known[0].shape[1] if multilabel else int(max(labels.max() for labels in known)) + 1
@@ -120,7 +128,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
 
 
 def _check_counts(data: FederatedData) -> None:
-    """Refuse missing clients and empty ones."""
+    """Refuse missing clients, empty ones, and names that are not one for each."""
     if not len(data.train):
         raise ValueError("there are no clients: FederatedData.train is empty, give one dataset per client")
     if len(data.test) not in (0, len(data.train)):
@@ -131,6 +139,12 @@ def _check_counts(data: FederatedData) -> None:
     for client, dataset in enumerate(data.train):
         if length(dataset) == 0:
             raise ValueError(f"client {client} has no training samples: leave the client out or give it some")
+    names = data.client_names
+    if names is not None and (len(names) != len(data.train) or len(set(names)) < len(names)):
+        raise ValueError(
+            f"client_names has {len(names)} names, {len(set(names))} of them different, for {len(data.train)} clients: "
+            "give each client a name of its own, or leave them out"
+        )
     for name, server_set in (("public", data.public), ("server_validation", data.server_validation)):
         if server_set is not None and length(server_set) == 0:
             raise ValueError(f"the {name} set has no samples: give some, or None")

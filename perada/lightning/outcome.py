@@ -14,7 +14,8 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
-    resized = parts(module.trainer, module)[0].image_size
+    data = parts(module.trainer, module)[0]
+    resized = data.image_size
     protection = federation.protection
     spent = protection.epsilons(clients)
     return Run(
@@ -38,6 +39,8 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "average": ensemble_of(loop.algorithm).average,
             "global_model": loop.algorithm.global_model,
             "multilabel": module.multilabel,
+            "classes": data.classes,
+            "clients": data.client_names,
             "seed": None if protection.test_mode else loop.seed,  # from which the noise would follow
             "privacy": protection.record(clients),
         },

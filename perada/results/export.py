@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters as PEFT folders, written and read."""
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,14 +17,19 @@ from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
 
 BACKBONE_FILE = "backbone.safetensors"
 CARD_FILE = "README.md"
+NAMES_FILE = "config.json"
 _CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
 
 
-def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str = "") -> None:
+def save_adapter(
+    adapted: AdaptedModel, state: State, folder: Path, section: str = "", classes: Sequence[str] | None = None
+) -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
     Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The model's own
-    adapter is left as it was. ``section`` is Markdown for the model card, as in :func:`write_section`.
+    adapter is left as it was. ``section`` is Markdown for the model card, as in :func:`write_section`. The names of
+    the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
+    configuration has no place for them.
     """
     before = get_state(adapted.model)
     try:
@@ -31,6 +38,10 @@ def save_adapter(adapted: AdaptedModel, state: State, folder: Path, section: str
         if adapted.beside:
             save_file({key: state[key].detach().cpu().contiguous() for key in adapted.beside}, folder / BACKBONE_FILE)
         write_section(folder / CARD_FILE, section)
+        if classes:
+            names = {str(number): name for number, name in enumerate(classes)}
+            content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
+            (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     finally:
         set_state(adapted.model, before)
 

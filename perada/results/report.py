@@ -85,16 +85,26 @@ def mean_and_std(values: Sequence[float]) -> str:
     return f"{epsilon_text(fmean(values))} ± {epsilon_text(pstdev(values))}"
 
 
-def client_table(scores: Mapping[str, Sequence[float]], sizes: Sequence[int], test_mode: bool = False) -> str:
+def client_table(
+    scores: Mapping[str, Sequence[float]],
+    sizes: Sequence[int],
+    test_mode: bool = False,
+    names: Sequence[str] | None = None,
+) -> str:
     """One row per client, then mean and standard deviation of all; of many clients the first ``ROWS`` are shown.
 
     Args:
         scores: Each client's scores by name, NaN where it has none; ε where the name begins with ``privacy/``.
         sizes: Training images of each client.
         test_mode: Whether the noise of a private run follows from its seed, which is then said.
+        names: Of the clients; by default their numbers.
     """
     rows = [
-        [str(client), str(size), *(_cell(name, values[client]) for name, values in scores.items())]
+        [
+            names[client] if names else str(client),
+            str(size),
+            *(_cell(name, values[client]) for name, values in scores.items()),
+        ]
         for client, size in enumerate(sizes[:ROWS])
     ]
     if len(sizes) > ROWS:

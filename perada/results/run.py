@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +56,8 @@ class Run:
             {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it
-            was private, as :mod:`perada.results.privacy_card` describes it.
+            was private, as :mod:`perada.results.privacy_card` describes it; the names of ``classes`` and of
+            ``clients``, lists, or ``None`` where there are none.
     """
 
     def __init__(
@@ -70,13 +72,13 @@ class Run:
         self._adapted, self._global, self._personal = adapted, list(global_states), personal_state
         self.num_clients, self.metrics, self.info = num_clients, metrics, info
 
-    def state(self, role: str, client: int | None = None) -> State:
+    def state(self, role: str, client: int | str | None = None) -> State:
         """A copy ``{name in the single model: tensor}`` of one state; :meth:`states` gives all of an ensemble.
 
         Args:
             role: ``"global"`` or ``"personal"``; where clients have no state of their own, their personal state is the
                 global one.
-            client: Index of the client, for ``"personal"``.
+            client: Index or name of the client, for ``"personal"``.
 
         Raises:
             ValueError: If the role is unknown, the client is missing or does not exist, or there are several states.
@@ -84,8 +86,8 @@ class Run:
         if role not in ("global", "personal"):
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
         if role == "personal":
-            check_whole("client", client, 0, most=self.num_clients - 1)
-            if self._personal is not None and client is not None:
+            client = self._index(client)
+            if self._personal is not None:
                 return _contiguous(self._personal(client))
         if len(self._global) > 1:
             raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
@@ -97,8 +99,25 @@ class Run:
             return [_contiguous(state) for state in self._global]
         return [self.state(role, client) for client in range(self.num_clients)]
 
-    def personal(self, client: int) -> nn.Module:
-        """Client ``client``'s model: a network of its own, in evaluation mode, that maps images to logits.
+    def _index(self, client: int | str | None) -> int:
+        """The number of a client, of which this may be the name; a number as text is one where no client is called so.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        names = self.info.get("clients") or []
+        if isinstance(client, str):
+            if client not in names and not client.isdecimal():
+                close = get_close_matches(client, names, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"give a number from 0 to {self.num_clients - 1}"
+                raise ValueError(f"there is no client {client!r}; {hint}")
+            client = names.index(client) if client in names else int(client)
+        check_whole("client", client, 0, most=self.num_clients - 1)
+        assert client is not None
+        return client
+
+    def personal(self, client: int | str) -> nn.Module:
+        """A client's model, by number or name: a network of its own, in evaluation mode, that maps images to logits.
 
         Where clients predict with an ensemble of global models, it is that.
         """
@@ -127,27 +146,35 @@ class Run:
         set_state(model, state)
         return model.eval()
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, client: int | str | None = None) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
         written only where its weights cannot be had elsewhere (random, or a network of your own). Adapters of a private
         run have a section on it in their ``README.md``. Of several processes only rank 0 writes.
+
+        With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all.
         """
         folder = Path(folder)
+        only = None if client is None else self._index(client)
         if this_rank():
             return folder
         folder.mkdir(parents=True, exist_ok=True)
         privacy, personal = self.info.get("privacy"), self._personal is not None
         if is_test_mode(privacy):
             warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
-        for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
-            save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None))
-        for client in range(self.num_clients if personal or len(self._global) == 1 else 0):
-            card = privacy_card(privacy, client if personal else None)  # else it is a copy of the global one
-            save_adapter(self._adapted, self.state("personal", client), folder / f"client_{client}", card)
+        classes = self.info.get("classes")
+        if only is None:
+            for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
+                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None), classes)
+        every = range(self.num_clients if personal or len(self._global) == 1 else 0)
+        for one in every if only is None else [only]:
+            card = privacy_card(privacy, one if personal else None)  # else it is a copy of the global one
+            save_adapter(self._adapted, self.state("personal", one), folder / f"client_{one}", card, classes)
         if _own_weights(self.info):
             save_backbone(self._adapted, folder)
+        if only is not None:
+            return folder
         content = {
             "format": FORMAT,
             "num_clients": self.num_clients,
@@ -188,6 +215,10 @@ class Run:
             if info.get("privacy"):
                 info["privacy"] = _replace(info["privacy"], _from_json)
                 check_record(info["privacy"], clients)
+            for key in ("classes", "clients"):
+                names = info.get(key)
+                if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+                    raise TypeError(f"{key} is {names!r}, no list of names")
             missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")

@@ -19,7 +19,7 @@ from perada.cli.runs import make_cli
 from perada.cli.words import find_recipe, recipes, spelt_out
 from perada.experiments.compare import command
 
-from ..data.miniatures import write_chexpert, write_office_home
+from ..data.miniatures import DOMAINS, HOSPITALS, write_chexpert, write_hospitals, write_office_home
 
 ROOT = Path(perada.__file__).parent / "recipes"
 FILES = sorted(ROOT.rglob("*.yaml"))
@@ -39,7 +39,7 @@ QUICK = {f"cifar10/{method}" for method in GROUPS["method"]} | {
     "cifar10/perada/sample",
     "cifar10_vit/perada_no_kd/sample",
 }
-QUICK |= {"office_home/perada", "office_home/fedavg_ft", "chexpert/perada", "chexpert/ditto"}
+QUICK |= {"office_home/perada", "office_home/fedavg_ft", "chexpert/perada", "chexpert/ditto", "images/perada"}
 QUICK |= {f"{data}/{method}" for method in ("perada", "fedavg_ft") for data in ("fashion_mnist", "cifar10_vit")}
 QUICK |= {f"fashion_mnist/{method}/client" for method in ("ditto", "fed_ensemble", "fedavg_ft")}
 SMALL = {
@@ -58,6 +58,7 @@ SMALL = {
 PUBLISHED = {  # these recipes need the columns of their data sets
     "office_home": ("OfficeHome", partial(write_office_home, each=2)),
     "chexpert": ("CheXpert", write_chexpert),
+    "images": ("Images", write_hospitals),
 }
 DISTILLING = {"perada", "perada_table5", "fed_ensemble_perada", "fedbe", "feddf"}
 
@@ -103,8 +104,8 @@ def small_words(name, written=None):
     first = name.split("/")[0]
     if first in PUBLISHED:
         data |= {"dataset": written(first), "num_workers": 0}
-    if first == "office_home":
-        del data["partition"]  # a domain a client
+    if first in ("office_home", "images"):
+        del data["partition"]  # a domain or a hospital a client
     config = SMALL | {"model": SMALL["model"] | {"backbone": backbone}, "data": data}
     Path("../small.yaml").write_text(yaml.safe_dump(config))
     tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name else []
@@ -138,7 +139,7 @@ def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     if says is None:
         cli.trainer.fit(cli.model, cli.datamodule)
         cli.after_fit()
-        table_of_clients(capsys)
+        table_of_clients(capsys, {"office_home": DOMAINS, "images": HOSPITALS}.get(data, "0123"))
     else:
         with pytest.raises(ValueError, match=says) as error:
             cli.trainer.fit(cli.model, cli.datamodule)
@@ -146,9 +147,9 @@ def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     assert list(Path().iterdir()) == []
 
 
-def table_of_clients(capsys):
+def table_of_clients(capsys, names="0123"):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [line.split("|")[1].strip() for line in lines] == ["client", "0", "1", "2", "3", "mean ± std"]
+    assert [line.split("|")[1].strip() for line in lines] == ["client", *names, "mean ± std"]
 
 
 @pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "dp/fashion_mnist/ditto"])

@@ -76,6 +76,17 @@ def write_open_image(root, uploaders=12):
     return written
 
 
+HOSPITALS = ("hospital_a", "hospital_b", "hospital_c", "hospital_d")
+
+
+def write_hospitals(root, each=6):
+    """So many images of each hospital and of three findings, whose red is the hospital, green the finding."""
+    for place, hospital in enumerate(HOSPITALS):
+        for label, finding in enumerate(("benign", "malignant", "normal")):
+            for number in range(each):
+                write_jpeg(root / hospital / finding / f"{number:04d}.jpg", (60 * place, 80 * label, 20 * number))
+
+
 def write_table(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

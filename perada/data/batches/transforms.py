@@ -12,22 +12,24 @@ from torchvision.transforms.v2 import functional as vision
 
 from perada.core.images import ImageConfig
 from perada.core.states import send
+from perada.data.batches.decoding import decode
 
 
 def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
     """Turn one item of a dataset into a tensor: uint8 (Ch, H, W), or floating point, or int64 tokens (L,) as they are.
 
-    PIL images in other modes than L and RGB are converted to RGB. NumPy arrays of uint8 are (H, W) or (H, W, Ch).
+    PIL images become one channel if they are grey, or else three (:func:`.decode`). NumPy arrays of uint8 are (H, W)
+    or (H, W, Ch).
 
     Raises:
         TypeError: If it is none of these.
+        ValueError: If a PIL image has values that cannot be scaled.
 
     >>> to_image(np.zeros((4, 5, 3), dtype=np.uint8)).shape
     torch.Size([3, 4, 5])
     """
     if isinstance(image, Image.Image):
-        pixels: Tensor = vision.pil_to_tensor(image if image.mode in ("L", "RGB") else image.convert("RGB"))
-        return pixels
+        return decode(image)
     if isinstance(image, np.ndarray):
         channels_last = image.dtype == np.uint8 and image.ndim == 3
         image = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1) if channels_last else image))

@@ -7,7 +7,7 @@ Shape suffixes: M clients, K classes, N samples.
 import json
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,8 @@ class _Columns(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         raise ValueError(
             f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
-            "domains: true and OfficeHome have 'domain', CheXpert has 'category', OpenImage has 'client'"
+            "domains: true and OfficeHome have 'domain', CheXpert has 'category', OpenImage has 'client', and so have "
+            "Images with {client} in its layout and ImageTable"
         )
 
 
@@ -66,6 +67,10 @@ class Partition(Options, ABC):
             ValueError: If the data cannot be divided so.
         """
 
+    def client_names(self, train: Split) -> Sequence[str] | None:
+        """Names of the clients that :meth:`split` makes of ``train``, in their order; None where they have none."""
+        return None
+
 
 class IID(Partition):
     """Equal shares at random.
@@ -99,6 +104,12 @@ class ByDomain(Partition):
     def __init__(self, column: str = "domain", clients_per_domain: int = 1) -> None:
         check_whole("clients_per_domain", clients_per_domain)
         self.column, self.clients_per_domain = column, clients_per_domain
+
+    def client_names(self, train: Split) -> Sequence[str] | None:
+        """The domains; clients that share one are numbered behind it."""
+        domains = np.unique(train.columns[self.column]).tolist()
+        share = range(self.clients_per_domain)
+        return [f"{domain} {one}" if len(share) > 1 else str(domain) for domain in domains for one in share]
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Sort the domains by name, and cut each domain's samples into equal shares."""
@@ -141,6 +152,11 @@ class FromFile(Partition):
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def client_names(self, train: Split) -> Sequence[str] | None:
+        """Those of the earlier run."""
+        names = json.loads(Path(self.path).read_text()).get("clients")
+        return [str(name) for name in names] if isinstance(names, list) else None
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Look up the rows of the recorded positions; the seed is not used."""

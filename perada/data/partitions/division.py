@@ -14,7 +14,7 @@ from perada.data.partitions.apportion import Array
 from perada.data.partitions.base import Partition, Split
 from perada.data.partitions.checks import divide
 from perada.data.partitions.shares import whole_groups
-from perada.data.sets.checks import checked_columns, split_of
+from perada.data.sets.checks import checked_columns, class_names, split_of
 from perada.data.sets.images import ImageSet
 
 
@@ -66,7 +66,9 @@ class Division:
         used = self._sample("train", len(parts[0]), self.train_limit)
         public, validation, train = (used[rows] for rows in self._hold_out(groups_of(parts[0], used)))
         test = self._sample("test", len(parts[1]), self.test_limit)
-        division = divide(self.partition, _split(parts[0], train), _split(parts[1], test), self.seed)
+        shown = _split(parts[0], train)
+        division = divide(self.partition, shown, _split(parts[1], test), self.seed)
+        names = self.partition.client_names(shown)
         train_of, test_of = (
             [np.sort(index[rows]).tolist() for rows in clients]
             for index, clients in zip((train, test), division, strict=True)
@@ -80,13 +82,15 @@ class Division:
             "test": test_of,
             "public": public.tolist() if self.public_fraction else repr(self.public),
             "server_validation": validation.tolist(),
-        }
+        } | ({"clients": list(names)} if names else {})
         return FederatedData(
             train=[Subset(parts[0], own) for own in train_of],
             test=[Subset(parts[1], own) for own in test_of],
             public=self._public(parts[0], public.tolist()),
             server_validation=Subset(parts[0], validation.tolist()) if len(validation) else None,
             num_classes=parts[0].num_classes,
+            classes=class_names(split_of(parts[0]), parts[0].classes, parts[0].num_classes),
+            client_names=names,
         ), record
 
     def _sample(self, part: str, total: int, limit: int | None) -> Array:

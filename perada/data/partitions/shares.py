@@ -56,3 +56,44 @@ def of_each_stratum(strata: Array, share: float, rng: np.random.Generator) -> Ar
     counts = np.minimum(np.rint(sizes * share).astype(np.int64), sizes - 1)
     place = np.arange(len(of)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.sort(order[place < np.repeat(counts, sizes)])
+
+
+def spread_share(clients: Array, labels: Array, groups: Array, share: float, rng: np.random.Generator) -> Array:
+    """Draw about a share of the rows, whole groups, spread over clients and the classes of each.
+
+    The groups are walked through by client, then by class, else at random, and each one is drawn that brings the number
+    of rows drawn so far closer to the share of those passed. Where each row is a group, the number drawn in any stretch
+    of the walk is within one of the share of its length (systematic sampling). A client or class is never drawn whole.
+
+    Args:
+        clients: The client (N,) of each row.
+        labels: Its class (N,), whole numbers from 0, or its several labels (N, K), zeros and ones.
+        groups: Its group (N,). A group takes the place of its first row in the walk.
+        share: Above 0 and below 1.
+        rng: What is drawn from.
+
+    Returns:
+        The rows, ascending.
+
+    >>> alone = np.arange(8)
+    >>> len(spread_share(np.repeat([0, 1], 4), np.tile([0, 1], 4), alone, 0.25, np.random.default_rng(0)))
+    2
+    """
+    _, first, of, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
+    _, numbers = np.unique(clients, return_inverse=True)
+    _, combinations = np.unique(labels.reshape(len(labels), -1), axis=0, return_inverse=True)
+    order = np.lexsort((rng.random(len(first)), combinations.reshape(-1)[first], numbers[first]))
+    drawn = np.zeros(len(first), dtype=bool)
+    passed, taken = float(rng.random()) - 0.5, 0
+    for group in order:
+        passed += sizes[group] * share
+        if abs(passed - taken - sizes[group]) < abs(passed - taken):
+            drawn[group] = True
+            taken += int(sizes[group])
+    every = np.arange(len(of))
+    for rows, strata in ((every, numbers), (every, labels) if labels.ndim == 1 else np.nonzero(labels)):
+        for stratum in np.setdiff1d(strata, strata[~drawn[of[rows]]]):  # whose last group is given back
+            own = rows[strata == stratum]
+            if drawn[of[own]].all():
+                drawn[of[own[0]]] = False
+    return np.flatnonzero(drawn[of])

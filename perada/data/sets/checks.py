@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an image set of one's own gives, checked before anything is made of it; every message names the set."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,6 +115,23 @@ def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[A
                 "image of the split in self.train"
             )
     return arrays
+
+
+def class_names(who: str, classes: Any, num_classes: int | None) -> tuple[str, ...] | None:  # noqa: ANN401
+    """The names of classes, of which there are so many; None where ``classes`` is anything but a list of names.
+
+    Raises:
+        ValueError: If they are not so many, or one is there twice.
+    """
+    if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
+        return None
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice or num_classes not in (None, len(classes)):
+        has = f"the name {twice[0]!r} twice" if twice else f"{len(classes)} names for {num_classes} classes"
+        raise ValueError(
+            f"{who} has {has} in classes; give each class a name of its own, in the order of their numbers"
+        )
+    return tuple(classes)
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401

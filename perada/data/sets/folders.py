@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.transforms import resize_uint8, to_image
+from perada.data.batches.decoding import MissingImageError, UnreadableImageError, check_full_scale, decode
+from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.images import ImageSet
 from perada.data.sets.readers import find_folder
@@ -30,12 +31,14 @@ class Listing(NamedTuple):
     labels: Tensor | None = None
     columns: Mapping[str, np.ndarray[Any, Any]] = {}
     num_classes: int | None = None
+    classes: tuple[str, ...] | None = None
 
 
 class ImageFiles(ImageSet):
     """Images that are read from their files, as squares of one size; a subclass lists the files."""
 
     _mode = "RGB"  # of Pillow
+    full_scale: float | None = None  # the value of white in images of more than 8 bits
     _source = ""  # where to fetch them
 
     def __init__(self, root: str, size: int, in_memory: bool, train: bool) -> None:
@@ -49,18 +52,19 @@ class ImageFiles(ImageSet):
         """What the split in ``self.train`` consists of."""
 
     def read(self, path: str) -> Tensor:
-        """Read one file as uint8 (Ch, size, size).
+        """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
 
         Raises:
-            FileNotFoundError: If it does not exist.
-            ValueError: If it is no image, or is cut short.
+            MissingImageError: If it does not exist.
+            UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
         """
         remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
         try:
             with Image.open(path) as image:
-                return resize_uint8(to_image(image.convert(self._mode)), self.size)
+                upright = ImageOps.exif_transpose(image)
+                return resize_uint8(decode(upright, self._mode, self.full_scale), self.size)
         except FileNotFoundError:
-            raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
+            raise MissingImageError(f"{path} does not exist: {remedy}") from None
         except (
             OSError,
             SyntaxError,
@@ -68,7 +72,7 @@ class ImageFiles(ImageSet):
             Image.DecompressionBombError,
         ) as error:  # what Pillow raises depends on the format
             reason = " ".join(str(error).split())
-            raise ValueError(f"{path} is no image that can be read ({reason}): {remedy}") from None
+            raise UnreadableImageError(f"{path} is no image that can be read ({reason}): {remedy}") from None
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         paths = self._listing.paths
@@ -78,6 +82,11 @@ class ImageFiles(ImageSet):
     def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
         """Number of classes, or of labels that an image may have; None where there are no labels."""
         return self._listing.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # known from the files
+        """Names of the classes, or of the labels that an image may have, in the order of their numbers."""
+        return self._listing.classes
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -103,14 +112,23 @@ class ImageFolder(ImageFiles):
         size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
         domains: Whether class folders stand within domain folders; the column ``domain`` then names each image's.
         in_memory: Keep all images as one tensor instead of reading files again and again.
+        full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
+            floating-point images.
         train: The training split, or else the test split.
     """
 
     def __init__(
-        self, root: str, size: int = 224, domains: bool = False, in_memory: bool = False, train: bool = True
+        self,
+        root: str,
+        size: int = 224,
+        domains: bool = False,
+        in_memory: bool = False,
+        full_scale: float | None = None,
+        train: bool = True,
     ) -> None:
         super().__init__(root, size, in_memory, train)
-        self.domains = domains
+        check_full_scale(full_scale)
+        self.domains, self.full_scale = domains, full_scale
 
     @cached_property
     def _listing(self) -> Listing:
@@ -137,7 +155,7 @@ class ImageFolder(ImageFiles):
             samples = [samples[i] for i in np.sort(order[cut:] if self.train else order[:cut])]
         columns = {"domain": np.array([sample[2] for sample in samples])} if self.domains else {}
         labels = torch.tensor([sample[1] for sample in samples], dtype=torch.int64)
-        return Listing([sample[0] for sample in samples], labels, columns, len(classes))
+        return Listing([sample[0] for sample in samples], labels, columns, len(classes), tuple(classes))
 
 
 class OfficeHome(ImageFiles):
@@ -199,9 +217,9 @@ class OfficeHome(ImageFiles):
         strata = np.array(labels) + 65 * np.repeat(np.arange(4), [len(samples) for samples in found])
         held = of_each_stratum(strata, self.test_share, np.random.default_rng(derive_seed(self.seed, "office_home")))
         rows = np.setdiff1d(np.arange(len(paths)), held) if self.train else held
-        return Listing(
-            [paths[row] for row in rows], torch.tensor(np.array(labels)[rows]), {"domain": domains[rows]}, len(classes)
-        )
+        own = torch.tensor(np.array(labels)[rows])
+        columns = {"domain": domains[rows]}
+        return Listing([paths[row] for row in rows], own, columns, len(classes), tuple(classes))
 
     def _domain(self, home: Path, name: str) -> Path:
         places = [home / spelt for spelt in dict.fromkeys((name, name.replace(" ", "")))]

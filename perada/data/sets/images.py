@@ -20,19 +20,23 @@ from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.checks import checked_tensors, split_of
 from perada.data.sets.readers import find_folder, read_cifar, read_cifar_binary, read_idx
 
+DIGITS = tuple("0123456789")
+
 
 class ImageSet(Dataset[Any], ABC):
     """One split of a set of images; :meth:`with_split` gives the other. Nothing is read before it is needed.
 
     Items are (uint8 image (Ch, H, W), label). Attributes: ``images`` all of them as a tensor, or None if they stay on
     disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name;
-    ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None.
+    ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None;
+    ``classes`` the names of the classes in the order of their numbers, or None.
 
     Args:
         train: The training split, or else the test split.
     """
 
     num_classes: int | None = None
+    classes: tuple[str, ...] | None = None
     group_column: str | None = None
 
     _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -116,6 +120,7 @@ class Digits(ImageSet):
     """
 
     num_classes = 10
+    classes = DIGITS
 
     def _load(self) -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
@@ -138,6 +143,7 @@ class MNIST(ImageSet):
     """
 
     num_classes = 10
+    classes: tuple[str, ...] | None = DIGITS
     _title = "MNIST"
     _kind = torchvision_datasets.MNIST  # knows where the files are and their checksums
     _package = ""  # Debian's package that has them, if there is one
@@ -184,6 +190,7 @@ class FashionMNIST(MNIST):
         train: The training split, or else the test split.
     """
 
+    classes = tuple(torchvision_datasets.FashionMNIST.classes)
     _title = "Fashion-MNIST"
     _kind = torchvision_datasets.FashionMNIST
     _package = "dataset-fashion-mnist"
@@ -207,11 +214,19 @@ class CIFAR10(ImageSet):
     _title = "CIFAR-10"
     _kind = torchvision_datasets.CIFAR10  # knows the files and their checksums
     _binary = ("cifar-10-batches-bin", 1)  # its folder, and the bytes before the pixels of a record
+    _names_file = "batches.meta.txt"  # in that folder
 
     def __init__(self, root: str = "data", download: bool = False, train: bool = True) -> None:
         super().__init__(train)
         self.root = root
         self._may_download = download
+        self._names: tuple[str, ...] | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # read from a file
+        """Names of the classes, or None where the files of the binary layout come without them."""
+        _ = self._tensors
+        return self._names
 
     def _folder(self) -> Path | None:
         root = Path(self.root)
@@ -231,7 +246,10 @@ class CIFAR10(ImageSet):
                 "or set download: true where there is a network"
             )
         if (folder / self._kind.test_list[0][0]).exists():
-            return read_cifar(self._kind, folder, self.train)
+            *found, self._names = read_cifar(self._kind, folder, self.train)
+            return found[0], found[1]
+        if (folder / self._names_file).is_file():
+            self._names = tuple((folder / self._names_file).read_text(encoding="utf-8").split())
         names = self._kind.train_list if self.train else self._kind.test_list
         return read_cifar_binary([folder / f"{name}.bin" for name, _ in names], self._binary[1])
 
@@ -249,6 +267,7 @@ class CIFAR100(CIFAR10):
     _title = "CIFAR-100"
     _kind = torchvision_datasets.CIFAR100
     _binary = ("cifar-100-binary", 2)  # a coarse label stands before the fine one
+    _names_file = "fine_label_names.txt"
 
 
 class Photographs(ImageSet):

@@ -51,11 +51,11 @@ def read_idx(path: Path, item: tuple[int, ...], source: str) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).copy()).view(*shape)
 
 
-def read_cifar(kind: type[CIFAR10], folder: Path, train: bool) -> tuple[Tensor, Tensor]:
+def read_cifar(kind: type[CIFAR10], folder: Path, train: bool) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Read the Python layout of CIFAR with torchvision, which opens no file before it has compared its checksum.
 
     Returns:
-        Images uint8 (N, 3, 32, 32) and labels int64 (N,).
+        Images uint8 (N, 3, 32, 32), labels int64 (N,), and the names of the classes.
 
     Raises:
         FileNotFoundError: If a file of either split is missing.
@@ -70,11 +70,11 @@ def read_cifar(kind: type[CIFAR10], folder: Path, train: bool) -> tuple[Tensor, 
             if not check_integrity(str(folder / name), checksum):
                 raise ValueError(f"{folder / name} is not the published file (its MD5 differs): {_AGAIN}") from None
         raise
-    return torch.from_numpy(split.data.transpose(0, 3, 1, 2)), torch.tensor(split.targets)
+    return torch.from_numpy(split.data.transpose(0, 3, 1, 2)), torch.tensor(split.targets), tuple(split.classes)
 
 
 def read_cifar_binary(paths: Sequence[Path], label_bytes: int) -> tuple[Tensor, Tensor]:
-    """Read the files of a split in CIFAR's binary layout; the results are those of :func:`read_cifar`.
+    """Read the files of a split in CIFAR's binary layout; images and labels are those of :func:`read_cifar`.
 
     A record has ``label_bytes`` before its pixels, of which the last one is the label.
 

@@ -46,13 +46,14 @@ class Shapes(ImageSet):
         check_whole("count", count, 10, hint="the test split has a tenth as many")
         check_whole("classes", classes)
         check_whole("size", size)
-        self.count, self.classes, self.size, self.seed = count, classes, size, seed
-        self.num_classes = classes
+        self.count, self.size, self.seed = count, size, seed
+        self.classes = classes  # type: ignore[assignment]  # the argument; shapes have no names
+        self.num_classes = self._kinds = classes
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        kinds = draw_kinds(self.classes, generator(self.seed, "shape classes"))
+        kinds = draw_kinds(self._kinds, generator(self.seed, "shape classes"))
         random = generator(self.seed, "shape images", int(self.train))
-        labels = torch.randint(0, self.classes, (self.count if self.train else self.count // 10,), generator=random)
+        labels = torch.randint(0, self._kinds, (self.count if self.train else self.count // 10,), generator=random)
         images = [
             draw_shapes({k: v[c] for k, v in kinds.items()}, self.size, random) for c in torch.split(labels, CHUNK)
         ]

@@ -31,20 +31,65 @@ def read_columns(path: Path, names: Sequence[str], source: str) -> list[Array]:
     again = f"fetch it again from {source}"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: set root to the folder that holds it, or {again}")
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            header, *rows = list(csv.reader(file)) or [[]]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no table ({error}): {again}") from None
-    missing = [name for name in names if name not in header]
+    columns, _ = _read_csv(path, again)
+    missing = [name for name in names if name not in columns]
     if missing:
-        raise ValueError(f"{path} has no column {missing[0]!r} among {header}: {again}")
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(header):
-            raise ValueError(f"{path}, row {number}, has {len(row)} fields and the header {len(header)}: {again}")
+        raise ValueError(f"{path} has no column {missing[0]!r} among {list(columns)}: {again}")
+    return [columns[name] for name in names]
+
+
+def read_table(path: Path) -> tuple[dict[str, Array], Array]:
+    """Read a CSV, TSV or Parquet file: columns (N,) of strings by name, and the number (N,) of each row in the file.
+
+    What a Parquet file lacks is an empty string. Rows of text files count from 1, the header.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no such table, a row has another number of fields than the header, or there are no rows.
+        ModuleNotFoundError: If pyarrow is not installed, and the file is of Parquet.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: set table to a .csv, .tsv or .parquet file")
+    suffix = path.suffix.lower()
+    if suffix != ".parquet":
+        return _read_csv(path, "correct the table", "\t" if suffix == ".tsv" else ",")
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path} is read with pyarrow, which is not installed ({error}); pip install 'perada[tables]'"
+        ) from error
+    try:
+        content = parquet.read_table(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no table ({' '.join(str(error).split())}): correct the table") from None
+    if not len(content):
+        raise ValueError(f"{path} has no rows: correct the table")
+    columns = {
+        name: np.array(["" if value is None else str(value) for value in column.to_pylist()])
+        for name, column in zip(content.column_names, content.columns, strict=True)
+    }
+    return columns, np.arange(1, len(content) + 1)
+
+
+def _read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, Array], Array]:
+    """The columns of a text file and the rows' numbers; empty lines are passed over."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark at its start
+            rows = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no table ({error}): {remedy}") from None
     if not rows:
-        raise ValueError(f"{path} has a header and no rows: {again}")
-    return [np.array([row[place] for row in rows]) for place in map(header.index, names)]
+        raise ValueError(f"{path} is empty: {remedy}")
+    header = rows[0][1]
+    for number, row in rows[1:]:
+        if len(row) != len(header):
+            raise ValueError(f"{path}, row {number}, has {len(row)} fields and the header {len(header)}: {remedy}")
+    if len(rows) < 2:
+        raise ValueError(f"{path} has a header and no rows: {remedy}")
+    columns = {name: np.array([row[place] for _, row in rows[1:]]) for place, name in enumerate(header)}
+    return columns, np.array([number for number, _ in rows[1:]])
 
 
 class CheXpert(ImageFiles):
@@ -109,7 +154,7 @@ class CheXpert(ImageFiles):
             paths, patients, labels = self._read(home / "valid.csv")
         _, category = categories(training_labels, labels, self.merge_below)
         columns = {"patient": patients, "category": category}
-        return Listing(paths, torch.from_numpy(labels).float(), columns, len(FINDINGS))
+        return Listing(paths, torch.from_numpy(labels).float(), columns, len(FINDINGS), FINDINGS)
 
     def _read(self, table: Path) -> tuple[list[str], Array, Array]:
         """Files, patients (N,) and labels (N, 5) of a table."""

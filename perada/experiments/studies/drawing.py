@@ -17,11 +17,20 @@ def check_output(output: Path) -> None:
     """
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
+    check_drawing("this study")
+
+
+def check_drawing(who: str) -> None:
+    """See that there is something to draw with, before anything is computed.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"this study draws with matplotlib, which is not installed ({error}); pip install 'perada[studies]'"
+            f"{who} draws with matplotlib, which is not installed ({error}); pip install 'perada[studies]'"
         ) from error
 
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands on data: what is understood of a source of images, before anything is trained."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jsonargparse import ArgumentParser
+
+from perada.core.text import printable
+from perada.data import IID, ByDomain, Images, ImageTable
+from perada.data.inspection import Inspection, inspect_division
+from perada.data.partitions.division import Division
+from perada.data.sets.own import some
+from perada.experiments.studies.drawing import check_drawing, new_figure
+from perada.results.report import ROWS, table
+
+FEW = 10
+"""Clients with fewer training images are named."""
+COLUMNS = 12
+"""Classes that the table shows."""
+NAMES = 10
+"""Files and clients that are named of each kind."""
+
+
+def inspect(parser: ArgumentParser, words: list[str]) -> None:
+    """Print what is understood of a folder, a table or a recipe's data; the exit status is 1 if it must be mended."""
+    parser.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
+    if any(word.startswith("--config") for word in words):
+        division, output = _of_recipe(parser, words)
+    else:
+        division, output = _of_source(parser, words)
+    if output is not None:
+        check_drawing("perada data inspect --output")
+    found = inspect_division(division)
+    print(shown(found))
+    if output is not None:
+        draw(found, output)
+        print(f"Figure: {output}")
+    if not found.usable:
+        sys.exit(1)
+
+
+def _of_recipe(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
+    """The data of a recipe and the options beside it."""
+    from perada.cli.runs import make_cli
+
+    own: list[str] = []
+    rest: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        (own if word.startswith("--output") or before == "--output" else rest).append(word)
+    output = parser.parse_args(own).output
+    cli = make_cli(rest, run=False)
+    cli.datamodule.prepare_data()
+    return cli.datamodule._division, output
+
+
+def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
+    """The images of a folder or a table, by client where clients are known."""
+    parser.add_argument("source", help="Folder or table (.csv, .tsv, .parquet). Or --config RECIPE and its options.")
+    suffixes = {Path(word).suffix.lower() for word in words if not word.startswith("-")}
+    kind: type[Images | ImageTable] = ImageTable if suffixes & {".csv", ".tsv", ".parquet"} else Images
+    first = "table" if kind is ImageTable else "root"
+    parser.add_class_arguments(kind, skip={first, "size", "in_memory", "train"})
+    given = vars(parser.parse_args(words))
+    source, output = given.pop("source"), given.pop("output")
+    images = kind(**{first: source, "size": 32}, **given)  # small: what is read is not kept
+    return Division(images, ByDomain("client") if images.has_clients else IID(1)), output
+
+
+def shown(found: Inspection) -> str:
+    """An inspection as text: a table, what there is, what must be mended, what else is worth knowing."""
+    blocks = [_table(found), _facts(found)]
+    for title, lines in (
+        ("Cannot be read", found.broken),
+        ("In the test split and in training", _pairs(found.leaks)),
+        ("Several clients have it", _pairs(found.shared)),
+        ("One client has it twice", _pairs(found.repeated)),
+        ("Only one client has it", [f"class {name}: {client}" for name, client in found.of_one_client]),
+        ("Worth knowing", _notes(found)),
+    ):
+        if lines:
+            blocks.append("\n".join([f"{title} ({len(lines)}):", *(f"- {line}" for line in _first(lines))]))
+    blocks.append("This can be used." if found.usable else "This cannot be used before it is mended.")
+    return "\n\n".join(blocks)
+
+
+def _table(found: Inspection) -> str:
+    """Training and test images of each client and class."""
+    header = ["client", *found.classes[:COLUMNS]]
+    more = len(found.classes) - COLUMNS
+    header += [f"… {more} more", "images"] if more > 0 else ["images"]
+
+    def row(name: str, train: Sequence[int], test: Sequence[int], images: Sequence[int]) -> list[str]:
+        cells = [f"{a} / {b}" for a, b in zip(train[:COLUMNS], test[:COLUMNS], strict=True)]
+        return [name, *cells, *([""] * (more > 0)), f"{images[0]} / {images[1]}"]
+
+    own = [found.train.tolist(), found.test.tolist(), found.images.tolist()]
+    rows = [row(*one) for one in zip(found.clients, *own, strict=True)][:ROWS]
+    if len(found.clients) > ROWS:
+        rows.append([f"… {len(found.clients) - ROWS} more", *[""] * (len(header) - 1)])
+    rows.append(row("all", *(part.sum(0).tolist() for part in (found.train, found.test, found.images))))
+    return f"{table(header, rows)}\n\nEach cell: training images / test images."
+
+
+def _facts(found: Inspection) -> str:
+    if not len(found.sizes):
+        return "No image can be read."
+    extents = []
+    for name, values in zip(("width", "height"), found.sizes.T, strict=True):
+        extents.append(f"{name} {values.min()} to {values.max()} (median {np.median(values):g})")
+    modes = ", ".join(f"{count} {mode}" for mode, count in found.modes.most_common())
+    return f"Pixels: {', '.join(extents)}\nModes: {modes}"
+
+
+def _notes(found: Inspection) -> list[str]:
+    """What does not stand in the way of a run."""
+    few = [name for name, (train, _) in zip(found.clients, found.images, strict=True) if train < FEW]
+    untested = [name for name, (_, test) in zip(found.clients, found.images, strict=True) if not test]
+    notes = list(found.notes)
+    notes += [f"fewer than {FEW} training images: {some(few, NAMES)}"] * bool(few)
+    return notes + [f"no test images: {some(untested, NAMES)}"] * bool(untested)
+
+
+def draw(found: Inspection, output: Path) -> None:
+    """Draw the training images of each client and class as a picture."""
+    figure = new_figure(2 + 0.35 * min(len(found.classes), 60), 1.5 + 0.3 * min(len(found.clients), 60))
+    axes = figure.subplots()
+    drawn = axes.imshow(found.train, aspect="auto", cmap="Blues", vmin=0)
+    axes.set(xlabel="class", ylabel="client", title="training images")
+    for axis, names in ((axes.xaxis, found.classes), (axes.yaxis, found.clients)):
+        if len(names) <= 60:  # more cannot be read
+            axis.set_ticks(range(len(names)), [printable(name).replace("$", "\\$") for name in names])
+    axes.tick_params(axis="x", rotation=90)
+    figure.colorbar(drawn)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"{one} is {other}" for one, other in pairs]
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """The first lines, and how many there are more."""
+    more = len(lines) - NAMES
+    return [printable(line) for line in lines[:NAMES]] + [f"… {more} more"] * (more > 0)

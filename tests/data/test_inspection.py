@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`perada data inspect` finds what was put into a folder, a table or a recipe."""
+
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from perada.cli import main
+from perada.cli.data import shown
+from perada.data import Digits, Dirichlet, Images, ImageTable
+from perada.data.inspection import Inspection, inspect_division
+from perada.data.partitions.base import ByDomain
+from perada.data.partitions.division import Division
+
+from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table
+
+
+def rows_of(printed):
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in printed.splitlines() if "|" in line]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_a_folder_is_shown_with_its_counts(tmp_path, capsys):
+    write_hospitals(tmp_path / "mine", each=10)
+    main(["data", "inspect", str(tmp_path / "mine"), "--test_share=0.2", "--output", str(tmp_path / "new" / "x.png")])
+    printed = capsys.readouterr().out
+    rows = rows_of(printed)
+    assert rows["client"] == ["benign", "malignant", "normal", "images"]
+    for hospital in HOSPITALS:
+        assert rows[hospital] == ["8 / 2"] * 3 + ["24 / 6"]
+    assert rows["all"] == ["32 / 8"] * 3 + ["96 / 24"]
+    assert "width 6 to 6 (median 6), height 4 to 4 (median 4)" in printed
+    assert "Modes: 120 RGB" in printed
+    assert printed.splitlines()[-2] == "This can be used."
+    with Image.open(tmp_path / "new" / "x.png") as figure:
+        assert figure.size[0] > 100
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Two clients with every fault; the test split is the folder's own."""
+    for number, path in enumerate(
+        ("train/a/x/0.png", "train/a/x/1.png", "train/a/y/2.png", "train/b/x/3.png", "test/a/x/4.png", "test/a/y/5.png")
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4 + number, 9 - number), number).save(tmp_path / path)
+    Image.fromarray(np.full((3, 20), 40_000, np.uint16)).save(tmp_path / "train/b/x/6.png")
+    for source, copy in (("a/x/0", "a/x/7"), ("a/x/1", "b/x/8")):
+        shutil.copy(tmp_path / f"train/{source}.png", tmp_path / f"train/{copy}.png")
+    shutil.copy(tmp_path / "train/b/x/3.png", tmp_path / "test/a/x/9.png")
+    (tmp_path / "train/a/y/10.png").write_bytes((tmp_path / "train/a/y/2.png").read_bytes()[:-30])
+    (tmp_path / "stray.png").write_bytes(b"")
+    return tmp_path
+
+
+def test_every_fault_is_found(damaged):
+    images = Images(str(damaged), layout="{split}/{client}/{class}/*", size=8)
+    found = inspect_division(Division(images, ByDomain("client")))
+    assert (found.clients, found.classes) == (["a", "b"], ["x", "y"])
+    assert (found.train.tolist(), found.test.tolist()) == ([[3, 2], [3, 0]], [[2, 1], [0, 0]])
+    assert found.images.tolist() == [[5, 3], [3, 0]]
+    (broken,) = found.broken
+    assert broken.startswith(f"{damaged}/train/a/y/10.png is no image that can be read")
+    path = f"{damaged}/{{}}.png".format
+    assert found.leaks == [(path("test/a/x/9"), path("train/b/x/3"))]
+    assert found.shared == [(path("train/b/x/8"), path("train/a/x/1"))]
+    assert found.repeated == [(path("train/a/x/7"), path("train/a/x/0"))]
+    assert found.of_one_client == [("y", "a")]
+    assert found.modes == {"L": 9, "I;16": 1}
+    assert sorted(found.sizes[:, 0].tolist()) == [4, 4, 5, 5, 6, 7, 7, 8, 9, 20]
+    assert "1 of 12 images" in found.notes[0]
+    assert not found.usable
+    text = shown(found)
+    assert "Only one client has it (1):\n- class y: a" in text
+    assert "- fewer than 10 training images: a, b\n- no test images: b" in text
+    assert text.endswith("This cannot be used before it is mended.")
+
+
+def test_the_exit_status_says_whether_it_can_be_used(damaged, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "inspect", str(damaged), "--layout", "{split}/{client}/{class}/*"])
+    assert ended.value.code == 1
+    assert "Cannot be read (1):" in capsys.readouterr().out
+
+
+def test_a_table_and_a_recipe_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(6):
+        write_jpeg(tmp_path / f"{number}.jpg", 30 * number)
+    write_table(
+        tmp_path / "t.csv",
+        [{"path": f"{n}.jpg", "p": n % 2, "q": 1, "split": "test" if n > 3 else "train"} for n in range(6)],
+    )
+    main(["data", "inspect", "t.csv", '--label=["p", "q"]'])
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["client"] == ["p", "q", "images"]
+    assert rows["0"] == rows["all"] == ["2 / 1", "4 / 2", "4 / 2"]
+    recipe = ["--data.dataset=ImageTable", "--data.dataset.table=t.csv", "--data.dataset.label=[p, q]"]
+    with_partition = [*recipe, "--data.partition=IID", "--data.partition.num_clients=2", "--data.public_fraction=0"]
+    main(["data", "inspect", "--config", "images", *with_partition, "--output=x.png"])
+    rows = rows_of(capsys.readouterr().out)
+    assert (rows["all"], rows["1"][-1]) == (["2 / 1", "4 / 2", "4 / 2"], "2 / 1")
+    assert (tmp_path / "x.png").is_file()
+
+
+def test_a_set_of_tensors_is_shown_too():
+    """A quarter of the digits' clients: sizes and channels as scikit-learn has them."""
+    found = inspect_division(Division(Digits(), Dirichlet(5, 1.0)))
+    assert (found.train.sum(), found.test.sum(), found.modes) == (1438, 359, {"1 channel": 1797})
+    assert found.sizes.min() == found.sizes.max() == 8
+    assert found.train.sum(0).tolist() == np.bincount(Digits().labels).tolist()
+
+
+def test_long_lists_are_cut():
+    many = [f"client{n}" for n in range(30)]
+    found = Inspection(
+        many, [f"class{n}" for n in range(20)], np.ones((30, 20), int), np.zeros((30, 20), int), np.full((30, 2), 20),
+        np.ones((1, 2), int), broken=[f"file{n}\x1b[2J is broken" for n in range(12)],
+    )  # fmt: skip
+    text = shown(found)
+    assert "… 10 more" in text
+    assert "… 8 more" in text
+    assert "Cannot be read (12):\n- file0?[2J is broken" in text
+    assert "- … 2 more" in text
+    assert "client20" not in text
+    assert "class12" not in text
+
+
+def test_one_label_of_many_tables(tmp_path):
+    """What a table says is the same by hand and by the inspection."""
+    for number in range(8):
+        write_jpeg(tmp_path / f"{number}.jpg", 30 * number)
+    write_table(tmp_path / "t.csv", [{"path": f"{n}.jpg", "label": "ab"[n % 2], "client": n // 4} for n in range(8)])
+    images = ImageTable(str(tmp_path / "t.csv"), test_share=0.5, size=4)
+    found = inspect_division(Division(images, ByDomain("client")))
+    assert (found.train + found.test).tolist() == [[2, 2], [2, 2]]
+    assert found.clients == ["0", "1"]

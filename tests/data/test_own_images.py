@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of one's own: what folders and tables say is compared with what was written."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from perada.data import ByDomain, FederatedDataModule, Images, ImageTable
+from perada.data.partitions.shares import spread_share
+from perada.data.sets.own import layout_pattern
+
+from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table
+
+FINDINGS = ("benign", "malignant", "normal")
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hospitals")
+    write_hospitals(root, each=10)
+    return root
+
+
+def place(images, which):
+    """Hospital and finding as the colours of an image say."""
+    red, green, _ = images[which][0].float().mean((1, 2)).tolist()
+    return round(red / 60), round(green / 80)
+
+
+def test_folders_are_clients_and_classes(hospitals):
+    train = Images(str(hospitals), size=8)
+    test = train.with_split(False)
+    assert (train.classes, train.num_classes) == (FINDINGS, 3)
+    for part, each in ((train, 8), (test, 2)):
+        said = [(HOSPITALS.index(c), int(k)) for c, k in zip(part.columns["client"], part.labels, strict=True)]
+        assert Counter(said) == Counter({(c, k): each for c in range(4) for k in range(3)})
+        assert [place(part, row) for row in range(len(part))] == said
+    assert not {*train._listing.paths} & {*test._listing.paths}
+    assert Images(str(hospitals), seed=1, train=False)._listing.paths != test._listing.paths
+    assert Images(str(hospitals), size=8, gray=True)[0][0].shape == (1, 8, 8)
+
+
+def test_each_hospital_is_a_client(hospitals):
+    made = FederatedDataModule(dataset=Images(str(hospitals), size=8), partition=ByDomain("client"), batch_size=4)
+    made.setup()
+    assert (made.num_clients, made.train_sizes) == (4, (24,) * 4)
+    assert torch.equal(made._checked.train.item(2, 0)[0], made._division.dataset[48][0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "path", "fields"),
+    [
+        ("{client}/{class}/*", "a/b/1.png", {"client": "a", "class": "b"}),
+        ("{client}/{class}/*", "a/b/c/1.png", None),
+        ("{client}/{class}/**", "a/b/c/1.png", {"client": "a", "class": "b"}),
+        ("**/{class}/*.png", "b/1.png", {"class": "b"}),
+        ("**/{class}/*.png", "x/y/b/1.png", {"class": "b"}),
+        ("**/{class}/*.png", "x/y/b/1.jpg", None),
+        ("{split}/{class}/{group}_v?.jpg", "train/b/p7_v1.jpg", {"split": "train", "class": "b", "group": "p7"}),
+        ("{client}_{class}_*", "a_b_c_1.png", {"client": "a", "class": "b"}),
+        ("a.b/{class}/*", "axb/c/1.png", None),
+    ],
+)
+def test_a_layout_stands_for_paths(layout, path, fields):
+    match = layout_pattern(layout).fullmatch(path)
+    assert (match.groupdict() if match else None) == fields
+
+
+def write(root, *paths):
+    for number, path in enumerate(paths):
+        write_jpeg(root / path, number)
+    return str(root)
+
+
+def names(images):
+    return [path.rpartition("/")[2] for path in images._listing.paths]
+
+
+def test_a_split_of_ones_own_is_kept(tmp_path):
+    root = write(tmp_path, "Train/b/1.jpg", "Train/a/2.jpg", "test/a/3.jpg", ".hidden/a/4.jpg")
+    (tmp_path / "Train" / "notes.txt").write_text("no image")
+    train = Images(root, layout="{split}/{class}/*")
+    assert (names(train), train.labels.tolist(), train.columns) == (["2.jpg", "1.jpg"], [0, 1], {})
+    assert names(train.with_split(False)) == ["3.jpg"]
+    write(tmp_path, "valid/a/5.jpg", "valid/b/6.jpg")
+    with pytest.warns(UserWarning, match="2 validation images of .* are neither trained on nor tested on; call them t"):
+        assert names(Images(root, layout="{split}/{class}/*")) == ["2.jpg", "1.jpg"]
+    (tmp_path / "test" / "a" / "3.jpg").unlink()
+    assert names(Images(root, layout="{split}/{class}/*", train=False)) == ["5.jpg", "6.jpg"]
+
+
+def test_classes_that_are_numbers_are_sorted_as_numbers(tmp_path):
+    root = write(tmp_path, *(f"{number}/{i}.jpg" for number in (10, 9, 1) for i in range(2)))
+    assert Images(root, layout="{class}/*").classes == ("1", "9", "10")
+
+
+def test_no_patient_is_on_both_sides(tmp_path):
+    random = np.random.default_rng(0)
+    root = write(
+        tmp_path, *(f"h{p % 3}/{'ab'[p % 2]}/p{p}_{i}.jpg" for p in range(40) for i in range(random.integers(1, 5)))
+    )
+    images = Images(root, layout="{client}/{class}/{group}_*", test_share=0.25)
+    assert images.group_column == "group"
+    train, test = (set(part.columns["group"]) for part in (images, images.with_split(False)))
+    assert not train & test
+    assert len(train | test) == 40
+    total = len(images) + len(images.with_split(False))
+    assert abs(len(images.with_split(False)) - total / 4) <= 4  # one patient at most
+    assert {*images.with_split(False).columns["client"]} == {"h0", "h1", "h2"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_share_is_kept_in_each_client_and_class(seed):
+    """Counts of a walk in order are within one of the share, for the whole and for each stretch."""
+    rng = np.random.default_rng(seed)
+    clients, labels = rng.integers(0, 4, 400), rng.integers(0, 5, 400)
+    drawn = spread_share(clients, labels, np.arange(400), 0.3, np.random.default_rng(seed))
+    assert abs(len(drawn) - 120) <= 1
+    for client in range(4):
+        assert abs(np.isin(drawn, np.flatnonzero(clients == client)).sum() - 0.3 * (clients == client).sum()) <= 1
+        for label in range(5):
+            own = np.flatnonzero((clients == client) & (labels == label))
+            assert abs(np.isin(own, drawn).sum() - 0.3 * len(own)) <= 1
+
+
+def test_nothing_is_drawn_whole():
+    labels = np.array([0, 0, 0, 1, 2])
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        kept = np.setdiff1d(np.arange(5), spread_share(np.zeros(5), labels, np.arange(5), 0.9, rng))
+        assert {*labels[kept]} == {0, 1, 2}
+        several = np.eye(3, dtype=np.float32)[labels]
+        kept = np.setdiff1d(np.arange(5), spread_share(np.array([0, 0, 1, 1, 2]), several, np.arange(5), 0.9, rng))
+        assert several[kept].sum(0).min() > 0
+        assert {0, 1} <= {*np.array([0, 0, 1, 1, 2])[kept]}
+
+
+@pytest.mark.parametrize(
+    ("paths", "layout", "error", "says"),
+    [
+        (
+            ["a/b/1.jpg"],
+            "{klass}/*",
+            ValueError,
+            r"has the field \{klass\}, which is unknown; did you mean \{class\}\?",
+        ),
+        (["a/b/1.jpg"], "{client}/*", ValueError, r"has no \{class\}: say where the class stands"),
+        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, "twice"),
+        (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not have the layout '\{class\}/\*'"),
+        ([], "{class}/*", FileNotFoundError, "has no images: set root to a folder with .jpg"),
+        (["x/a/1.jpg"], "{split}/{class}/*", ValueError, r"x/a/1\.jpg: the split 'x' is none of train, training, test"),
+        (
+            ["train/a/1.jpg"],
+            "{split}/{class}/*",
+            ValueError,
+            "has no test images in its split: add some, or leave the s",
+        ),
+        (
+            ["train/a/1.jpg", "test/a/2.jpg", "test/b/3.jpg"],
+            "{split}/{class}/*",
+            ValueError,
+            "has no training images of b, among 2 classes: add some",
+        ),
+        (
+            ["train/a/p_1.jpg", "test/a/p_2.jpg"],
+            "{split}/{class}/{group}_*",
+            ValueError,
+            "both training and test images of the group p: put all",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_used_are_named(tmp_path, paths, layout, error, says):
+    root = write(tmp_path, *paths)
+    with pytest.raises(error, match=says):
+        len(Images(root, layout=layout))
+
+
+def test_other_refusals(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a folder: set root to the folder of the images"):
+        len(Images(str(tmp_path / "none")))
+    with pytest.raises(ValueError, match=r"test_share=1\.5 cannot be used; give a finite number above 0 and below 1"):
+        Images(str(tmp_path), test_share=1.5)
+    root = write(tmp_path, "a/1.jpg", "a/2.jpg", "3.jpg")
+    with pytest.warns(UserWarning, match=r"1 of 3 images in .*, such as 3\.jpg, do not have the layout .*left out"):
+        assert len(Images(root, layout="{class}/*")) == 2
+
+
+def rows(count=12):
+    return [
+        {"file": f"{n}.jpg", "diagnosis": "yx"[n % 2], "site": f"s{n % 3}", "part": "test" if n > 8 else "train",
+         "patient": f"p{n // 3}", "odd": n % 2, "many": "|".join("abc"[: n % 4])}
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def table(tmp_path, given, name="mine.csv"):
+    write(tmp_path, *(row["file"] for row in rows()))
+    write_table(tmp_path / name, given)
+    return str(tmp_path / name)
+
+
+def test_a_table_names_all(tmp_path):
+    made = ImageTable(table(tmp_path, rows()), path="file", label="diagnosis", client="site", split="part", size=4)
+    for images, expected in ((made, rows()[:9]), (made.with_split(False), rows()[9:])):
+        assert images.labels.tolist() == [{"x": 0, "y": 1}[row["diagnosis"]] for row in expected]
+        assert images.columns["client"].tolist() == [row["site"] for row in expected]
+        assert [round(float(images[i][0].float().mean())) for i in range(len(images))] == [
+            int(row["file"].split(".")[0]) for row in expected
+        ]
+    assert (made.classes, made.group_column) == (("x", "y"), None)
+    (tmp_path / "lists").mkdir()
+    elsewhere = table(tmp_path, rows(), "lists/mine.csv")
+    grouped = ImageTable(elsewhere, folder=str(tmp_path), path="file", label="diagnosis", group="patient")
+    assert not {*grouped.columns["group"]} & {*grouped.with_split(False).columns["group"]}
+
+
+def test_labels_of_several_kinds(tmp_path):
+    path = table(tmp_path, rows())
+    several = ImageTable(path, path="file", label="many", separator="|", split="part")
+    assert several.classes == ("a", "b", "c")
+    assert several.labels.tolist() == [[float(n % 4 > k) for k in range(3)] for n in range(9)]
+    columns = ImageTable(path, path="file", label=["odd"], split="part")
+    assert (columns.classes, columns.labels.tolist()) == (("odd",), [[float(n % 2)] for n in range(9)])
+
+
+def test_spreadsheets_and_tabs_are_read(tmp_path):
+    text = "path\tlabel\tclient\n0.jpg\ta\tone\n\n1.jpg\tb\ttwo\n2.jpg\ta\tone\n3.jpg\tb\ttwo\n"
+    write(tmp_path, *(f"{n}.jpg" for n in range(4)))
+    (tmp_path / "t.tsv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    made = ImageTable(str(tmp_path / "t.tsv"), test_share=0.5)
+    both = sorted(names(made) + names(made.with_split(False)))
+    assert (both, {*made.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})
+
+
+def test_parquet_says_the_same(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    text = ImageTable(table(tmp_path, rows()), path="file", label="diagnosis", client="site", split="part")
+    parquet.write_table(arrow.Table.from_pylist(rows()), tmp_path / "mine.parquet")
+    made = ImageTable(str(tmp_path / "mine.parquet"), path="file", label="diagnosis", client="site", split="part")
+    assert (made._listing.paths, made.labels.tolist()) == (text._listing.paths, text.labels.tolist())
+    assert made.columns["client"].tolist() == text.columns["client"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "says"),
+    [
+        ({}, {"label": "diagnoses"}, ValueError, r"mine\.csv has no column 'diagnoses'; did you mean 'diagnosis'\?"),
+        ({}, {"label": "q"}, ValueError, r"has no column 'q'; it has 'file', 'diagnosis'"),
+        ({"file": "9.jpg"}, {}, ValueError, r"mine\.csv, rows 4, 11: files are named more than once"),
+        (
+            {"file": "no.jpg"},
+            {},
+            ValueError,
+            r"mine\.csv, row 4: .*/no\.jpg does not exist; correct the path, or set fo",
+        ),
+        ({"file": ""}, {}, ValueError, r"row 4: file is empty; give the file's path"),
+        ({"diagnosis": ""}, {}, ValueError, r"row 4: diagnosis is empty; give a label"),
+        ({"part": "later"}, {}, ValueError, r"row 4: part is none of train, training"),
+        ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: a label is neither 0 nor 1"),
+        ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, says):
+    given = rows()
+    given[2] |= change
+    path = table(tmp_path, given)
+    with pytest.raises(error, match=says):
+        len(ImageTable(path, **{"path": "file", "label": "diagnosis", "split": "part"} | options))
+
+
+def test_tables_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist: set table to a \.csv"):
+        len(ImageTable(str(tmp_path / "none.csv")))
+    (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
+    with pytest.raises(ValueError, match=r"short\.csv, row 2, has 1 fields and the header 2: correct the table"):
+        len(ImageTable(str(tmp_path / "short.csv")))
