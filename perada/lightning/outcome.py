@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what was fitted to a :class:`~perada.results.run.Run`."""
 
-from perada.algorithms import ensemble_of
 from perada.core.states import unstack
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.run_info import run_info
 from perada.lightning.steps import parts
 from perada.results.run import Run
 
@@ -14,7 +14,7 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     assert module.adapted is not None and module.federation is not None
     federation = module.federation
     clients = loop.num_clients
-    resized = parts(module.trainer, module)[0].image_size
+    data = parts(module.trainer, module)[0]
     protection = federation.protection
     spent = protection.epsilons(clients)
     return Run(
@@ -27,18 +27,6 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
         }
         | ({"shifts": module.shifted["kinds"]} if module.shifted.get("kinds") else {}),
-        {
-            "backbone": module.backbone if isinstance(module.backbone, str) else None,
-            "pretrained": module.pretrained,
-            "num_classes": module.num_classes,
-            "image_size": module.image_size if resized is None else resized,
-            "built_for": module.image_size,
-            "train_backbone": module.train_backbone,
-            "algorithm": loop.algorithm.kind,
-            "average": ensemble_of(loop.algorithm).average,
-            "global_model": loop.algorithm.global_model,
-            "multilabel": module.multilabel,
-            "seed": None if protection.test_mode else loop.seed,  # from which the noise would follow
-            "privacy": protection.record(clients),
-        },
+        run_info(module, data, loop.algorithm, None if protection.test_mode else loop.seed)
+        | {"privacy": protection.record(clients)},
     )

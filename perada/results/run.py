@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from perada.core.checks import check_whole
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state
+from perada.data.preprocessing import Preprocessing
 from perada.engine.ensembles import ensemble
 from perada.models.backbones import AdaptedModel, build_backbone
 from perada.results.export import (
@@ -54,8 +55,9 @@ class Run:
             clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
             {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
-            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it
-            was private, as :mod:`perada.results.privacy_card` describes it.
+            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
+            what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
+            as :mod:`perada.results.privacy_card` describes it.
     """
 
     def __init__(
@@ -188,6 +190,8 @@ class Run:
             if info.get("privacy"):
                 info["privacy"] = _replace(info["privacy"], _from_json)
                 check_record(info["privacy"], clients)
+            if info.get("preprocessing") is not None:
+                Preprocessing.of_record(info["preprocessing"])
             missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")

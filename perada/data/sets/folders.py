@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.transforms import resize_uint8, to_image
+from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.images import ImageSet
-from perada.data.sets.readers import find_folder
+from perada.data.sets.readers import find_folder, read_image
 
 OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
 
@@ -56,19 +55,7 @@ class ImageFiles(ImageSet):
             ValueError: If it is no image, or is cut short.
         """
         remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
-        try:
-            with Image.open(path) as image:
-                return resize_uint8(to_image(image.convert(self._mode)), self.size)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            Image.DecompressionBombError,
-        ) as error:  # what Pillow raises depends on the format
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{path} is no image that can be read ({reason}): {remedy}") from None
+        return resize_uint8(read_image(path, self._mode, remedy), self.size)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         paths = self._listing.paths

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the files that sets of images are published in: idx, CIFAR's two layouts, NumPy's, plain bytes."""
+"""Readers of the files that images come in: picture files, idx, CIFAR's two layouts, NumPy's, plain bytes."""
 
 import gzip
 import math
@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 from torchvision.datasets.utils import check_integrity
+
+from perada.data.batches.transforms import to_image
 
 _AGAIN = "fetch the data again"
 
@@ -20,6 +23,33 @@ _AGAIN = "fetch the data again"
 def find_folder(candidates: Sequence[Path], pattern: str) -> Path | None:
     """Return the first folder with a file that matches ``pattern``."""
     return next((folder for folder in candidates if folder.is_dir() and any(folder.glob(pattern))), None)
+
+
+def decode(image: Image.Image, mode: str) -> Tensor:
+    """The pixels of an image of Pillow's, uint8 (Ch, H, W), as grey (``mode`` L) or colour (RGB)."""
+    return to_image(image.convert(mode))
+
+
+def read_image(path: str | Path, mode: str, remedy: str) -> Tensor:
+    """Read a picture file as :func:`decode` does; messages end in ``remedy``.
+
+    Raises:
+        FileNotFoundError: If it does not exist.
+        ValueError: If it is no image, or is cut short.
+    """
+    try:
+        with Image.open(path) as image:
+            return decode(image, mode)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist: {remedy}") from None
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+    ) as error:  # what Pillow raises depends on the format
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is no image that can be read ({reason}): {remedy}") from None
 
 
 def read_idx(path: Path, item: tuple[int, ...], source: str) -> Tensor:
