@@ -26,6 +26,7 @@ from perada.results.export import (
     save_adapter,
     save_backbone,
 )
+from perada.results.inference import Predictions, client_index, predict
 from perada.results.privacy_card import check_record, is_test_mode, privacy_card
 from perada.results.report import TEST_MODE
 
@@ -123,6 +124,61 @@ class Run:
         if len(members) == 1:
             return members[0]
         return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What makes images ready for the models, as training did.
+
+        Raises:
+            ValueError: If the run was saved before perada kept that.
+        """
+        record = self.info.get("preprocessing")
+        if record is None:
+            raise ValueError(
+                "run.info has no 'preprocessing', since an earlier perada made the run: how its images were resized is "
+                "not known; `perada export` of its run folder finds it out, or prepare images yourself for personal()"
+            )
+        return Preprocessing.of_record(record)
+
+    def predict(
+        self,
+        images: Any,  # noqa: ANN401  # one image of any kind, or several
+        client: int | str | None = None,
+        *,
+        batch_size: int = 64,
+        device: torch.device | str = "cpu",
+        progress: bool = False,
+    ) -> Predictions:
+        """Predict with a client's model or the global one, for images as they come.
+
+        Args:
+            images: A path, a PIL image, an array (H, W) or (H, W, channels), or a tensor (channels, H, W); a list of
+                these; or a batch of four axes. uint8 images are resized and normalised as in training
+                (:class:`perada.data.preprocessing.Preprocessing`); floating-point ones are taken as ready for the
+                model, as in training too.
+            client: Its number or its name; None for the global model.
+            batch_size: Images in memory at a time, and in a pass through the model.
+            device: Where the model runs.
+            progress: Show a bar.
+
+        Raises:
+            FileNotFoundError: If a file does not exist.
+            ValueError: If a file or an image cannot be used, the client does not exist, or there is no global model.
+            TypeError: If something is no image.
+        """
+        preprocessing = self.preprocessing
+        number = None if client is None else client_index(client, self.info.get("clients"), self.num_clients)
+        model = self.global_model() if number is None else self.personal(number)
+        return predict(
+            model,
+            preprocessing,
+            images,
+            classes=self.info.get("classes") or list(map(str, range(self.info["num_classes"]))),
+            multilabel=self.info["multilabel"],
+            batch_size=batch_size,
+            device=device,
+            progress=progress,
+        )
 
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
