@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished run is used for without its data: ``perada predict RUN``."""
+"""What a finished run is used for without its data: ``perada predict RUN``, ``perada export RUN --format ...``."""
 
 import sys
 from dataclasses import replace
@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser
 from perada.algorithms import Algorithm, PerAda
 from perada.cli.classes import import_named
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.restore import restored
+from perada.lightning.restore import PRIVATE, restored
+from perada.results.formats import FILES, Format, export_model
 from perada.results.inference import list_images
 from perada.results.run import RUN_FILE, Run
 
@@ -42,6 +43,18 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     )
     replace(found, paths=tuple(names)).to_csv(given.output)
     print(f"Predictions of {len(names)} image{'s' * (len(names) > 1)}: {given.output}")
+
+
+def export_one(path: Path, client: str | None, form: Format, folder: Path) -> None:
+    """Write one model of a run in a format of other programs."""
+    run = open_run(path)
+    if PRIVATE in run.info:
+        raise ValueError(
+            f"{str(path)!r} is of a private run, and what its models reveal is worked out with its data: export from "
+            "the folder that `perada export RUN --output FOLDER` writes"
+        )
+    said = export_model(run, client, form, folder)
+    print(f"Wrote {folder / FILES[form]}. {said}")
 
 
 def open_run(path: Path) -> Run:

@@ -16,6 +16,9 @@ from perada.lightning.outcome import states_of
 from perada.results.run import Run
 from perada.server import Distillation
 
+PRIVATE = "ledgers"
+"""Key of ``Run.info`` that a private run has here, in place of what ``privacy`` would say."""
+
 
 def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> Run:
     """The run whose checkpoint is at ``path``, for its models: what it says of privacy is not worked out.
@@ -58,6 +61,8 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     states = saved["federation"]
     find_clients(states, path)
     module.federation.load_state_dict(states | {"privacy": None})
+    ledgers = states["privacy"] or {}
+    info = info | ({PRIVATE: "not read"} if ledgers.get("images") or ledgers.get("clients") else {})
     assert module.adapted is not None
     metrics = {"rounds": saved["history"], "clients": {}}
     return Run(module.adapted, *states_of(module.federation), clients, metrics, info)

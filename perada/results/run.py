@@ -180,6 +180,23 @@ class Run:
             progress=progress,
         )
 
+    @property
+    def personalized(self) -> bool:
+        """Whether clients have states of their own."""
+        return self._personal is not None
+
+    def merged(self, client: int | None) -> nn.Module:
+        """A client's model, or the global one (None), with the adapter merged into the backbone's weights by PEFT.
+
+        Raises:
+            NotImplementedError: If the adapter's method has no such thing; PEFT raises other errors too.
+        """
+        state = self.state("global") if client is None else self.state("personal", client)
+        copied = copy.deepcopy(self._adapted.peft_model).to(memory_format=torch.contiguous_format)
+        set_state(copied.get_base_model(), state)
+        model: nn.Module = copied.merge_and_unload(safe_merge=True)
+        return model.eval()
+
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
