@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from perada.data.sets.folders import ImageFiles
 from perada.data.sets.readers import decode, read_image
 
 Kind = Literal["uint8", "float", "tokens"]
-KINDS: tuple[Kind, ...] = ("uint8", "float", "tokens")
 _INTERPOLATION = "bilinear, antialiased"
 
 
@@ -77,7 +76,7 @@ class Preprocessing:
             KeyError: If one is missing.
             TypeError: If something is of another type.
         """
-        check_choice("preprocessing: kind", record["kind"], KINDS)
+        check_choice("preprocessing: kind", record["kind"], get_args(Kind))
         shape = tuple(record["shape"])
         for side in shape:
             check_whole("preprocessing: shape", side)
@@ -112,8 +111,8 @@ class Preprocessing:
         """
         ready = [self._one(image) for image in images]
         floats = [x for x, image in zip(ready, images, strict=True) if _is_float(image)]
-        scaled = all(value == 0 for value in self.mean) and all(value == 1 for value in self.std)
-        if self.kind == "uint8" and floats and not scaled and all(0 <= x.min() and x.max() <= 1 for x in floats):
+        unchanged = set(self.mean) == {0.0} and set(self.std) == {1.0}
+        if self.kind == "uint8" and floats and not unchanged and all(0 <= x.min() and x.max() <= 1 for x in floats):
             warnings.warn(
                 "the floating-point images lie in [0, 1]; they are taken as normalised already, since training takes "
                 f"them so: give uint8 images, or subtract mean {list(self.mean)} and divide by std {list(self.std)}",

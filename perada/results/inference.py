@@ -2,7 +2,7 @@
 """Predictions of a run's models for images from elsewhere."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,7 +93,8 @@ def as_list(images: Any) -> list[Any]:  # noqa: ANN401
     """One image, a batch (B, ...) of four axes, or a list of images, as a list."""
     if isinstance(images, Tensor | np.ndarray):
         return list(images) if images.ndim == 4 else [images]
-    return [images] if isinstance(images, str | Path | Image.Image) else list(images)
+    single = isinstance(images, str | Path | Image.Image) or not isinstance(images, Iterable)
+    return [images] if single else list(images)
 
 
 def client_index(client: int | str, names: Sequence[str] | None, num_clients: int) -> int:
@@ -133,11 +134,14 @@ def list_images(source: Path) -> tuple[list[str], list[Path]]:
         raise FileNotFoundError(f"{str(source)!r} does not exist; give an image, a folder, or a table (.csv)")
     if source.suffix.lower() != ".csv":
         return [str(source)], [source]
-    with source.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        if "path" not in (rows.fieldnames or ()):
-            raise ValueError(f"{str(source)!r} has no column 'path' among {rows.fieldnames}; name it so")
-        names = [row["path"] for row in rows]
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            header, names = rows.fieldnames or (), [row.get("path") or "" for row in rows]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{str(source)!r} is no table ({error}); save it as comma-separated values in UTF-8") from None
+    if "path" not in header:
+        raise ValueError(f"{str(source)!r} has no column 'path' among {list(header)}; name it so")
     if not all(names):
         row = next(number for number, name in enumerate(names, 2) if not name)
         raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")

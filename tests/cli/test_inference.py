@@ -131,3 +131,12 @@ def test_what_a_run_lacks_is_said(tmp_path):
     with pytest.raises(ValueError, match="does not say what the run was, since an earlier perada") as error:
         main(["predict", str(folder), *image])
     assert "\n" not in str(error.value)
+
+
+def test_the_help_tells_both_ways_to_predict(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", "--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--images IMAGES" in shown
+    assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images" in shown

@@ -2,6 +2,8 @@
 """``Run.predict``: images as they come, through the run's own preprocessing and models."""
 
 import csv
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -133,6 +135,8 @@ def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
         run.predict("missing.png")
     with pytest.raises(ValueError, match="there are no images"):
         run.predict([])
+    with pytest.raises(TypeError, match="an image is of type int: give a path, a PIL image, an array or a tensor"):
+        run.predict(7)
     old = perada.Run(run._adapted, run._global, run._personal, 3, {}, run.info | {"preprocessing": None})
     with pytest.raises(ValueError, match=r"run.info has no 'preprocessing', since an earlier perada made the run"):
         old.predict("missing.png")
@@ -159,8 +163,24 @@ def test_images_are_listed(tmp_path):
         table.write_text(text)
         with pytest.raises(ValueError, match=message):
             list_images(table)
+    table.write_bytes(b"path\n\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"table.csv' is no table \(.*; save it as comma-separated values in UTF-8"):
+        list_images(table)
     with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):
         list_images(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no images"):
         list_images(tmp_path / "empty")
+
+
+def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
+    with pytest.raises(ValueError, match=r"run.json' is broken \(ValueError: preprocessing: kind='video' is unknown"):
+        perada.Run.load(folder)
+    (folder / "run.json").write_text(re.sub(r'"preprocessing": \{.*?\},\n    "train', '"train', text, flags=re.DOTALL))
+    old = perada.Run.load(folder)
+    assert "preprocessing" not in old.info
+    with pytest.raises(ValueError, match=r"run.info has no 'preprocessing'"):
+        old.predict("a.png")
