@@ -17,7 +17,7 @@ from perada.results.formats import FILES, Format, export_model
 from perada.results.inference import list_images
 from perada.results.run import RUN_FILE, Run
 
-RUN_HELP = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
+_RUN = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
 _RECIPE = "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
 _RECIPE += "`perada test --help` lists its options."
 
@@ -25,7 +25,7 @@ _RECIPE += "`perada test --help` lists its options."
 def predict(parser: ArgumentParser, words: list[str]) -> None:
     """Predict images with a model of a run, and write a table."""
     parser.description = f"Predict images with a model of a run, without its data. {_RECIPE}"
-    parser.add_argument("run", type=Path, help=RUN_HELP)
+    parser.add_argument("run", type=Path, help=_RUN)
     parser.add_argument(
         "--images", type=Path, required=True, help="An image, a folder of images, or a table (.csv) with a column path."
     )
@@ -68,7 +68,8 @@ def open_run(path: Path) -> Run:
         return Run.load(path)
     if path.is_file():
         checkpoint = path
-        config = next((parent / "config.yaml" for parent in path.parents if (parent / "config.yaml").is_file()), None)
+        above = [parent / "config.yaml" for parent in path.absolute().parents][:3]
+        config = next((one for one in above if one.is_file()), None)
     else:
         found = sorted((path / "checkpoints").rglob("*.ckpt"), key=lambda one: one.stat().st_mtime_ns)
         checkpoint = found[-1] if found else path / "checkpoints" / "last.ckpt"

@@ -3,6 +3,7 @@
 
 import csv
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,9 +90,11 @@ OTHERS = [{"algorithm": "fedavg_ft"}, {"algorithm": "fed_ensemble"}, {"algorithm
 @pytest.mark.parametrize(
     "options", [{"client_store": "disk"}, *(pytest.param(given, marks=pytest.mark.slow) for given in OTHERS)]
 )
-def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, options):
+def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, monkeypatch, options):
     run, folder = made_in_python(tmp_path, **options)
     found = open_run(shutil.copytree(folder, tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path / "elsewhere" / "checkpoints")
+    assert open_run(Path("last.ckpt")).info == found.info
     assert found.num_clients == 3
     assert {name: value for name, value in run.info.items() if name != "privacy"} == found.info
     x = torch.rand(2, 3, 32, 32)
