@@ -37,7 +37,7 @@ COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
     "test": ("perada.cli.main:run", "The same as validate, and the scores on shifted test sets."),
-    "predict": ("perada.cli.main:run", "Write the predictions of a checkpoint's models to a file."),
+    "predict": ("perada.cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
     "ls": ("perada.cli.main:ls", "List the shipped recipes."),
     "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
     "compare": (
@@ -90,6 +90,17 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     from perada.cli.runs import make_cli
 
     make_cli([parser.prog.split()[-1], *words])
+
+
+def predict(parser: ArgumentParser, words: list[str]) -> None:
+    """Predict images with a run that is named first; without one, a recipe's test images, by LightningCLI."""
+    asks = {"-h", "--help"} & set(words)
+    if asks or (words and (not words[0].startswith("-") or any(word.startswith("--images") for word in words))):
+        from perada.cli.inference import predict as predict_images
+
+        predict_images(parser, words)
+    else:
+        run(parser, words)
 
 
 def ls(parser: ArgumentParser, words: list[str]) -> None:

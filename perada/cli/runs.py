@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import yaml
@@ -177,11 +177,18 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
-    """Write a finished run's adapters as PEFT folders."""
+    """Write a finished run's adapters as PEFT folders, or one of its models in another format."""
     parser.add_argument("run", type=Path, help="Run folder, for example lightning_logs/version_0.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0, client_1, … and global.")
-    parser.add_argument("--client", help="Name or number of a client whose adapter alone is written.")
+    forms = Literal["peft", "onnx", "safetensors", "torch-export"]
+    parser.add_argument("--format", type=forms, default="peft", help="All but peft: one model, also of a saved run.")
+    parser.add_argument("--client", help="Name or number of a client, of which alone the model is written.")
     given = parser.parse_args(words)
+    if given.format != "peft":
+        from perada.cli.inference import export_one
+
+        export_one(given.run, given.client, given.format, given.output)
+        return
     config = given.run / "config.yaml"
     checkpoints = sorted((given.run / "checkpoints").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     if not config.is_file() or not checkpoints:

@@ -27,6 +27,7 @@ from perada.data.overlap import check_overlap
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
 from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
+from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.images import ImageSet
 from perada.data.shifts import Condition, Shift, ShiftsWhen, as_shifts, conditions
 
@@ -333,6 +334,12 @@ class FederatedDataModule(pl.LightningDataModule):
     def evaluates_on(self) -> EvaluateOn:
         """What clients are scored on: ``test`` images, or ``validation`` ones held out of their training images."""
         return self._holdout[2]
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What is done to images before the model sees them, but for random changes."""
+        source = None if self._division is None else self._division.dataset
+        return preprocessing_of(self._ready, self._preparation, getattr(source, "full_scale", None))
 
     def partition_dict(self) -> dict[str, Any]:
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""

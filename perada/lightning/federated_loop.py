@@ -39,6 +39,7 @@ from perada.lightning.run_folder import (
     storage,
     write_description,
 )
+from perada.lightning.run_info import run_info
 from perada.lightning.shift_scores import restore_shifts, score_shifts
 from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
 from perada.lightning.strategies import check_alike, options_here, share_work
@@ -371,6 +372,7 @@ class FederatedLoop(pl.Callback):
             "scores": module.scores,
             "per_client": module.per_client,
             "shifted": module.shifted,
+            "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),
         } | described(self.settings, data, module, self.test_mode)
 
     def on_load_checkpoint(

@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from perada.core.checks import check_whole
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state
+from perada.data.preprocessing import Preprocessing
 from perada.engine.ensembles import ensemble
 from perada.models.backbones import AdaptedModel, build_backbone
 from perada.results.export import (
@@ -26,6 +26,7 @@ from perada.results.export import (
     save_adapter,
     save_backbone,
 )
+from perada.results.inference import Predictions, client_index, predict
 from perada.results.privacy_card import check_record, is_test_mode, privacy_card
 from perada.results.report import TEST_MODE
 
@@ -55,9 +56,10 @@ class Run:
             clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
             {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
-            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``privacy`` if it
-            was private, as :mod:`perada.results.privacy_card` describes it; the names of ``classes`` and of
-            ``clients``, lists, or ``None`` where there are none.
+            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
+            what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
+            as :mod:`perada.results.privacy_card` describes it; the names of ``classes`` and of ``clients``, lists, or
+            ``None`` where there are none.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Run:
         if role not in ("global", "personal"):
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
         if role == "personal":
-            client = self._index(client)
+            client = client_index(client, self.info.get("clients"), self.num_clients)
             if self._personal is not None:
                 return _contiguous(self._personal(client))
         if len(self._global) > 1:
@@ -98,23 +100,6 @@ class Run:
         if role == "global":
             return [_contiguous(state) for state in self._global]
         return [self.state(role, client) for client in range(self.num_clients)]
-
-    def _index(self, client: int | str | None) -> int:
-        """The number of a client, of which this may be the name; a number as text is one where no client is called so.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        names = self.info.get("clients") or []
-        if isinstance(client, str):
-            if client not in names and not client.isdecimal():
-                close = get_close_matches(client, names, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"give a number from 0 to {self.num_clients - 1}"
-                raise ValueError(f"there is no client {client!r}; {hint}")
-            client = names.index(client) if client in names else int(client)
-        check_whole("client", client, 0, most=self.num_clients - 1)
-        assert client is not None
-        return client
 
     def personal(self, client: int | str) -> nn.Module:
         """A client's model, by number or name: a network of its own, in evaluation mode, that maps images to logits.
@@ -141,6 +126,78 @@ class Run:
             return members[0]
         return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
 
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What makes images ready for the models, as training did.
+
+        Raises:
+            ValueError: If the run was saved before perada kept that.
+        """
+        record = self.info.get("preprocessing")
+        if record is None:
+            raise ValueError(
+                "run.info has no 'preprocessing', since an earlier perada made the run: how its images were resized is "
+                "not known; `perada export` of its run folder finds it out, or prepare images yourself for personal()"
+            )
+        return Preprocessing.of_record(record)
+
+    def predict(
+        self,
+        images: Any,  # noqa: ANN401  # one image of any kind, or several
+        client: int | str | None = None,
+        *,
+        batch_size: int = 64,
+        device: torch.device | str = "cpu",
+        progress: bool = False,
+    ) -> Predictions:
+        """Predict with a client's model or the global one, for images as they come.
+
+        Args:
+            images: A path, a PIL image, an array (H, W) or (H, W, channels), or a tensor (channels, H, W); a list of
+                these; or a batch of four axes. uint8 images are resized and normalised as in training
+                (:class:`perada.data.preprocessing.Preprocessing`); floating-point ones are taken as ready for the
+                model, as in training too.
+            client: Its number or its name; None for the global model.
+            batch_size: Images in memory at a time, and in a pass through the model.
+            device: Where the model runs.
+            progress: Show a bar.
+
+        Raises:
+            FileNotFoundError: If a file does not exist.
+            ValueError: If a file or an image cannot be used, the client does not exist, or there is no global model.
+            TypeError: If something is no image.
+        """
+        preprocessing = self.preprocessing
+        number = None if client is None else client_index(client, self.info.get("clients"), self.num_clients)
+        model = self.global_model() if number is None else self.personal(number)
+        return predict(
+            model,
+            preprocessing,
+            images,
+            classes=self.info.get("classes") or list(map(str, range(self.info["num_classes"]))),
+            multilabel=self.info["multilabel"],
+            batch_size=batch_size,
+            device=device,
+            progress=progress,
+        )
+
+    @property
+    def personalized(self) -> bool:
+        """Whether clients have states of their own."""
+        return self._personal is not None
+
+    def merged(self, client: int | None) -> nn.Module:
+        """A client's model, or the global one (None), with the adapter merged into the backbone's weights by PEFT.
+
+        Raises:
+            NotImplementedError: If the adapter's method has no such thing; PEFT raises other errors too.
+        """
+        state = self.state("global") if client is None else self.state("personal", client)
+        copied = copy.deepcopy(self._adapted.peft_model).to(memory_format=torch.contiguous_format)
+        set_state(copied.get_base_model(), state)
+        model: nn.Module = copied.merge_and_unload(safe_merge=True)
+        return model.eval()
+
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
@@ -156,7 +213,7 @@ class Run:
         With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all.
         """
         folder = Path(folder)
-        only = None if client is None else self._index(client)
+        only = None if client is None else client_index(client, self.info.get("clients"), self.num_clients)
         if this_rank():
             return folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,6 +276,8 @@ class Run:
                 names = info.get(key)
                 if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
                     raise TypeError(f"{key} is {names!r}, no list of names")
+            if info.get("preprocessing") is not None:
+                Preprocessing.of_record(info["preprocessing"])
             missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
             if missing:
                 raise KeyError(f"info lacks {sorted(missing)}")

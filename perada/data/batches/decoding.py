@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """PIL images of any mode as uint8 of one or three channels: scaled, never cut off."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
@@ -44,6 +45,28 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     mode = mode or ("L" if image.mode in ("1", "L") else "RGB")
     pixels: Tensor = vision.pil_to_tensor(image if image.mode == mode else image.convert(mode))
     return pixels
+
+
+def read_image(path: str | Path, remedy: str, mode: str | None = None, full_scale: float | None = None) -> Tensor:
+    """Read a picture file as :func:`decode` does, turned as its EXIF data say; messages end in ``remedy``.
+
+    Raises:
+        MissingImageError: If it does not exist.
+        UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
+    """
+    try:
+        with Image.open(path) as image:
+            return decode(ImageOps.exif_transpose(image), mode, full_scale)
+    except FileNotFoundError:
+        raise MissingImageError(f"{path} does not exist: {remedy}") from None
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+    ) as error:  # what Pillow raises depends on the format
+        reason = " ".join(str(error).split())
+        raise UnreadableImageError(f"{path} is no image that can be read ({reason}): {remedy}") from None
 
 
 def _scaled(values: np.ndarray[Any, Any], mode: str, full_scale: float | None) -> np.ndarray[Any, Any]:

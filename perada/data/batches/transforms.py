@@ -54,9 +54,9 @@ def check_dtype(images: Tensor) -> None:
     )
 
 
-def resize_uint8(image: Tensor, size: int) -> Tensor:
-    """Resize one uint8 image (Ch, H, W) to (Ch, size, size), bilinear with antialiasing."""
-    resized: Tensor = vision.resize(image, [size, size], antialias=True)
+def resize_uint8(image: Tensor, size: int | tuple[int, int]) -> Tensor:
+    """Resize one uint8 image (Ch, H, W) to a square or to (height, width), bilinear with antialiasing."""
+    resized: Tensor = vision.resize(image, [size, size] if isinstance(size, int) else list(size), antialias=True)
     return resized
 
 

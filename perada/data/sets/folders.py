@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.decoding import MissingImageError, UnreadableImageError, check_full_scale, decode
+from perada.data.batches.decoding import check_full_scale, read_image
 from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.images import ImageSet
@@ -59,20 +58,7 @@ class ImageFiles(ImageSet):
             UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
         """
         remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
-        try:
-            with Image.open(path) as image:
-                upright = ImageOps.exif_transpose(image)
-                return resize_uint8(decode(upright, self._mode, self.full_scale), self.size)
-        except FileNotFoundError:
-            raise MissingImageError(f"{path} does not exist: {remedy}") from None
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            Image.DecompressionBombError,
-        ) as error:  # what Pillow raises depends on the format
-            reason = " ".join(str(error).split())
-            raise UnreadableImageError(f"{path} is no image that can be read ({reason}): {remedy}") from None
+        return resize_uint8(read_image(path, remedy, self._mode, self.full_scale), self.size)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         paths = self._listing.paths

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a finished run is used for without its data: ``perada predict RUN``, ``perada export RUN --format ...``."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from perada.algorithms import Algorithm, PerAda
+from perada.cli.classes import import_named
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.restore import PRIVATE, restored
+from perada.results.formats import FILES, Format, export_model
+from perada.results.inference import list_images
+from perada.results.run import RUN_FILE, Run
+
+_RUN = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
+_RECIPE = "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
+_RECIPE += "`perada test --help` lists its options."
+
+
+def predict(parser: ArgumentParser, words: list[str]) -> None:
+    """Predict images with a model of a run, and write a table."""
+    parser.description = f"Predict images with a model of a run, without its data. {_RECIPE}"
+    parser.add_argument("run", type=Path, help=_RUN)
+    parser.add_argument(
+        "--images", type=Path, required=True, help="An image, a folder of images, or a table (.csv) with a column path."
+    )
+    parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global model.")
+    parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
+    parser.add_argument("--batch_size", type=int, default=64, help="Images that are in memory at a time.")
+    parser.add_argument("--device", type=str, default=None, help="cpu, cuda, mps; by default a GPU if there is one.")
+    given = parser.parse_args(words)
+    names, paths = list_images(given.images)
+    if not given.output.parent.is_dir():
+        raise FileNotFoundError(f"--output={given.output}: there is no folder {str(given.output.parent)!r}; make it")
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = open_run(given.run).predict(
+        paths, given.client, batch_size=given.batch_size, device=device, progress=sys.stderr.isatty()
+    )
+    replace(found, paths=tuple(names)).to_csv(given.output)
+    print(f"Predictions of {len(names)} image{'s' * (len(names) > 1)}: {given.output}")
+
+
+def export_one(path: Path, client: str | None, form: Format, folder: Path) -> None:
+    """Write one model of a run in a format of other programs."""
+    run = open_run(path)
+    if PRIVATE in run.info:
+        raise ValueError(
+            f"{str(path)!r} is of a private run, and what its models reveal is worked out with its data: export from "
+            "the folder that `perada export RUN --output FOLDER` writes"
+        )
+    said = export_model(run, client, form, folder)
+    print(f"Wrote {folder / FILES[form]}. {said}")
+
+
+def open_run(path: Path) -> Run:
+    """The run in a folder that ``Run.save`` wrote, in a run folder of ``perada fit``, or of a checkpoint in one.
+
+    Raises:
+        FileNotFoundError: If there is no run, or a file of it is missing.
+        ValueError: If it cannot be read.
+    """
+    if (path / RUN_FILE).is_file():
+        return Run.load(path)
+    if path.is_file():
+        checkpoint = path
+        above = [parent / "config.yaml" for parent in path.absolute().parents][:3]
+        config = next((one for one in above if one.is_file()), None)
+    else:
+        found = sorted((path / "checkpoints").rglob("*.ckpt"), key=lambda one: one.stat().st_mtime_ns)
+        checkpoint = found[-1] if found else path / "checkpoints" / "last.ckpt"
+        config = path / "config.yaml"
+    if config is None or not config.is_file() or not checkpoint.is_file():
+        lacks = "no config.yaml above it" if path.is_file() else f"neither {RUN_FILE}, nor config.yaml and checkpoints"
+        raise FileNotFoundError(
+            f"{str(path)!r} is no finished run: it has {lacks}; give a folder that Run.save wrote, or a run folder of "
+            "`perada fit`"
+        )
+    return restored(*_described(config), checkpoint)
+
+
+def _described(config: Path) -> tuple[FederatedClassifier, Algorithm]:
+    """The model and the algorithm that a run's ``config.yaml`` describes; nothing else in it is made."""
+    import_named([str(config)])
+    content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        sections = {"model": content["model"], "algorithm": content["federated"].get("algorithm")}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(config)!r} is not the config.yaml of a run ({error}); give a run's folder") from None
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(FederatedClassifier, "model")
+    parser.add_argument("--algorithm", type=Algorithm | None)
+    try:
+        made = parser.instantiate_classes(parser.parse_object(sections))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{str(config)!r} cannot be read back ({reason}); of a run made in Python, use a folder that Run.save wrote"
+        ) from error
+    return made.model, made.algorithm or PerAda()

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training does to images before the model sees them, as a record that a run keeps, and done to other images."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.images import ImageConfig
+from perada.data.batches.decoding import check_full_scale, decode, read_image
+from perada.data.batches.preparation import Preparation
+from perada.data.batches.samples import MapStore
+from perada.data.batches.transforms import check_dtype, is_tokens, prepare_images, resize_uint8
+from perada.data.federated import Checked
+from perada.data.sets.folders import ImageFiles
+
+Kind = Literal["uint8", "float", "tokens"]
+_INTERPOLATION = "bilinear, antialiased"
+
+
+class Resize(NamedTuple):
+    """A resizing to so many pixels, whose result is ``rounded`` to whole numbers again or not."""
+
+    height: int
+    width: int
+    rounded: bool
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Makes images as they come ready for a model, as its training did.
+
+    uint8 images get the number of channels that the training images had. Then they are resized, one step after the
+    other, scaled to [0, 1] and normalised; one channel is repeated where the model takes three. Of a run that was
+    trained on floating-point images, or on texts, samples are ready as they are.
+
+    Args:
+        kind: What the training samples were: ``uint8`` or ``float`` images, or ``tokens``.
+        shape: Of what the model gets: (channels, height, width), or (L,).
+        channels: Of uint8 images before they are normalised.
+        resize: The steps that uint8 images are resized in, bilinear with antialiasing.
+        mean: Of each of the model's channels, for values in [0, 1].
+        std: Likewise.
+        full_scale: The value of white in grey images of more than 8 bits; None as :func:`.decode` has it.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    channels: int = 0
+    resize: tuple[Resize, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    full_scale: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """The same in plain types, for a JSON file."""
+        found: dict[str, Any] = {"kind": self.kind, "shape": list(self.shape)}
+        if self.kind != "uint8":
+            return found
+        steps = [{"size": [height, width], "rounded": rounded} for height, width, rounded in self.resize]
+        resized = {"resize": steps, "interpolation": _INTERPOLATION}
+        values = {"mean": list(self.mean), "std": list(self.std), "full_scale": self.full_scale}
+        return found | {"channels": self.channels} | resized | values
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> "Preprocessing":
+        """Read what :meth:`record` wrote.
+
+        Raises:
+            ValueError: If a value cannot be used.
+            KeyError: If one is missing.
+            TypeError: If something is of another type.
+        """
+        check_choice("preprocessing: kind", record["kind"], get_args(Kind))
+        shape = tuple(record["shape"])
+        for side in shape:
+            check_whole("preprocessing: shape", side)
+        if record["kind"] != "uint8":
+            return cls(record["kind"], shape)
+        check_choice("preprocessing: interpolation", record["interpolation"], [_INTERPOLATION])
+        check_whole("preprocessing: channels", record["channels"])
+        steps = []
+        for step in record["resize"]:
+            height, width = step["size"]
+            check_whole("preprocessing: size", height)
+            check_whole("preprocessing: size", width)
+            steps.append(Resize(height, width, bool(step["rounded"])))
+            if not steps[-1].rounded and height != width:
+                raise ValueError(f"preprocessing: size={step['size']} is not square, and not rounded")
+        for mean, std in zip(record["mean"], record["std"], strict=True):
+            check_number("preprocessing: mean", mean)
+            check_number("preprocessing: std", std, above=0)
+        if len(shape) != 3 or len(record["mean"]) != shape[0]:
+            raise ValueError(f"preprocessing: shape={list(shape)} has no mean and std for each channel")
+        check_full_scale(record.get("full_scale"))
+        values = tuple(record["mean"]), tuple(record["std"]), record.get("full_scale")
+        return cls("uint8", shape, record["channels"], tuple(steps), *values)
+
+    def batch(self, images: Sequence[Any]) -> Tensor:
+        """Make a batch (B, *shape) of images: paths, PIL images, arrays (H, W) or (H, W, Ch), tensors (Ch, H, W).
+
+        Files and PIL images are decoded as image sets decode them. What is floating point is taken as ready.
+
+        Raises:
+            FileNotFoundError: If a file does not exist.
+            ValueError: If a file is no image, or an image does not fit.
+            TypeError: If something is no image.
+        """
+        ready = [self._one(image) for image in images]
+        floats = [x for x, image in zip(ready, images, strict=True) if _is_float(image)]
+        unchanged = set(self.mean) == {0.0} and set(self.std) == {1.0}
+        if self.kind == "uint8" and floats and not unchanged and all(0 <= x.min() and x.max() <= 1 for x in floats):
+            warnings.warn(
+                "the floating-point images lie in [0, 1]; they are taken as normalised already, since training takes "
+                f"them so: give uint8 images, or subtract mean {list(self.mean)} and divide by std {list(self.std)}",
+                stacklevel=3,
+            )
+        return torch.stack(ready)
+
+    def _one(self, image: Any) -> Tensor:  # noqa: ANN401  # whatever is taken for an image
+        x = self._tensor(image)
+        if x.dtype != torch.uint8 or self.kind != "uint8":
+            return self._ready(x)
+        if x.shape[0] != self.channels:
+            x = self._decoded(Image.fromarray(_for_pillow(x, self.channels)))
+        size = None
+        for height, width, rounded in self.resize:
+            if rounded:
+                x = resize_uint8(x, (height, width))
+            else:
+                size = height
+        channels, height, width = self.shape
+        return prepare_images(x, ImageConfig((channels, height, width), self.mean, self.std), size)
+
+    def _tensor(self, image: Any) -> Tensor:  # noqa: ANN401
+        """An image as a tensor: uint8 (Ch, H, W), or what is ready."""
+        if isinstance(image, str | Path):
+            self._check_decodes(f"{str(image)!r} is a file")
+            return read_image(image, "mend it, or leave it out", self._mode, self.full_scale)
+        if isinstance(image, Image.Image):
+            self._check_decodes("an image of Pillow was given")
+            return self._decoded(image)
+        if isinstance(image, np.ndarray):
+            if image.dtype == np.uint16 and image.ndim == 2:
+                self._check_decodes("an array of 16 bits was given")
+                return self._decoded(Image.fromarray(image))
+            if image.ndim == 3 and not (image.shape[0] == self.shape[0] != image.shape[2]):
+                image = image.transpose(2, 0, 1)
+            image = torch.from_numpy(np.array(image, order="C"))  # a copy, which may be written to
+        if not isinstance(image, Tensor):
+            raise TypeError(
+                f"an image is of type {type(image).__name__}: give a path, a PIL image, an array or a tensor"
+            )
+        check_dtype(image.unsqueeze(0))
+        x: Tensor = image.unsqueeze(0) if image.ndim == 2 else image
+        if x.dtype == torch.uint8 and (x.ndim != 3 or not x.numel()):
+            raise ValueError(f"an image is uint8 of shape {tuple(x.shape)}; give (channels, height, width)")
+        return x
+
+    @property
+    def _mode(self) -> str:
+        return "L" if self.channels == 1 else "RGB"
+
+    def _decoded(self, image: Image.Image) -> Tensor:
+        return decode(image, self._mode, self.full_scale)
+
+    def _check_decodes(self, what: str) -> None:
+        if self.kind != "uint8":
+            raise ValueError(
+                f"{what}, but the run was trained on {self.kind} samples that were ready for the model, and how they "
+                f"were made of files is not known; give such tensors of shape {self.shape}"
+            )
+        if self.channels not in (1, 3):
+            raise ValueError(
+                f"{what}, but the training images had {self.channels} channels; give uint8 tensors of so many"
+            )
+
+    def _ready(self, x: Tensor) -> Tensor:
+        """A sample that is ready for the model; a ValueError if it is not."""
+        expected = torch.int64 if self.kind == "tokens" else torch.float32
+        x = x.float() if x.is_floating_point() else x
+        if x.dtype != expected or tuple(x.shape) != self.shape:
+            hint = " (or uint8 images, of any size)" if self.kind == "uint8" else ""
+            raise ValueError(
+                f"a sample is {x.dtype} of shape {tuple(x.shape)}; give {expected} of shape {self.shape}, ready for "
+                f"the model{hint}"
+            )
+        return x
+
+
+def _is_float(image: Any) -> bool:  # noqa: ANN401
+    return (isinstance(image, Tensor) and image.is_floating_point()) or (
+        isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating)
+    )
+
+
+def _for_pillow(x: Tensor, channels: int) -> np.ndarray[Any, Any]:
+    """A uint8 image (Ch, H, W) as an array of Pillow's layout, to be given other channels."""
+    if x.shape[0] not in (1, 3, 4) or channels not in (1, 3):
+        raise ValueError(
+            f"an image is uint8 of shape {tuple(x.shape)}, and the training images had {channels} channels; give as "
+            "many"
+        )
+    array: np.ndarray[Any, Any] = x.cpu().permute(1, 2, 0).contiguous().numpy()
+    return array[:, :, 0] if x.shape[0] == 1 else array
+
+
+def preprocessing_of(data: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
+    """What is done to the clients' images of ``data``, but for random changes; ``full_scale`` where files are read."""
+    shape, dtype = data.image
+    if dtype != torch.uint8:
+        return Preprocessing("tokens" if is_tokens(torch.empty(0, dtype=dtype)) else "float", shape)
+    size, steps = preparation.image_size, []
+    stored = _stored_size(data, size)
+    if stored is not None:
+        steps.append(Resize(*stored, True))
+    if size is not None and stored != (size, size):
+        steps.append(Resize(size, size, isinstance(data.train, MapStore)))
+    image, channels = preparation.image, shape[0]
+    mean, std = ((0.5,) * channels, (0.5,) * channels) if image is None else (image.mean, image.std)
+    return Preprocessing("uint8", (len(mean), *steps[-1][:2]), channels, tuple(steps), mean, std, full_scale)
+
+
+def _stored_size(data: Checked, size: int | None) -> tuple[int, int] | None:
+    """Height and width of the training images before the data module resizes them; None where they may differ."""
+    if size is None or not isinstance(data.train, MapStore):
+        height, width = (data.image[0] if isinstance(data.train, MapStore) else data.train.images.shape)[-2:]
+        return height, width
+    dataset: Dataset[Any] = data.train.datasets[0]
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return (dataset.size, dataset.size) if isinstance(dataset, ImageFiles) else None

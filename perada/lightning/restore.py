@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run from a checkpoint alone, without the data that it was trained on."""
+
+from pathlib import Path
+
+import torch
+
+from perada.algorithms import Algorithm
+from perada.federation.federation import Federation
+from perada.federation.settings import Settings
+from perada.federation.store import Storage
+from perada.lightning.checkpoint import find_checkpoint, find_clients, plain_data
+from perada.lightning.federated_loop import CHECKPOINT_KEY
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.outcome import states_of
+from perada.results.run import Run
+from perada.server import Distillation
+
+PRIVATE = "ledgers"
+"""Key of ``Run.info`` that a private run has here, in place of what ``privacy`` would say."""
+
+
+def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> Run:
+    """The run whose checkpoint is at ``path``, for its models: what it says of privacy is not worked out.
+
+    Args:
+        module: A new one, made of the run's options.
+        algorithm: The run's, with its options.
+        path: The checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If it cannot be read, an earlier perada wrote it, or module and algorithm are not the run's.
+    """
+    found = find_checkpoint(str(path), path.parent)
+    with plain_data(found):
+        saved = torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY, {})
+    if "info" not in saved:
+        raise ValueError(
+            f"{str(path)!r} does not say what the run was, since an earlier perada or another program wrote it; "
+            "`perada export`, which reads the run's data, makes a folder that can be used"
+        )
+    info, belongs = saved["info"], saved["belongs"]
+    seed = info["seed"]
+    module.build(info["num_classes"], info["multilabel"], 0 if seed is None else seed)
+    trained = {key: list(module.model.state_dict()[key].shape) for key in module.slot.keys}
+    for what, saved_value, here in (
+        ("algorithm", belongs["algorithm"], algorithm.kind),
+        ("trained tensors", belongs["trained tensors"], trained),
+        ("frozen weights", belongs["frozen weights"], module.frozen_digest),
+    ):
+        if saved_value != here:
+            raise ValueError(
+                f"{str(path)!r} has other {what} than its config.yaml gives; put the run's own config.yaml beside its "
+                "checkpoints, and its weights where it names them"
+            )
+    clients = belongs["number of clients"]
+    held = Storage(clients=clients)
+    settings = Settings(algorithm, module.training_options, Distillation(steps=0), "uniform", (), 0, storage=held)
+    module.federation = Federation(module.engine, module.slot, module.initial_state, settings, clients)
+    states = saved["federation"]
+    find_clients(states, path)
+    module.federation.load_state_dict(states | {"privacy": None})
+    ledgers = states["privacy"] or {}
+    info = info | ({PRIVATE: "not read"} if ledgers.get("images") or ledgers.get("clients") else {})
+    assert module.adapted is not None
+    metrics = {"rounds": saved["history"], "clients": {}}
+    return Run(module.adapted, *states_of(module.federation), clients, metrics, info)

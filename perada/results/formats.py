@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model of a run as a file that other programs read, checked against the run's own logits."""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.export import Dim
+
+from perada.core.checks import check_choice
+from perada.data.sets.images import Photographs
+from perada.results.export import write_section
+from perada.results.inference import client_index
+from perada.results.privacy_card import privacy_card
+from perada.results.run import Ensemble, Run
+
+Format = Literal["onnx", "safetensors", "torch-export"]
+FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}
+TOLERANCE = 1e-4
+_NEEDED = ("onnx", "onnxscript", "onnxruntime")
+_USE: dict[Format, str] = {
+    "onnx": "`onnxruntime.InferenceSession` runs `model.onnx`: input `images`, output `logits`. Its metadata are in "
+    "`get_modelmeta().custom_metadata_map`.",
+    "safetensors": "`safetensors.torch.load_file` reads `model.safetensors`. Its metadata are in "
+    "`safetensors.safe_open(...).metadata()`.",
+    "torch-export": '`torch.export.load("model.pt2").module()` is the model. Its metadata are in the extra file '
+    "`metadata.json`.",
+}
+
+
+def export_model(run: Run, client: int | str | None, form: Format, folder: Path) -> str:
+    """Write a client's model, or the global one, with its preprocessing, into ``folder``, beside a README.
+
+    Where PEFT can merge an adapter into the backbone's weights, it is merged. The file is read again, and its logits
+    on photographs are compared with the run's.
+
+    Args:
+        run: The run.
+        client: Number or name of the client; None for the global model.
+        form: The format.
+        folder: Where the file and the README go.
+
+    Returns:
+        What became of the adapter, and how far the logits differ at most.
+
+    Raises:
+        ModuleNotFoundError: If a package is missing that the format needs.
+        ValueError: If the client does not exist, the model cannot be exported, or the file gives other logits.
+    """
+    check_choice("format", form, list(FILES))
+    lacking = [name for name in _NEEDED if form == "onnx" and find_spec(name) is None]
+    if lacking:
+        raise ModuleNotFoundError(
+            f"format=onnx needs the package {lacking[0]!r}; install it with: pip install perada[onnx]"
+        )
+    number = None if client is None else client_index(client, run.info.get("clients"), run.num_clients)
+    own = run.global_model() if number is None else run.personal(number)
+    x = _samples(run)
+    model, merged = _merged(run, own, number)
+    model.requires_grad_(False)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILES[form]
+    metadata = {
+        "preprocessing": json.dumps(run.preprocessing.record()),
+        "classes": json.dumps(run.info.get("classes")),
+        "client": json.dumps(client),
+        "backbone": json.dumps(run.info["backbone"]),
+    }
+    write: dict[Format, Callable[..., Callable[[Tensor], Tensor]]] = {
+        "onnx": _onnx,
+        "safetensors": _safetensors,
+        "torch-export": _torch_export,
+    }
+    with torch.no_grad():
+        expected = own(x)
+        try:
+            found = write[form](model, x, path, metadata)(x)
+        except Exception as error:  # what exporters raise has no common type
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ValueError(
+                f"the model cannot be written as {form} ({reason}); choose another format, or Run.save"
+            ) from error
+    difference = float((found - expected).abs().max())
+    if not difference <= TOLERANCE:
+        path.unlink()
+        raise ValueError(
+            f"{str(path)!r} gave logits that differ by {difference:.1e} from the run's, more than {TOLERANCE}, and was "
+            "deleted; choose another format"
+        )
+    said = f"{merged} Its logits on {len(x)} samples differ by {difference:.1e} at most from the run's."
+    multilabel = "a sigmoid of each" if run.info["multilabel"] else "a softmax over the classes"
+    shape = ", ".join(map(str, run.preprocessing.shape))
+    text = (
+        f"# {'The global model' if client is None else f'The model of client {client}'} of a run of perada\n\n"
+        f"{_USE[form]}\n\nThe model maps images (B, {shape}), prepared as below, to logits (B, "
+        f"{run.info['num_classes']}); {multilabel} makes probabilities of them. {said}\n\n"
+        f"```json\n{json.dumps(run.preprocessing.record() | {'classes': run.info.get('classes')}, indent=2)}\n```\n"
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_section(folder / "README.md", privacy_card(run.info.get("privacy"), number if run.personalized else None))
+    return said
+
+
+def _samples(run: Run) -> Tensor:
+    """Eight cut-outs of scikit-learn's photographs, prepared; noise where the run's images came prepared."""
+    preprocessing = run.preprocessing
+    if preprocessing.kind == "uint8" and preprocessing.channels in (1, 3):
+        photographs = Photographs(8, size=64, gray=preprocessing.channels == 1).images
+        assert photographs is not None
+        return preprocessing.batch(list(photographs))
+    if preprocessing.kind == "tokens":
+        raise ValueError("a run on texts cannot be exported so; its adapters can, by Run.save")
+    return torch.randn(8, *preprocessing.shape, generator=torch.Generator().manual_seed(0))
+
+
+def _merged(run: Run, own: nn.Module, client: int | None) -> tuple[nn.Module, str]:
+    """The model with its adapter merged where PEFT can, and a sentence that says so."""
+    if isinstance(own, Ensemble):
+        return own, "It averages several models, whose adapters are kept as layers."
+    try:
+        return run.merged(client), "The adapter is merged: the model has the layers and names of the plain backbone."
+    except (NotImplementedError, ValueError, RuntimeError, AttributeError):  # what PEFT raises depends on the method
+        return (
+            own,
+            "The adapter is kept as layers of the model, because it cannot be merged into the backbone's weights.",
+        )
+
+
+def _safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    tensors = {name: value.cpu().clone().contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, path, metadata)
+    read = copy.deepcopy(model)
+    for value in read.state_dict().values():
+        value.zero_()
+    with safe_open(path, framework="pt") as file:
+        read.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+    return read
+
+
+def _torch_export(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: Dim("batch")},))
+    torch.export.save(exported, path, extra_files={"metadata.json": json.dumps(metadata)})
+    read: Callable[[Tensor], Tensor] = torch.export.load(path).module()
+    return read
+
+
+def _onnx(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter's own workings
+        program: Any = torch.onnx.export(
+            model,
+            (x,),
+            dynamo=True,
+            dynamic_shapes=({0: Dim("batch")},),
+            input_names=["images"],
+            output_names=["logits"],
+            verbose=False,
+        )
+    program.model.metadata_props.update(metadata)
+    program.save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

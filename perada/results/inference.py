@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of a run's models for images from elsewhere."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm.auto import tqdm
+
+from perada.core.checks import check_whole
+from perada.data.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model predicts for N images.
+
+    Attributes:
+        probabilities: (N, K) floats: a softmax over the classes, or, where an image may have several labels, a sigmoid
+            of each.
+        labels: Classes (N,), int64; or (N, K) of zeros and ones, where an image may have several labels.
+        classes: Names of the K classes; their numbers where the run knows no names.
+        paths: The N paths, where all images were given as such.
+    """
+
+    probabilities: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    paths: tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The name predicted for each image; several are joined by ``|``."""
+        if self.labels.ndim == 1:
+            return [self.classes[label] for label in self.labels.tolist()]
+        rows = self.labels.bool().tolist()
+        return ["|".join(name for name, has in zip(self.classes, row, strict=True) if has) for row in rows]
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write a row for each image: its ``path`` (or number, ``image``), ``predicted``, ``p(NAME)`` of each class.
+
+        Probabilities have six digits after the point.
+        """
+        first = list(map(str, range(len(self.labels)))) if self.paths is None else list(self.paths)
+        header = ["image" if self.paths is None else "path", "predicted", *(f"p({name})" for name in self.classes)]
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(header)
+            for start, name, row in zip(first, self.names, self.probabilities.tolist(), strict=True):
+                table.writerow([start, name, *(f"{value:.6f}" for value in row)])
+        return Path(path)
+
+
+def predict(
+    model: nn.Module,
+    preprocessing: Preprocessing,
+    images: Any,  # noqa: ANN401  # one image of any kind, or several
+    *,
+    classes: Sequence[str],
+    multilabel: bool,
+    batch_size: int = 64,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+) -> Predictions:
+    """Predict with one model; only ``batch_size`` images at a time are in memory (see :meth:`.Run.predict`)."""
+    check_whole("batch_size", batch_size)
+    given = as_list(images)
+    if not given:
+        raise ValueError("there are no images; give one at least")
+    model = model.to(device).eval()
+    rows = []
+    with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
+        for start in range(0, len(given), batch_size):
+            batch = preprocessing.batch(given[start : start + batch_size])
+            logits = model(batch.to(device)).float().cpu()
+            rows.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+            bar.update(len(batch))
+    probabilities = torch.cat(rows).clone()  # no inference tensor
+    labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
+    paths = tuple(map(str, given)) if all(isinstance(one, str | Path) for one in given) else None
+    return Predictions(probabilities, labels, tuple(classes), paths)
+
+
+def as_list(images: Any) -> list[Any]:  # noqa: ANN401
+    """One image, a batch (B, ...) of four axes, or a list of images, as a list."""
+    if isinstance(images, Tensor | np.ndarray):
+        return list(images) if images.ndim == 4 else [images]
+    single = isinstance(images, str | Path | Image.Image) or not isinstance(images, Iterable)
+    return [images] if single else list(images)
+
+
+def client_index(client: int | str | None, names: Sequence[str] | None, num_clients: int) -> int:
+    """The number of a client, given as such, as text, or by name.
+
+    Raises:
+        ValueError: If there is no such client.
+    """
+    if names is not None and client in names:
+        return list(names).index(str(client))
+    if isinstance(client, str) and not client.isdecimal():
+        close = get_close_matches(client, names or (), 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"give a number from 0 to {num_clients - 1}"
+        raise ValueError(f"client={client!r} is unknown; {hint if names else f'the clients have no names: {hint}'}")
+    number = int(client) if isinstance(client, str) else client
+    check_whole("client", number, 0, most=num_clients - 1)
+    assert number is not None
+    return number
+
+
+def list_images(source: Path) -> tuple[list[str], list[Path]]:
+    """The images that ``source`` stands for: a file, all image files below a folder, or a table's column ``path``.
+
+    Returns:
+        What each is called (in a folder or a table, relative to it), and where it is; those of a folder in order.
+
+    Raises:
+        FileNotFoundError: If it does not exist, or a folder holds no images.
+        ValueError: If a table has no column ``path``, or no rows.
+    """
+    if source.is_dir():
+        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
+        if not found:
+            kinds = ", ".join(IMG_EXTENSIONS)
+            raise FileNotFoundError(f"{str(source)!r} holds no images ({kinds}); give a folder that does")
+        return [path.relative_to(source).as_posix() for path in found], found
+    if not source.is_file():
+        raise FileNotFoundError(f"{str(source)!r} does not exist; give an image, a folder, or a table (.csv)")
+    if source.suffix.lower() != ".csv":
+        return [str(source)], [source]
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            header, names = rows.fieldnames or (), [row.get("path") or "" for row in rows]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{str(source)!r} is no table ({error}); save it as comma-separated values in UTF-8") from None
+    if "path" not in header:
+        raise ValueError(f"{str(source)!r} has no column 'path' among {list(header)}; name it so")
+    if not all(names):
+        row = next(number for number, name in enumerate(names, 2) if not name)
+        raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")
+    if not names:
+        raise ValueError(f"{str(source)!r} has a header and no rows; name one image at least")
+    return names, [source.parent / name for name in names]

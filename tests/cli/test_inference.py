@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada predict RUN``: images and a run, without the data that it was trained on."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.cli import main
+from perada.cli.inference import open_run
+from perada.data import FashionMNIST
+
+RECIPE = {
+    "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "lr_local": 0.1, "lr_personal": 0.1},
+    "data": {
+        "dataset": {"class_path": "FashionMNIST", "init_args": {"root": "fashion-mnist"}},
+        "partition": {"class_path": "IID", "init_args": {"num_clients": 3}},
+        "batch_size": 20,
+        "image_size": 32,
+    },
+    "federated": {"algorithm": "Ditto", "local_steps": 2},
+}
+
+
+def images_in(folder, count=5):
+    folder.mkdir()
+    for number, image in enumerate(FashionMNIST("fashion-mnist", train=False).images[:count]):
+        Image.fromarray(image[0].numpy()).save(folder / f"{number}.png")
+
+
+def rows_of(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_root, monkeypatch, capsys):
+    here = fashion_root.parent
+    monkeypatch.chdir(here)
+    (here / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    main(["fit", "--config", "recipe.yaml"])
+    main(["predict", "--config", "recipe.yaml", "--ckpt_path", "last"])  # LightningCLI's, of the test images
+    tested = rows_of(here / capsys.readouterr().out.split("Predictions: ")[1].strip())
+    main(["export", "lightning_logs/version_0", "--output", "out"])
+    images_in(here / "images", 40)
+    shutil.rmtree(fashion_root)
+    version = "lightning_logs/version_0"
+    for run, output in ((version, "a.csv"), ("out", "b.csv"), (f"{version}/checkpoints/last.ckpt", "c.csv")):
+        main(["predict", run, "--images", "images", "--client", "1", "--output", output, "--batch_size=3"])
+        assert capsys.readouterr().out.endswith(f"Predictions of 40 images: {output}\n")
+    (here / "table.csv").write_text("label,path\n" + "".join(f"x,images/{n}.png\n" for n in range(40)))
+    main(["predict", "--images=table.csv", version, "--client=1"])
+    rows = rows_of(here / "predictions.csv")
+    assert [row["path"] for row in rows] == [f"images/{number}.png" for number in range(40)]
+    found = {row["path"]: row for row in rows_of(here / "a.csv")}
+    assert list(found) == sorted(f"{number}.png" for number in range(40))
+    for row in rows:
+        same = found[row["path"].removeprefix("images/")]
+        assert {**same, "path": row["path"]} == row
+        assert sum(float(same[f"p({name})"]) for name in FashionMNIST.classes) == pytest.approx(1, abs=1e-5)
+    assert (here / "a.csv").read_text() == (here / "b.csv").read_text() == (here / "c.csv").read_text()
+    own = {row["image"] for row in tested if row["client"] == "1"}
+    data = yaml.safe_load((here / version / "partition.json").read_text())
+    positions = [position for part in data["test"] for position in part]
+    assert own
+    for row in tested:
+        if row["image"] in own:
+            same = found[f"{positions[int(row['image'])]}.png"]
+            assert FashionMNIST.classes[int(row["personal"])] == same["predicted"]
+
+
+def made_in_python(tmp_path, **options):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (3, 6, 3, 32, 32), generator=random, dtype=torch.uint8)
+    sets = [TensorDataset(part, torch.arange(6) % 3) for part in x]
+    settings = {"pretrained": False, "adapter": "head", "rounds": 2, "local_steps": 1, "lr_local": 0.1, "batch_size": 4}
+    settings |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    run = perada.finetune("test_resnet", perada.FederatedData(sets), **settings | options)
+    return run, tmp_path / "lightning_logs" / "version_0"
+
+
+OTHERS = [{"algorithm": "fedavg_ft"}, {"algorithm": "fed_ensemble"}, {"algorithm": "standalone", "adapter": "lora"}]
+
+
+@pytest.mark.parametrize(
+    "options", [{"client_store": "disk"}, *(pytest.param(given, marks=pytest.mark.slow) for given in OTHERS)]
+)
+def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, monkeypatch, options):
+    run, folder = made_in_python(tmp_path, **options)
+    found = open_run(shutil.copytree(folder, tmp_path / "elsewhere"))
+    monkeypatch.chdir(tmp_path / "elsewhere" / "checkpoints")
+    assert open_run(Path("last.ckpt")).info == found.info
+    assert found.num_clients == 3
+    assert {name: value for name, value in run.info.items() if name != "privacy"} == found.info
+    x = torch.rand(2, 3, 32, 32)
+    for client in range(3):
+        with torch.no_grad():
+            assert torch.equal(found.personal(client)(x), run.personal(client)(x))
+    if run.info["global_model"]:
+        with torch.no_grad():
+            assert torch.equal(found.global_model()(x), run.global_model()(x))
+
+
+def test_what_a_run_lacks_is_said(tmp_path):
+    _, folder = made_in_python(tmp_path, rounds=1)
+    Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    image = ["--images", str(tmp_path / "a.png")]
+    config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    with pytest.raises(FileNotFoundError, match=r"is no finished run: it has neither run.json, nor config.yaml"):
+        main(["predict", str(tmp_path), *image])
+    with pytest.raises(FileNotFoundError, match=r"--output=.*: there is no folder"):
+        main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])
+    with pytest.raises(ValueError, match=r"client='9' is unknown|client=9 cannot be used; give a whole number"):
+        main(["predict", str(folder), *image, "--client", "9", "--output", str(tmp_path / "a.csv")])
+    text = config.read_text()
+    config.write_text(text.replace("adapter: head", "adapter: bias_norm"))
+    with pytest.raises(ValueError, match=r"has other trained tensors than its config.yaml gives"):
+        main(["predict", str(folder), *image])
+    config.write_text(text.replace("adapter: head", "adapter: hat"))
+    with pytest.raises(ValueError, match="'hat'"):
+        main(["predict", str(folder), *image])
+    config.write_text(text.replace("adapter:", "adaptor:"))
+    with pytest.raises(ValueError, match=r"config.yaml' cannot be read back \(.*adaptor.*use a folder that Run.save"):
+        main(["predict", str(folder), *image])
+    config.write_text(text)
+    saved = torch.load(checkpoint, weights_only=True)
+    del saved["perada"]["info"]
+    torch.save(saved, checkpoint)
+    with pytest.raises(ValueError, match="does not say what the run was, since an earlier perada") as error:
+        main(["predict", str(folder), *image])
+    assert "\n" not in str(error.value)
+
+
+def test_the_help_tells_both_ways_to_predict(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", "--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--images IMAGES" in shown
+    assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images" in shown

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model of a run in the formats of other programs."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.cli import main
+from perada.results import formats
+from perada.results.formats import export_model
+
+
+def make_run(tmp_path, adapter, **options):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (2, 6, 3, 32, 32), generator=random, dtype=torch.uint8)
+    sets = [TensorDataset(part, torch.arange(6) % 3) for part in x]
+    settings = {"pretrained": False, "rounds": 2, "local_steps": 2, "lr_local": 0.3, "lr_personal": 0.3}
+    settings |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    return perada.finetune("test_resnet", perada.FederatedData(sets), adapter=adapter, **settings | options)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    return make_run(folder, "lora"), folder / "lightning_logs" / "version_0"
+
+
+def logits(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def test_merged_tensors_fit_the_plain_backbone(lora, tmp_path, capsys):
+    run, folder = lora
+    main(["export", str(folder), "--client", "1", "--format", "safetensors", "--output", str(tmp_path)])
+    assert "The adapter is merged" in capsys.readouterr().out
+    plain = timm.create_model("test_resnet", num_classes=3).eval()
+    before = plain.state_dict()["layer1.0.conv1.weight"].clone()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert not torch.equal(before, plain.state_dict()["layer1.0.conv1.weight"])
+    x = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(logits(plain, x), logits(run.personal(1), x), rtol=0, atol=1e-4)
+    assert (logits(plain, x) - logits(run.personal(0), x)).abs().max() > 1e-3
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["preprocessing"]) == run.info["preprocessing"]
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("# The model of client 1 of a run of perada\n")
+    assert json.loads(text.split("```json\n")[1].split("```")[0]) == run.info["preprocessing"] | {"classes": None}
+
+
+FORMS = [("torch-export", "lora", {})]
+SLOW = [
+    ("torch-export", "residual", {}),
+    ("torch-export", "full", {"algorithm": "fed_ensemble"}),
+    ("onnx", "lora", {}),
+    ("onnx", "residual", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "adapter", "options"), [*FORMS, *(pytest.param(*given, marks=pytest.mark.slow) for given in SLOW)]
+)
+def test_files_give_the_runs_logits_for_any_number_of_images(lora, tmp_path, form, adapter, options):
+    run = lora[0] if adapter == "lora" else make_run(tmp_path, adapter, **options)
+    said = export_model(run, None, form, tmp_path / "out")
+    assert ("is merged" in said) == (adapter == "lora")
+    x = torch.randn(3, 3, 32, 32)
+    expected = logits(run.global_model(), x)
+    if form == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
+        found = torch.from_numpy(session.run(None, {"images": x.numpy()})[0])
+        recorded = session.get_modelmeta().custom_metadata_map
+    else:
+        extra = {"metadata.json": ""}
+        found = logits(torch.export.load(tmp_path / "out" / "model.pt2", extra_files=extra).module(), x)
+        recorded = json.loads(extra["metadata.json"])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert json.loads(recorded["preprocessing"]) == run.info["preprocessing"]
+
+
+def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
+    write = formats._safetensors
+
+    def wrong(model, x, path, metadata):
+        read = write(model, x, path, metadata)
+        return lambda images: read(images) + 2e-4
+
+    monkeypatch.setattr(formats, "_safetensors", wrong)
+    with pytest.raises(ValueError, match=r"gave logits that differ by 2\.0e-04 from the run's, more than 0.0001"):
+        export_model(lora[0], None, "safetensors", tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
+    run, folder = lora
+    out = ["--output", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=r"client=7 cannot be used"):
+        main(["export", str(folder), *out, "--format", "onnx", "--client", "7"])
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs the package 'onnx'; install it with: pip install perada\[onnx"
+    ):
+        export_model(run, None, "onnx", tmp_path / "out")
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["perada"]["federation"]["privacy"]["images"] = {"server": [1.0]}
+    torch.save(saved, tmp_path / "checkpoint")
+    (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
+    with pytest.raises(ValueError, match="is of a private run, and what its models reveal is worked out with its data"):
+        main(["export", str(tmp_path / "checkpoint"), *out, "--format", "safetensors"])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Run.predict``: images as they come, through the run's own preprocessing and models."""
+
+import csv
+import re
+import shutil
+
+import numpy as np
+import pytest
+import timm
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.results.inference import Predictions, list_images
+
+SIZES = (9, 6, 12)
+
+
+def parts(seed, classes=3, multilabel=False, shape=(3, 20, 24)):
+    """One set a client of images whose brightness tells the class."""
+    random = torch.Generator().manual_seed(seed)
+    sets = []
+    for size in SIZES:
+        y = torch.arange(size) % classes
+        x = torch.randint(0, 120, (size, *shape), generator=random) + 60 * y.view(-1, 1, 1, 1)
+        labels = torch.stack([y == 1, y > 0, y < 2], 1).float() if multilabel else y
+        sets.append(TensorDataset(x.to(torch.uint8), labels))
+    return sets
+
+
+@pytest.fixture(scope="module")
+def run(tiny):
+    data = perada.FederatedDataModule(perada.FederatedData(parts(1), parts(2)), image_size=32, batch_size=4)
+    settings = tiny.options | {"rounds": 2, "logger": False, "pretrained": False, "batch_size": None}
+    settings |= {"adapter": "lora", "distill_steps": None, "local_steps": 3, "algorithm": "perada_no_kd"}
+    return perada.finetune("test_resnet", data, **settings)
+
+
+def grey_run(tiny, algorithm="fedavg", multilabel=False):
+    """A run of a small network of one channel."""
+    sets = parts(1, multilabel=multilabel, shape=(1, 8, 8))
+    settings = tiny.options | {"rounds": 1, "logger": False, "distill_steps": None, "local_steps": 1}
+    return perada.finetune(tiny.net(), perada.FederatedData(sets), algorithm=algorithm, **settings)
+
+
+@pytest.fixture(scope="module")
+def saved(run, tmp_path_factory):
+    return run.save(tmp_path_factory.mktemp("saved"))
+
+
+def plain_logits(saved, name, images):
+    """What timm's model with PEFT's adapter makes of pixels (H, W, 3) that are resized and normalised here."""
+    model = PeftModel.from_pretrained(timm.create_model("test_resnet", num_classes=3), str(saved / name)).eval()
+    state = model.get_base_model().state_dict()
+    for key, value in load_file(saved / "backbone.safetensors").items():
+        state[key].copy_(value)
+    config = timm.data.resolve_model_data_config(timm.create_model("test_resnet"))
+    ready = []
+    for pixels in images:
+        x = torch.tensor(pixels).permute(2, 0, 1).float()[None] / 255
+        x = torch.nn.functional.interpolate(x, (32, 32), mode="bilinear", antialias=True)[0]
+        ready.append((x - torch.tensor(config["mean"]).view(3, 1, 1)) / torch.tensor(config["std"]).view(3, 1, 1))
+    with torch.no_grad():
+        return model(torch.stack(ready))
+
+
+@pytest.mark.parametrize("client", [None, 1])
+def test_files_are_predicted_as_by_the_plain_model(saved, tmp_path, client):
+    images = np.random.default_rng(0).integers(0, 256, (5, 20, 24, 3), dtype=np.uint8)
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    for path, pixels in zip(paths, images, strict=True):
+        Image.fromarray(pixels).save(path)
+    found = perada.Run.load(saved).predict(paths, client, batch_size=2)
+    expected = plain_logits(saved, "global" if client is None else f"client_{client}", images).softmax(1)
+    assert expected.std(0).min() > 1e-4  # images matter
+    torch.testing.assert_close(found.probabilities, expected, rtol=0, atol=1e-6)
+    assert found.labels.tolist() == expected.argmax(1).tolist()
+    assert found.paths == tuple(map(str, paths))
+
+
+def test_the_runs_own_test_images_have_the_accuracy_that_the_run_reports(run):
+    reported = run.metrics["clients"]["personal/local_test"]
+    assert max(reported) > 0.5
+    for client, part in enumerate(parts(2)):
+        x, y = part.tensors
+        found = run.predict(x, client)
+        assert (found.labels == y).float().mean().item() == pytest.approx(reported[client], abs=1e-7)
+        assert torch.equal(run.predict(list(x), client, batch_size=5).labels, found.labels)
+
+
+def test_clients_and_classes_by_name(run, tmp_path):
+    x = parts(2)[0].tensors[0][:4]
+    numbered = run.predict(x, 2)
+    assert numbered.classes == ("0", "1", "2")
+    assert torch.equal(run.predict(x, "2").probabilities, numbered.probabilities)
+    named = perada.Run(run._adapted, run._global, run._personal, 3, run.metrics, dict(run.info))
+    named.info |= {"clients": ["north", "south", "0"], "classes": ["ant", "bee", "cat"]}
+    found = named.predict(x, "0")
+    assert torch.equal(found.probabilities, numbered.probabilities)
+    assert found.names == [("ant", "bee", "cat")[label] for label in numbered.labels]
+    with pytest.raises(ValueError, match=r"client='nort' is unknown; did you mean 'north'\?"):
+        named.predict(x, "nort")
+    with pytest.raises(ValueError, match="client='north' is unknown; the clients have no names: give a number from 0"):
+        run.predict(x, "north")
+    with pytest.raises(ValueError, match="client=3 cannot be used; give a whole number from 0 to 2"):
+        run.predict(x, "3")
+    rows = list(csv.DictReader(found.to_csv(tmp_path / "out.csv").read_text().splitlines()))
+    assert [row["image"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["predicted"] for row in rows] == found.names
+    written = [[float(row[f"p({name})"]) for name in ("ant", "bee", "cat")] for row in rows]
+    torch.testing.assert_close(torch.tensor(written), found.probabilities, rtol=0, atol=1e-6)
+
+
+def test_several_labels(tiny):
+    run = grey_run(tiny, multilabel=True)
+    x = parts(2, shape=(1, 8, 8))[0].tensors[0]
+    found, prepared = run.predict(x, 0), run.preprocessing.batch(list(x))
+    with torch.no_grad():
+        logits = run.personal(0)(prepared)
+    torch.testing.assert_close(found.probabilities, 1 / (1 + (-logits).exp()))
+    assert torch.equal(found.labels, (logits > 0).long())
+    example = Predictions(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.2, 0.3]]), torch.tensor([[1, 0, 1], [0, 0, 0]]), "abc")
+    assert example.names == ["a|c", ""]
+
+
+def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(ValueError, match=r"broken.png is no image that can be read"):
+        run.predict([tmp_path / "broken.png"])
+    with pytest.raises(FileNotFoundError, match=r"missing.png does not exist"):
+        run.predict("missing.png")
+    with pytest.raises(ValueError, match="there are no images"):
+        run.predict([])
+    with pytest.raises(TypeError, match="an image is of type int: give a path, a PIL image, an array or a tensor"):
+        run.predict(7)
+    old = perada.Run(run._adapted, run._global, run._personal, 3, {}, run.info | {"preprocessing": None})
+    with pytest.raises(ValueError, match=r"run.info has no 'preprocessing', since an earlier perada made the run"):
+        old.predict("missing.png")
+    with pytest.raises(ValueError, match="Standalone has no global model"):
+        grey_run(tiny, "standalone").predict(torch.zeros(1, 8, 8, dtype=torch.uint8))
+
+
+def test_images_are_listed(tmp_path):
+    for name in ("b/2.PNG", "a/1.jpg", "note.txt"):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    names, paths = list_images(tmp_path / "images")
+    assert names == ["a/1.jpg", "b/2.PNG"]
+    assert paths == [tmp_path / "images" / name for name in names]
+    table = tmp_path / "table.csv"
+    table.write_text("note,path\nx,images/a/1.jpg\ny,/elsewhere/2.png\n")
+    assert list_images(table)[1] == [tmp_path / "images" / "a" / "1.jpg", tmp_path.__class__("/elsewhere/2.png")]
+    for text, message in (
+        ("file\na\n", "no column 'path' among"),
+        ("path,b\n,2\n", "row 2, has no path"),
+        ("path\n", "no rows"),
+    ):
+        table.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            list_images(table)
+    table.write_bytes(b"path\n\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"table.csv' is no table \(.*; save it as comma-separated values in UTF-8"):
+        list_images(table)
+    with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):
+        list_images(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no images"):
+        list_images(tmp_path / "empty")
+
+
+def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
+    with pytest.raises(ValueError, match=r"run.json' is broken \(ValueError: preprocessing: kind='video' is unknown"):
+        perada.Run.load(folder)
+    (folder / "run.json").write_text(re.sub(r'"preprocessing": \{.*?\},\n    "train', '"train', text, flags=re.DOTALL))
+    old = perada.Run.load(folder)
+    assert "preprocessing" not in old.info
+    with pytest.raises(ValueError, match=r"run.info has no 'preprocessing'"):
+        old.predict("a.png")
