@@ -88,7 +88,7 @@ def test_modes_differ_in_their_adapters():
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_modes_have_heads_of_their_own_also_where_the_weights_bring_one_that_fits(adapter):
-    data = perada.FederatedData([TensorDataset(torch.zeros(4, 3, 8, 8), torch.arange(4))] * 2, num_classes=10)
+    data = perada.FederatedData([TensorDataset(-torch.ones(4, 3, 8, 8), torch.arange(4))] * 2, num_classes=10)
     options = {"pretrained": "perada:fashion_test_resnet", "adapter": adapter, "algorithm": FedEnsemble(modes=3)}
     modes = perada.finetune("test_resnet", data, rounds=0, **options, **QUIET).states("global")
     (head,) = {name for name in modes[0] if name.endswith("weight") and name.startswith("fc.")}

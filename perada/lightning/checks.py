@@ -73,8 +73,7 @@ def check_precision(precision: object) -> None:
 def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:
     """Send the first of clients' prepared training images (C, B, ...) through the model, and one of each other set.
 
-    A ValueError if one does not pass, or what comes out are not the logits of the classes. Where a network mixes the
-    images of a batch, the module then takes the loop over clients.
+    A ValueError if one does not pass, or what comes out are not the logits of the classes.
     """
     first = x[0, :1]
     _check_image("images", first, data, module)
@@ -88,7 +87,6 @@ def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifi
             images, _ = condition.store.take(torch.tensor([0]), torch.tensor([0]))
             _check_image(f"images of the shift {condition.shift!r}", data.prepare(images), data, module)
     _warn_of_range(x, module)
-    module.keep_clients_apart(x)
 
 
 def _warn_of_range(x: Tensor, module: FederatedClassifier) -> None:

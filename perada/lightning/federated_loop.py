@@ -171,6 +171,8 @@ class FederatedLoop(pl.Callback):
         self._configure(data, module)
         batch = data.trial_batch(trial_clients(settings, data.num_clients))
         check_images(batch.x, data, module)
+        if self.privacy is None and self.client_privacy is None:  # else a network that mixes images is refused
+            module.keep_clients_apart(batch.x)
         if stage == "fit":
             with trainer.precision_plugin.forward_context():
                 check_network(settings, trainer, module, batch)

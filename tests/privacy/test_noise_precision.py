@@ -85,10 +85,9 @@ def test_computing_in_half_precision_trains_in_single(adapter, engine):
     options = {"engine": "loop"} if engine == "loop" else {}
     run = perada.finetune(
         "test_vit",
-        perada.FederatedDataModule(perada.FederatedData([part] * 2, num_classes=3), batch_size=2),
+        perada.FederatedDataModule(perada.FederatedData([part] * 2, num_classes=3), batch_size=2, image_size=32),
         adapter=adapter,
         pretrained=False,
-        image_size=32,
         algorithm="perada_no_kd",
         rounds=1,
         local_steps=1,
