@@ -176,7 +176,7 @@ APART = ("README.md", "docs/privacy.md")
 
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
-LONG = ("docs/results.md", "docs/studies/")
+LONG = ("docs/compare.md", "docs/diagnostics.md", "docs/results.md", "docs/studies/")
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,7 @@ def test_the_readmes_blocks_run(reader):
     assert {name for name in written if "/" in name} <= metrics_of_the_glossary()
 
 
+@pytest.mark.slow
 def test_the_blocks_on_privacy_run(reader):
     names = reader.follow("docs/privacy.md")
     (source,) = [block.code for block in blocks("docs/privacy.md") if "mean_epsilon" in block.code]

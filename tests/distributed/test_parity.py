@@ -13,6 +13,7 @@ import torch
 
 from .job import CASES, QUICK, results, run
 
+pytestmark = pytest.mark.slow  # two processes that start anew take half a minute
 JOB = Path(__file__).with_name("job.py")
 OTHERS = [case for case in CASES if case not in QUICK]
 

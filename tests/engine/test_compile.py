@@ -41,7 +41,7 @@ def step(engine, model, x, streams):
 @pytest.mark.parametrize(
     ("name", "adapter", "kind"),
     [
-        ("small", "full", "folded"),
+        pytest.param("small", "full", "folded", marks=pytest.mark.slow),
         pytest.param("small", "full", "loop", marks=pytest.mark.slow),
         pytest.param("test_vit", "lora", "folded", marks=pytest.mark.slow),
         pytest.param("test_vit", "lora", "loop", marks=pytest.mark.slow),

@@ -116,6 +116,7 @@ def fitted(*words):
     return cli.model.scores
 
 
+@pytest.mark.slow
 def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
     steps = ["--federated.local_steps=6", "--federated.algorithm.distill=false", "--data.train_limit=600", WEIGHTS]
     command = ["compare", recipe, "--algorithms", "perada_no_kd", "--seeds", "3", *OUT, *GRID, *steps]
