@@ -62,9 +62,9 @@ def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     else:
         chosen = {"privacy": options | {"engine": engine, "physical_batch_size": 5000}}
         std = SIGMA * BOUND / images  # of the mean gradient, and of the weights after a step of rate 1
-    first, second = (train(images, dtype, precision=precision, **chosen).double() for _ in range(2))
+    first, second, third = (train(images, dtype, precision=precision, **chosen).double() for _ in range(3))
     noise = ((first - second) / 2**0.5 / std).flatten().numpy()
-    assert (noise != 0).all()
+    assert ((first != second) | (first != third)).all()  # two alone are alike somewhere once in twenty times: rounding
     assert len(np.unique(noise)) > 0.9 * noise.size  # each has its own; some are alike once they are rounded
     low, high = stats.chi2(noise.size).ppf([LEVEL / 2, 1 - LEVEL / 2])
     assert low < np.square(noise).sum() < high
