@@ -16,6 +16,7 @@ from benchmarks.round import Turns
 from benchmarks.workload import Workload
 
 
+@pytest.mark.slow
 def test_the_naive_round_computes_what_perada_computes():
     """Three rounds in float64 without dropout, personal, local and distilled states."""
     backbone = timm.create_model("test_resnet", num_classes=3, zero_init_last=False).double()

@@ -527,6 +527,7 @@ def test_programs_say_nothing_about_themselves(folder, capsys, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_a_run_folder_with_its_clients_in_files_can_be_moved_and_exported(folder, capsys):
     main(["fit", "--config", "tiny.yaml", "--trainer.default_root_dir=device"])
     main(["fit", "--config", "tiny.yaml", "--federated.client_store=disk"])

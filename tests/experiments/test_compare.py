@@ -151,6 +151,7 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
         assert (pair[0] == pair[1]) is same
 
 
+@pytest.mark.slow
 def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
     command = ["compare", recipe, "--algorithms", "fedavg", "standalone", *OUT, *GRID]
     main(command)
@@ -229,6 +230,7 @@ def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_pa
     main(["compare", recipe, "--algorithms", "fedprox", "--federated.algorithm.prox_strength=0.5", *OUT])
 
 
+@pytest.mark.slow
 def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
     command = ["compare", recipe, "--algorithms", "fedrep", "fedavg", *OUT]  # fedrep has nothing to share of a head
     for _ in range(2):  # what failed is tried again
@@ -531,6 +533,7 @@ def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
         main(["fit", "--config", "table.yaml"])
 
 
+@pytest.mark.slow
 def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
     main(["compare", recipe, "--algorithms", "fedavg", "fed_ensemble", "--seeds", "0", "1", *OUT])
     found = rows(capsys.readouterr().out)

@@ -278,6 +278,7 @@ def test_a_disabled_scaler_scales_nothing(tiny):
 @pytest.mark.parametrize(
     ("precision", "bound"), [("bf16-mixed", 0.1), pytest.param("16-mixed", 0.02, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_half_precision_follows_single_precision(precision, bound):
     """Two rounds of PerAda on a small ResNet with LoRA: the distance to single precision over the distance moved."""
     random = torch.Generator().manual_seed(0)

@@ -206,6 +206,7 @@ def test_the_training_engine_does_not_change_the_result(clipping, sigma):
         assert_same(looped.state("personal", m), folded.state("personal", m), f"client {m}")
 
 
+@pytest.mark.slow
 def test_chunks_do_not_change_dropout():
     options = {"dropout": 0.4, "momentum": 0.5}
     whole = train(PerAda(PROX, distill=False), private(SIGMA), **options)

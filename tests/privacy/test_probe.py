@@ -215,7 +215,7 @@ class Annotated(nn.Module):
         ({}, {}),
         pytest.param({"clipping": "automatic"}, {}, marks=pytest.mark.slow),
         ({"clipping": "per_layer", "physical_batch_size": 3}, {}),
-        ({"engine": "opacus"}, {}),
+        pytest.param({"engine": "opacus"}, {}, marks=pytest.mark.slow),
         pytest.param({}, {"batch_size": 1}, marks=pytest.mark.slow),
         ({}, {"batch_size": "full", "clients_per_chunk": 2}),
     ],
