@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from perada.api import finetune
     from perada.data import FederatedData, FederatedDataModule
     from perada.lightning import FederatedClassifier, FederatedLoop
+    from perada.lightning.joining import personalize
     from perada.privacy import ClientPrivacy, Privacy
     from perada.results.run import Run
 
@@ -25,6 +26,7 @@ __all__ = [
     "Run",
     "finetune",
     "make_algorithm",
+    "personalize",
 ]
 
 _HOMES = {
@@ -38,6 +40,7 @@ _HOMES = {
     "Run": "perada.results.run",
     "finetune": "perada.api",
     "make_algorithm": "perada.algorithms",
+    "personalize": "perada.lightning.joining",
 }
 
 importing.install()

@@ -19,7 +19,7 @@ from perada.results.inference import find_images
 from perada.results.run import Run
 from perada.results.run_file import RUN_FILE
 
-_RUN = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
+RUN = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
 _RECIPE = "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
 _RECIPE += "`perada test --help` lists its options."
 
@@ -27,7 +27,7 @@ _RECIPE += "`perada test --help` lists its options."
 def predict(parser: ArgumentParser, words: list[str]) -> None:
     """Predict images with a model of a run, and write a table."""
     parser.description = f"Predict images with a model of a run, without its data. {_RECIPE}"
-    parser.add_argument("run", type=Path, help=_RUN)
+    parser.add_argument("run", type=Path, help=RUN)
     parser.add_argument(
         "--images",
         type=Path,

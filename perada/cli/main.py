@@ -45,6 +45,10 @@ COMMANDS: Tree = {
         "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
     ),
     "export": ("perada.cli.runs:export", "Write the adapters of a run as PEFT folders."),
+    "personalize": (
+        "perada.cli.joining:join",
+        "Train a model for a new client of a finished run, which stays as it is.",
+    ),
     "report": ("perada.cli.main:report", "Print the metrics of a run as a table."),
     "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
     "data": (DATA, "Look at images before anything is trained."),

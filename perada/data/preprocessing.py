@@ -125,20 +125,32 @@ class Preprocessing:
             )
         return torch.stack(ready)
 
-    def _one(self, image: Any) -> Tensor:  # noqa: ANN401  # whatever is taken for an image
+    def stored(self, image: Any) -> Tensor:  # noqa: ANN401  # whatever is taken for an image
+        """An image as training had it in memory: uint8 (channels, height, width), or a sample that is ready.
+
+        What is done to it later is normalising and, with a :attr:`last_size`, one more resizing.
+        """
         x = self._tensor(image)
         if x.dtype != torch.uint8 or self.kind != "uint8":
             return self._ready(x)
         if x.shape[0] != self.channels:
             x = self._decoded(Image.fromarray(_for_pillow(x, self.channels)))
-        size = None
         for height, width, rounded in self.resize:
             if rounded:
                 x = resize_uint8(x, (height, width))
-            else:
-                size = height
+        return x
+
+    @property
+    def last_size(self) -> int | None:
+        """Height and width to which images are resized once they are no whole numbers any more, if they are."""
+        return next((height for height, _, rounded in self.resize if not rounded), None)
+
+    def _one(self, image: Any) -> Tensor:  # noqa: ANN401
+        x = self.stored(image)
+        if x.dtype != torch.uint8:
+            return x
         channels, height, width = self.shape
-        return prepare_images(x, ImageConfig((channels, height, width), self.mean, self.std), size)
+        return prepare_images(x, ImageConfig((channels, height, width), self.mean, self.std), self.last_size)
 
     def _tensor(self, image: Any) -> Tensor:  # noqa: ANN401
         """An image as a tensor: uint8 (Ch, H, W), or what is ready."""

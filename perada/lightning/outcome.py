@@ -38,6 +38,5 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
         }
         | ({"shifts": module.shifted["kinds"]} if module.shifted.get("kinds") else {}),
-        run_info(module, data, loop.algorithm, None if protection.test_mode else loop.seed)
-        | {"privacy": protection.record(clients)},
+        run_info(module, data, loop.algorithm, None if protection.test_mode else loop.seed),
     )

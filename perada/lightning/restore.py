@@ -2,6 +2,7 @@
 """A run from a checkpoint alone, without the data that it was trained on."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,11 +18,11 @@ from perada.results.run import Run
 from perada.server import Distillation
 
 PRIVATE = "ledgers"
-"""Key of ``Run.info`` that a private run has here, in place of what ``privacy`` would say."""
+"""Key of ``Run.info`` that a private run of an earlier perada has here, in place of what ``privacy`` would say."""
 
 
 def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> Run:
-    """The run whose checkpoint is at ``path``, for its models: what it says of privacy is not worked out.
+    """The run whose checkpoint is at ``path``, as it was when that was written.
 
     Args:
         module: A new one, made of the run's options.
@@ -62,7 +63,18 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     find_clients(states, path)
     module.federation.load_state_dict(states | {"privacy": None})
     ledgers = states["privacy"] or {}
-    info = info | ({PRIVATE: "not read"} if ledgers.get("images") or ledgers.get("clients") else {})
+    if "privacy" not in info and (ledgers.get("images") or ledgers.get("clients")):
+        info = info | {PRIVATE: "not read"}
     assert module.adapted is not None
-    metrics = {"rounds": saved["history"], "clients": {}}
+    metrics = {"rounds": saved["history"], "clients": _of_clients(saved["per_client"], info.get("privacy") or {})}
+    if saved["shifted"].get("kinds"):
+        metrics["shifts"] = saved["shifted"]["kinds"]
     return Run(module.adapted, *states_of(module.federation), clients, metrics, info)
+
+
+def _of_clients(scores: dict[str, torch.Tensor], privacy: dict[str, Any]) -> dict[str, list[float]]:
+    """The scores and the ε of each client, by the name of the metric."""
+    found = {name: values.tolist() for name, values in scores.items()}
+    if "sample" in privacy:
+        found |= {f"privacy/{ledger}_epsilon": privacy["sample"][ledger] for ledger in ("server", "release")}
+    return found | ({"privacy/client_epsilon": privacy["client"]["epsilon"]} if "client" in privacy else {})

@@ -47,6 +47,21 @@ def is_test_mode(record: Record | None) -> bool:
     return any(not level["options"]["secure_rng"] for level in (record or {}).values())
 
 
+def joined_record(record: Record, own: Record | None) -> dict[str, Any]:
+    """The record of a run that a client has joined, of which alone ``own`` is.
+
+    The client has sent nothing: nobody learns of it as a whole from the global adapter.
+    """
+    found = {level: dict(content) for level, content in record.items()}
+    if "sample" in found:
+        assert own is not None
+        for name in ("noise_multipliers", "sample_rates", "server", "release"):
+            found["sample"][name] = [*found["sample"][name], *own["sample"][name]]
+    if "client" in found:
+        found["client"]["epsilon"] = [*found["client"]["epsilon"], 0.0]
+    return found
+
+
 def privacy_card(record: Record | None, client: int | None) -> str:
     """The section "Privacy" of the model card of a client's adapter, or of the global one, as Markdown.
 

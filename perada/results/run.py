@@ -2,8 +2,10 @@
 """What comes out of a run: models, states and metrics, saved and loaded."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ from perada.results.export import (
     save_backbone,
 )
 from perada.results.inference import Predictions, client_index, predict
-from perada.results.privacy_card import is_test_mode, privacy_card
+from perada.results.privacy_card import is_test_mode, joined_record, privacy_card
 from perada.results.report import TEST_MODE
 from perada.results.run_file import RunFile, read_run, write_run
 
@@ -41,6 +43,20 @@ class Ensemble(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, ...) to logits (B, K)."""
         return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A client that joined a run: its state, its scores and ε by the name of the metric, and how it came.
+
+    ``privacy`` is the record of it alone, as in ``Run.info``.
+    """
+
+    name: str
+    state: State
+    metrics: dict[str, float]
+    privacy: dict[str, Any] | None
+    record: dict[str, Any]
 
 
 class Run:
@@ -194,6 +210,38 @@ class Run:
         model: nn.Module = copied.merge_and_unload(safe_merge=True)
         return model.eval()
 
+    def adapted(self) -> AdaptedModel:
+        """A copy of the backbone with its adapter, in the global state.
+
+        Raises:
+            ValueError: If there are several global states.
+        """
+        copied = copy.deepcopy(self._adapted)
+        set_state(copied.model, self.state("global"))
+        return copied
+
+    def with_client(self, joined: Joined) -> "Run":
+        """This run with one more client, whose number is the last; this one stays as it is.
+
+        ``info["joined"]`` has a record of each client that came so.
+        """
+        number, earlier = self.num_clients, self._personal
+        names = self.info.get("clients") or list(map(str, range(number)))
+        record = {"client": number, "name": joined.name} | joined.record
+        info = self.info | {"clients": [*names, joined.name], "joined": [*self.info.get("joined", []), record]}
+        if info.get("privacy"):
+            info["privacy"] = joined_record(info["privacy"], joined.privacy)
+        metrics = self.metrics["clients"]
+        absent = {name: 0.0 if name == "privacy/client_epsilon" else math.nan for name in metrics}  # it sends nothing
+        clients = {name: [*values, (absent | joined.metrics)[name]] for name, values in metrics.items()}
+
+        def personal(client: int) -> State:
+            if client == number:
+                return joined.state
+            return self._global[0] if earlier is None else earlier(client)
+
+        return Run(self._adapted, self._global, personal, number + 1, self.metrics | {"clients": clients}, info)
+
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
@@ -226,10 +274,19 @@ class Run:
             save_adapter(self._adapted, self.state("personal", one), folder / f"client_{one}", card, classes)
         if _own_weights(self.info):
             save_backbone(self._adapted, folder)
-        if only is not None:
-            return folder
-        write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), not personal))
+        if only is None:
+            self._write_file(folder)
         return folder
+
+    def add_client(self, folder: str | Path, client: int | str) -> Path:
+        """Write a client that joined into the folder of the run that it joined; no other file but run.json changes."""
+        folder = self.save(folder, client=client)
+        self._write_file(folder)
+        return folder
+
+    def _write_file(self, folder: Path) -> None:
+        shared = self._personal is None
+        write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), shared))
 
     @classmethod
     def load(cls, folder: str | Path, *, backbone: nn.Module | None = None) -> "Run":

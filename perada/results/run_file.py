@@ -36,7 +36,7 @@ class RunFile:
 
 
 def write_run(folder: Path, content: RunFile) -> None:
-    """Write the file into ``folder``."""
+    """Write the file into ``folder``, where it stands in full or not at all."""
     written = {
         "format": FORMAT,
         "num_clients": content.num_clients,
@@ -45,7 +45,9 @@ def write_run(folder: Path, content: RunFile) -> None:
         "info": _replace(content.info, _to_json),
         "metrics": _replace(content.metrics, _to_json),
     }
-    (folder / RUN_FILE).write_text(json.dumps(written, indent=2) + "\n")
+    partial = folder / f".{RUN_FILE}.partial"
+    partial.write_text(json.dumps(written, indent=2) + "\n")
+    partial.replace(folder / RUN_FILE)
 
 
 def read_run(folder: Path) -> RunFile:

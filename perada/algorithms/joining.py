@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client trains that joins when the rounds are over, and algorithms as a run records them."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import perada.algorithms as known
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Slot, Stacks
+from perada.algorithms.ensemble import ensemble_of
+from perada.algorithms.fedsim import FedSim
+from perada.algorithms.mtl import MTL
+from perada.algorithms.perada import PerAda
+from perada.algorithms.pfedme import PFedMe
+from perada.algorithms.sharing import PartialSharing
+from perada.algorithms.standalone import Standalone
+from perada.core.rounds import Phase
+from perada.core.states import State
+
+
+class Joining(Algorithm):
+    """One client's side of an algorithm: it sends nothing, and the server's state stays as it is.
+
+    Args:
+        base: What the client trains and keeps.
+    """
+
+    inference = "personal"
+    sends = False
+    global_model = False
+    unsent = frozenset({"personal", "local", "own"})
+
+    def __init__(self, base: Algorithm) -> None:
+        self.base = base
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse what the algorithm refuses."""
+        self.base.check(slot, num_clients)
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """What the algorithm keeps."""
+        return self.base.kept(initial, slot)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """What the algorithm sends."""
+        return self.base.broadcast(sending)
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """What the algorithm trains."""
+        return self.base.open(kept, received, slot)
+
+    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+        """The names that the algorithm trains."""
+        return self.base.trained(role, phase, slot)
+
+    def client_step(self, step: ClientStep) -> None:
+        """The algorithm's own."""
+        self.base.client_step(step)
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep what the algorithm keeps, send nothing."""
+        return self.base.close(trained, kept, received, slot)[0], {}
+
+    def server_step(self, server: Any) -> State:  # noqa: ANN401  # never used
+        """Nothing changes."""
+        return {}
+
+    def personal(self, kept: Stacks, global_state: State) -> State:
+        """As the algorithm says."""
+        return self.base.personal(kept, global_state)
+
+
+class OwnPart(Joining):
+    """Of an algorithm whose clients share a part: the private part, at its rate, on the shared part as it is."""
+
+    def __init__(self, base: PartialSharing) -> None:
+        super().__init__(base)
+        self._role = "personal" if isinstance(base, FedSim) else "own"  # a role without a rate has the local one
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """The private part; the shared one beside it, since running statistics change as images pass."""
+        return {self._role: kept["personal"], "local": received}
+
+    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+        """The private part alone."""
+        return slot.parameters if role == self._role else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the private part."""
+        step.descend(self._role, step.loss(step.states[self._role] | step.states["local"], stream=self._role))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep the private part."""
+        return {"personal": trained[self._role]}, {}
+
+
+def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, tuple[Phase, ...]]:
+    """What a client trains that joins a finished run of ``algorithm``, and the phases of its rounds.
+
+    PerAda's personal adapter, Ditto's and pFedMe's are trained on loss + λ/2 ||v − w||², without what would be sent.
+    Where clients share a part, the other one is trained. Where clients have no model of their own, the global one is
+    fine-tuned, as FedAvg+FT does. All else trains as its clients did, and sends nothing.
+
+    Raises:
+        ValueError: If there are several global models, so that there is no one state to begin with.
+    """
+    if ensemble_of(algorithm).modes > 1:
+        raise ValueError(
+            f"a client cannot join a run of {type(algorithm).__name__}, whose global models are averaged: there is no "
+            "one state to begin with; let it take part in a run"
+        )
+    tuning = algorithm.personalization()
+    if tuning is not None:
+        return Joining(tuning[0]), (tuning[1],)
+    if isinstance(algorithm, PartialSharing):
+        own = [phase for phase in phases if phase.name == "personal"]
+        return OwnPart(algorithm), tuple(own or phases[:1])
+    step = type(algorithm).client_step
+    if isinstance(algorithm, PerAda | PFedMe) and step in (PerAda.client_step, PFedMe.client_step):
+        return Joining(MTL(algorithm.prox_strength)), phases
+    return Joining(Standalone() if algorithm.inference == "global" else algorithm), phases
+
+
+def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
+    """An algorithm in plain types: its class, and the constructor's options that are plain.
+
+    >>> algorithm_record(MTL(0.5))
+    {'class': 'MTL', 'options': {'prox_strength': 0.5}}
+    """
+    kind = type(algorithm)
+    ours = getattr(known, kind.__name__, None) is kind
+    names = [name for name in inspect.signature(kind).parameters if hasattr(algorithm, name)]
+    plain = {name: value for name in names if isinstance(value := getattr(algorithm, name), bool | int | float | str)}
+    return {"class": kind.__name__ if ours else f"{kind.__module__}.{kind.__qualname__}", "options": plain}
+
+
+def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
+    """The algorithm that :func:`algorithm_record` describes.
+
+    Only perada's own are made: a record comes from a file that anyone may have written, and names no code to be run.
+
+    Raises:
+        ValueError: If it is another one, or has other options.
+    """
+    kind = getattr(known, str(record["class"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise ValueError(
+            f"the run was trained with the algorithm {record['class']!r}, which is not perada's own; give it as "
+            "algorithm="
+        )
+    try:
+        made: Algorithm = kind(**record["options"])
+    except TypeError as error:
+        raise ValueError(
+            f"the run's algorithm {record['class']} cannot be made again ({error}); give algorithm="
+        ) from None
+    return made

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that come to a finished run: ``perada personalize RUN --data ... --client NAME``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from perada.cli.inference import RUN, open_run
+from perada.data import IID, ByDomain, FederatedData, Images, ImageTable
+from perada.data.partitions.division import Division
+from perada.lightning.joining import check_name, personalize
+from perada.results.report import TEST_MODE, epsilon_text, percent
+from perada.results.run import Run
+from perada.results.run_file import RUN_FILE
+
+_TABLES = (".csv", ".tsv", ".parquet")
+_DATA = "Folder of the client's images, table (.csv, .tsv, .parquet), or recipe, whose data are of the client alone or "
+_DATA += "name it among others."
+
+
+def join(parser: ArgumentParser, words: list[str]) -> None:
+    """Train a model for a new client of a finished run, and write it beside the others or with them elsewhere."""
+    parser.add_argument("run", type=Path, help=RUN)
+    parser.add_argument("--data", required=True, help=_DATA)
+    parser.add_argument("--client", type=str, default=None, help="What the client is called; else as the data say.")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="Folder for the run with the client; by default RUN, if it is saved."
+    )
+    parser.add_argument("--rounds", type=int, default=None, help="Rounds; by default those of a client of the run.")
+    parser.add_argument("--local_steps", type=int, default=None, help="Local steps in a round, instead of the run's.")
+    parser.add_argument("--batch_size", type=int, default=None, help="Images in a step, instead of the run's.")
+    parser.add_argument("--lr", type=float, default=None, help="Learning rate, instead of the run's.")
+    parser.add_argument("--seed", type=int, default=0, help="Of batches and dropout.")
+    parser.add_argument("--accelerator", type=str, default=None, help="cpu, gpu; by default a GPU if there is one.")
+    kind = _kind(words)
+    if kind is not None:
+        source = "table" if kind is ImageTable else "root"
+        parser.add_class_arguments(kind, "images", skip={source, "size", "in_memory", "train"})
+    if kind is Images:
+        parser.set_defaults({"images.layout": "{class}/*"})
+    given = vars(parser.parse_args(words))
+    path, source, output = given.pop("run"), given.pop("data"), given.pop("output")
+    options = {name: given.pop(name) for name in ("rounds", "local_steps", "batch_size", "lr", "seed", "accelerator")}
+    name, own = given.pop("client"), given.pop("images", None)
+    saved = (path / RUN_FILE).is_file()
+    if output is None and not saved:
+        raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is left as it is; give --output FOLDER")
+    run = open_run(path)
+    check_name(run, name)
+    data = _of_recipe(source) if kind is None else _of_source(run, kind, source, vars(own))
+    joined = personalize(run, data, name, **options, progress=sys.stderr.isatty())
+    client = joined.num_clients - 1
+    folder = joined.add_client(path, client) if output is None else joined.save(output)
+    print(_said(joined, client, folder))
+
+
+def _kind(words: list[str]) -> type[Images | ImageTable] | None:
+    """What ``--data`` names: images in folders, a table, or (None) a recipe."""
+    places = [place for place, word in enumerate(words) if word == "--data"]
+    value = next((word.partition("=")[2] for word in words if word.startswith("--data=")), "")
+    value = words[places[0] + 1] if places and places[0] + 1 < len(words) else value
+    if Path(value).suffix.lower() in _TABLES:
+        return ImageTable
+    return None if value and not Path(value).is_dir() else Images
+
+
+def _of_source(run: Run, kind: type[Images | ImageTable], source: str, options: dict[str, Any]) -> FederatedData:
+    """The images of a folder or a table, by client where clients are known, of the size that the run's had."""
+    stored = run.preprocessing.resize
+    size = max(stored[0][:2]) if stored else run.preprocessing.shape[-1]
+    given: dict[str, Any] = {"table" if kind is ImageTable else "root": source, "size": size} | options
+    images = kind(**given)
+    return Division(images, ByDomain("client") if images.has_clients else IID(1)).share_out()[0]
+
+
+def _of_recipe(source: str) -> FederatedData:
+    """The clients' data of a recipe."""
+    from perada.cli.runs import make_cli
+
+    data = make_cli(["--config", source], run=False).datamodule
+    data.prepare_data()
+    divided: FederatedData = data._division.share_out()[0]
+    return divided
+
+
+def _said(run: Run, client: int, folder: Path) -> str:
+    """What came of it."""
+    told = run.info["joined"][-1]
+    scores = "no test images"
+    if told["after"] is not None:
+        scores = f"{percent(told['before'])} % before, {percent(told['after'])} % after on its own test images"
+    rounds = f"{told['rounds']} round{'s' * (told['rounds'] > 1)} of {told['algorithm']} ({told['steps']} steps)"
+    lines = [
+        f"Client {told['name']} ({told['images']} images): {scores}.",
+        f"Trained for {rounds}. The global adapter and the other clients stay as they are.",
+    ]
+    privacy = run.info.get("privacy") or {}
+    if "sample" in privacy:
+        sample = privacy["sample"]
+        lines.append(
+            f"Privacy of its images at δ = {sample['options']['delta']:g}: ε {epsilon_text(sample['release'][client])} "
+            f"(release ledger; noise multiplier {sample['noise_multipliers'][client]:.4g}; nothing was sent)."
+        )
+        if not sample["options"]["secure_rng"]:
+            lines.append(TEST_MODE)
+    return "\n".join([*lines, f"Wrote client_{client} to {folder}"])

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that joins a finished run: it trains a model of its own, and nothing else changes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+
+from perada.algorithms import Algorithm
+from perada.algorithms.joining import algorithm_of, joining
+from perada.core.checks import check_number, check_whole
+from perada.core.rounds import Phase
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.newcomer import newcomer
+from perada.lightning.federated_loop import FederatedLoop
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.outcome import outcome
+from perada.lightning.progress import RoundProgressBar
+from perada.lightning.restore import PRIVATE
+from perada.lightning.strategies import device_defaults
+from perada.models.backbones import AdaptedModel
+from perada.privacy import Privacy
+from perada.results.run import Joined, Run
+
+SCORE = "personal/local_test"
+
+
+class _Begun(FederatedClassifier):
+    """A classifier whose network is there already, in the state that training begins with."""
+
+    def __init__(self, adapted: AdaptedModel, **options: Any) -> None:
+        super().__init__(adapted.backbone.name, **options)
+        self._given = adapted
+
+    def _adapt(self, *index: int) -> AdaptedModel:
+        return self._given
+
+
+def personalize(
+    run: Run,
+    data: FederatedData,
+    name: str | None = None,
+    *,
+    rounds: int | None = None,
+    local_steps: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    algorithm: Algorithm | None = None,
+    seed: int = 0,
+    accelerator: str | None = None,
+    progress: bool = False,
+) -> Run:
+    """Let a client join a finished run: it trains a personal model from the global state, as the run's clients did.
+
+    It has the run's algorithm with its λ, and its learning rates, optimiser, batch size and local steps. The global
+    state and the other clients stay as they are. What is trained is said in :func:`perada.algorithms.joining.joining`:
+    PerAda's clients train v from w on loss + λ/2 ||v − w||². Where the run was private in single images, so is this:
+    with its noise multiplier (or its target), clipping and δ, and an ε that follows from the client's own number of
+    images. Limits are of the release ledger, since nothing is sent.
+
+    Args:
+        run: The run. It stays as it is.
+        data: The client's images, as one client or among others by ``name``. Labels are the run's, by the names of the
+            classes where the data have names. Images are prepared as the run's were.
+        name: What the client is to be called; by default what the data call it.
+        rounds: Rounds of local training; by default as many as a client of the run took part in on average, and one
+            where clients had no models of their own.
+        local_steps: Local steps in a round, instead of the run's.
+        batch_size: Images in a step, instead of the run's.
+        lr: Learning rate, instead of the run's.
+        algorithm: The run's, where it is not perada's own; another one trains otherwise.
+        seed: Of batches and dropout.
+        accelerator: ``cpu``, ``gpu`` and so on; by default a GPU if there is one.
+        progress: Show a bar.
+
+    Returns:
+        The run with one more client, the last. ``info["joined"][-1]`` says how it came: its number, name, images and
+        rounds, and the scores ``before`` and ``after`` on its test images (``None`` without any).
+
+    Raises:
+        ValueError: If the name is taken, the images or classes do not fit the run, the run has no one state to begin
+            with, or its privacy cannot be kept.
+    """
+    check_whole("rounds", rounds, optional=True)
+    check_whole("local_steps", local_steps, optional=True)
+    check_whole("batch_size", batch_size, optional=True)
+    check_number("lr", lr, least=0, optional=True)
+    check_name(run, name)
+    how = run.info.get("training")
+    if how is None:
+        raise ValueError(
+            "run.info has no 'training', since an earlier perada made the run: how its clients trained is not known; "
+            "train the run again"
+        )
+    privacy = _privacy(run)
+    base = algorithm_of(how["algorithm"]) if algorithm is None else algorithm
+    ours, phases = joining(base, tuple(Phase(**phase) for phase in how["phases"]))
+    if local_steps is not None:
+        phases = tuple(Phase(phase.name, steps=local_steps) for phase in phases)
+    if rounds is None:
+        alone = base.inference == "global"
+        rounds = 1 if alone else _rounds_of_each(how)
+    own = newcomer(
+        data, name, run.preprocessing, run.info.get("classes"), run.info["num_classes"], run.info["multilabel"]
+    )
+    assert own.client_names is not None
+    name = own.client_names[0]
+    check_name(run, name)
+    served = FederatedDataModule(
+        own,
+        batch_size=how["batch_size"] if batch_size is None else batch_size,
+        image_size=run.preprocessing.last_size,
+        num_classes=run.info["num_classes"],
+        crop_padding=how["crop_padding"],
+        flip=how["flip"],
+    )
+    options = ("optimizer", "momentum", "weight_decay", "clip_norm", "lr_schedule", "lr_gamma", "lr_every", "metric")
+    rates = {rate: how[rate] if lr is None else lr for rate in ("lr_personal", "lr_local")}
+    module = _Begun(run.adapted(), **rates, **{option: how[option] for option in options})
+    loop = FederatedLoop(ours, privacy=privacy, seed=seed)
+    loop.phases = phases
+    devices: dict[str, Any] = device_defaults() | ({} if accelerator is None else {"accelerator": accelerator})
+    trainer = pl.Trainer(
+        **devices | {"devices": 1},
+        callbacks=[loop, *([RoundProgressBar()] if progress else [])],
+        enable_progress_bar=progress,
+        max_epochs=rounds,
+        check_val_every_n_epoch=rounds,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    before = None
+    if served.val_dataloader():
+        trainer.validate(module, datamodule=served, verbose=False)
+        before = _score(module.per_client)
+    trainer.fit(module, datamodule=served)
+    found = outcome(module, loop)
+    joined = Joined(
+        name,
+        found.state("personal", 0),
+        {key: values[0] for key, values in found.metrics["clients"].items() if key != "personal/global_test"},
+        found.info["privacy"],
+        {
+            "images": served.train_sizes[0],
+            "algorithm": base.kind,
+            "rounds": rounds,
+            "steps": rounds * sum(phase.local_steps(served.train_sizes[0], served.batch_size) for phase in phases),
+            "before": before,
+            "after": _score(module.per_client),
+        },
+    )
+    return run.with_client(joined)
+
+
+def check_name(run: Run, name: str | None) -> None:
+    """Refuse, by a ValueError, the name or the number of a client that the run has."""
+    names: Sequence[str] = run.info.get("clients") or list(map(str, range(run.num_clients)))
+    taken = name is not None and (name in names or (name.isdecimal() and int(name) < run.num_clients))
+    if taken or name == "":
+        raise ValueError(f"name={name!r} is that of a client of the run, or empty; choose another name")
+
+
+def _privacy(run: Run) -> Privacy | None:
+    """What the new client's images are protected by."""
+    if PRIVATE in run.info:
+        raise ValueError(
+            "the run was private, and its checkpoint, of an earlier perada, does not say how; give the folder that "
+            "`perada export` wrote with the run's data"
+        )
+    sample = (run.info.get("privacy") or {}).get("sample")
+    return None if sample is None else replace(Privacy(**sample["options"]), ledger="release")
+
+
+def _rounds_of_each(how: dict[str, Any]) -> int:
+    """Rounds that a client of the run took part in, on average."""
+    clients = how["num_clients"]
+    share: float = how["rounds"] * (how["clients_per_round"] or clients) / clients
+    return max(1, math.ceil(share))
+
+
+def _score(per_client: dict[str, Tensor]) -> float | None:
+    return float(per_client[SCORE][0]) if SCORE in per_client else None

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada personalize``: from folders, tables and recipes; what it writes and what it leaves."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import perada
+from perada.cli import main
+from perada.data import Digits, Dirichlet, FederatedDataModule
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of the digits, whose 8×8 images became 32×32."""
+    data = FederatedDataModule(
+        dataset=Digits(), partition=Dirichlet(3, alpha=1), image_size=32, batch_size=8, train_limit=60, test_limit=30
+    )
+    run = perada.finetune(
+        "test_resnet", data, pretrained="perada:fashion_test_resnet", adapter="head", rounds=1, local_steps=2,
+        logger=False, enable_progress_bar=False, accelerator="cpu", distill_steps=0, prox_strength=0.01,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("run")
+    run.save(folder)
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Digits 3 and 5 as files of one client."""
+    digits = Digits()
+    for label in (3, 5):
+        folder = tmp_path / "pictures" / str(label)
+        folder.mkdir(parents=True)
+        for number in np.flatnonzero(digits.labels.numpy() == label)[:10]:
+            Image.fromarray(digits.images[number, 0].numpy()).save(folder / f"{number}.png")
+    return tmp_path / "pictures"
+
+
+def digests(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def copy(saved, tmp_path):
+    folder = tmp_path / "run"
+    perada.Run.load(saved).save(folder)
+    return folder
+
+
+def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved, pictures, tmp_path, capsys):
+    folder = copy(saved, tmp_path)
+    before = digests(folder)
+    main(["personalize", str(folder), "--data", str(pictures), "--client", "late", "--rounds=30", "--lr=0.3"])
+    out = capsys.readouterr().out
+    after = digests(folder)
+    assert {name for name in before if before[name] != after[name]} == {"run.json"}
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"client_3"}
+    run = perada.Run.load(folder)
+    told = run.info["joined"][-1]
+    assert told["images"] == 16
+    assert told["after"] > told["before"]
+    assert f"{100 * told['after']:.2f} % after" in out
+    found = run.predict(sorted(pictures.rglob("*.png")), "late")
+    assert np.mean([name == path.split("/")[-2] for name, path in zip(found.names, found.paths, strict=True)]) > 0.8
+
+
+def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_path):
+    rows = [f"{path},{path.parent.name}" for path in sorted(pictures.rglob("*.png"))]
+    table = tmp_path / "late.csv"
+    table.write_text("\n".join(["file,digit", *rows]))
+    before = digests(saved)
+    words = ["--client=late", "--rounds=1", "--images.path=file", "--images.label=digit", "--accelerator=cpu"]
+    main(["personalize", str(saved), "--data", str(table), "--output", str(tmp_path / "new"), *words])
+    assert digests(saved) == before
+    assert perada.Run.load(tmp_path / "new").info["clients"] == ["0", "1", "2", "late"]
+    same = {name: value for name, value in digests(tmp_path / "new").items() if name in before and "/" in name}
+    assert same == {name: before[name] for name in same}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--client=2"], "name='2' is that of a client of the run"),
+        (["--client=late", "--images.layout={class}"], "do not have the layout"),
+        ([], "the client has no name; give one"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        main(["personalize", str(saved), "--data", str(pictures), *words])
+
+
+def test_a_class_that_the_run_has_not_is_named(saved, pictures):
+    (pictures / "5").rename(pictures / "cat")
+    with pytest.raises(ValueError, match=r"class 'cat' is unknown to the run; the run's classes are 0, 1, 2"):
+        main(["personalize", str(saved), "--data", str(pictures), "--client=late"])
+
+
+@pytest.mark.slow
+def test_a_run_folder_and_a_recipe(pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.train_limit=60", "--data.test_limit=20", "--trainer.max_epochs=1", "--federated.local_steps=1"]
+    main(["fit", "--config", "quickstart", *small, "--trainer.accelerator=cpu"])
+    run = next((tmp_path / "lightning_logs").iterdir())
+    recipe = tmp_path / "late.yaml"
+    dataset = {"class_path": "Images", "init_args": {"root": str(pictures), "layout": "{class}/*"}}
+    one = {"class_path": "IID", "init_args": {"num_clients": 1}}
+    recipe.write_text(json.dumps({"data": {"dataset": dataset, "partition": one}}))
+    with pytest.raises(ValueError, match="is a run folder of `perada fit`, which is left as it is; give --output"):
+        main(["personalize", str(run), "--data", str(recipe), "--client=late"])
+    main(["personalize", str(run), "--data", str(recipe), "--client=late", "--output=new", "--rounds=1"])
+    told = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert told["info"]["clients"][-1] == "late"
+    assert "Wrote client_" in capsys.readouterr().out

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that joins a finished run: what it trains, what stays as it is, what is refused."""
+
+import copy
+
+import pytest
+import torch
+from opacus.accountants import RDPAccountant
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.core.rounds import Phase
+from perada.data import FederatedData, FederatedDataModule
+from perada.privacy import Privacy
+
+SIZE = 10
+
+
+def newcomer(size=SIZE, test=6, **options):
+    random = torch.Generator().manual_seed(7)
+    y = torch.arange(size + test) % 3
+    x = torch.randn(size + test, 1, 8, 8, generator=random) + y.view(-1, 1, 1, 1)
+    parts = TensorDataset(x[:size], y[:size]), TensorDataset(x[size:], y[size:])
+    return FederatedData([parts[0]], [parts[1]] if test else [], **options)
+
+
+def network(tiny):
+    """Without dropout, which a plain loop would have to draw alike."""
+    return torch.nn.Sequential(*(layer for layer in tiny.net() if not isinstance(layer, torch.nn.Dropout)))
+
+
+def finished(tiny, algorithm="perada", **options):
+    settings = tiny.options | {"rounds": 2, "logger": False, "local_steps": 3, "momentum": 0.0}
+    if algorithm not in ("perada", "feddf"):
+        settings |= {"distill_steps": None, "distill_batch_size": None}
+    return perada.finetune(
+        network(tiny), tiny.data(public=algorithm == "perada"), **settings | options, algorithm=algorithm
+    )
+
+
+def batches(rounds, steps, size=SIZE, batch=4):
+    """The client's batches, as any client 0 of so many images has them."""
+    data = FederatedDataModule(newcomer(size), batch_size=batch)
+    data.configure_rounds(seed=0, clients_per_round=None, phases=[Phase(steps=steps)])
+    for round in range(rounds):
+        for item in data.cohort_loader(data.plan_for([0], round)):
+            yield item.x[0], item.y[0]
+
+
+@pytest.mark.parametrize("algorithm", ["perada", "ditto", "mtl", "pfedme"])
+def test_the_client_minimises_its_loss_and_the_pull_towards_the_global_state(tiny, algorithm):
+    run = finished(tiny, algorithm, prox_strength=0.7)
+    joined = perada.personalize(run, newcomer(), "late", rounds=3, accelerator="cpu")
+    model = copy.deepcopy(run.global_model()).train()
+    anchor = [parameter.detach().clone() for parameter in model.parameters()]
+    for x, y in batches(3, steps=3):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient, at in zip(model.parameters(), gradients, anchor, strict=True):
+                parameter -= 0.1 * (gradient + 0.7 * (parameter - at))
+    found = joined.state("personal", "late")
+    expected = dict(model.named_parameters())
+    moved = max(float((found[key] - run.state("global")[key]).abs().max()) for key in expected)
+    assert moved > 1e-2
+    for key, value in expected.items():
+        assert torch.allclose(found[key], value, rtol=0, atol=1e-6)
+
+
+def test_no_one_else_changes(tiny):
+    run = finished(tiny)
+    before = [run.state("global"), *run.states("personal")]
+    joined = perada.personalize(run, newcomer(), "late", accelerator="cpu")
+    assert (run.num_clients, joined.num_clients) == (5, 6)
+    after = [joined.state("global"), *joined.states("personal")[:5]]
+    for now in (after, [run.state("global"), *run.states("personal")]):
+        for one, other in zip(before, now, strict=True):
+            assert all(torch.equal(one[key], other[key]) for key in one)
+    assert run.info["clients"] is None
+    assert joined.info["clients"] == ["0", "1", "2", "3", "4", "late"]
+
+
+def accuracy(model, part):
+    x, y = part.tensors
+    return float((model(x).argmax(1) == y).float().mean())
+
+
+def test_the_scores_are_those_of_the_models(tiny):
+    run, data = finished(tiny), newcomer()
+    joined = perada.personalize(run, data, "late", rounds=8, accelerator="cpu")
+    told = joined.info["joined"][-1]
+    assert told["before"] == pytest.approx(accuracy(run.global_model(), data.test[0]), abs=1e-6)
+    assert told["after"] == pytest.approx(accuracy(joined.personal("late"), data.test[0]), abs=1e-6)
+    assert joined.metrics["clients"]["personal/local_test"][5] == told["after"]
+    assert (told["client"], told["images"], told["rounds"], told["steps"]) == (5, SIZE, 8, 24)
+
+
+def test_a_client_without_test_images_has_no_scores(tiny):
+    told = perada.personalize(finished(tiny), newcomer(test=0), "late", rounds=1, accelerator="cpu").info["joined"][-1]
+    assert told["before"] is told["after"] is None
+
+
+def test_the_rounds_are_those_that_a_client_took_part_in(tiny):
+    run = finished(tiny, rounds=4)  # two of five clients in a round
+    assert perada.personalize(run, newcomer(), "late", accelerator="cpu").info["joined"][-1]["rounds"] == 2
+
+
+def test_without_personal_models_the_global_one_is_fine_tuned(tiny):
+    run = finished(tiny, "fedavg")
+    joined = perada.personalize(run, newcomer(), "late", accelerator="cpu")
+    model = copy.deepcopy(run.global_model()).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(1, steps=3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    found = joined.state("personal", "late")
+    assert all(torch.allclose(found[key], value, rtol=0, atol=1e-6) for key, value in model.named_parameters())
+    assert torch.equal(joined.state("personal", 2)["6.weight"], run.state("global")["6.weight"])
+
+
+@pytest.mark.parametrize("algorithm", ["fedrep", "lg_fedavg", "fedsim_output"])
+def test_where_a_part_is_shared_the_other_is_trained(tiny, algorithm):
+    run = finished(tiny, algorithm)
+    joined = perada.personalize(run, newcomer(), "late", rounds=1, accelerator="cpu")
+    start, found = run.state("global"), joined.state("personal", "late")
+    one_client = run.state("personal", 0)
+    private = {key for key in start if not torch.equal(one_client[key], start[key])}
+    assert private and private < set(start)
+    assert {key for key in start if not torch.equal(found[key], start[key])} == private
+
+
+@pytest.mark.parametrize("algorithm", ["apfl", "standalone", "fedavg_ft"])
+def test_other_algorithms_train_a_model_of_the_clients_own(tiny, algorithm):
+    run = finished(tiny, algorithm)
+    joined = perada.personalize(run, newcomer(), "late", rounds=20, accelerator="cpu")
+    told = joined.info["joined"][-1]
+    assert told["after"] > 0.6  # of three classes
+
+
+def test_a_private_run_protects_the_newcomer_alike(tiny):
+    privacy = Privacy(noise_multiplier=2.0, delta=1e-3, max_norm=0.5)
+    run = finished(tiny, "perada", privacy=privacy, distill_steps=0, distill_batch_size=None)
+    joined = perada.personalize(run, newcomer(20), "late", rounds=5, accelerator="cpu")
+    sample = joined.info["privacy"]["sample"]
+    assert sample["noise_multipliers"] == [2.0] * 6
+    assert sample["sample_rates"][5] == pytest.approx(4 / 20)
+    assert sample["server"][5] == 0
+    accountant = RDPAccountant()
+    accountant.history = [(2.0, 4 / 20, 5 * 3)]
+    assert sample["release"][5] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-3)
+    assert joined.metrics["clients"]["privacy/release_epsilon"][5] == sample["release"][5]
+    assert sample["release"][:5] == run.info["privacy"]["sample"]["release"]
+
+
+def test_privacy_that_cannot_be_kept_is_refused(tiny):
+    privacy = Privacy(noise_multiplier=1.0, delta=1e-3, max_epsilon=20.0)
+    run = finished(tiny, "ditto", privacy=privacy)
+    with pytest.raises(ValueError, match=r"would pass max_epsilon=20.0 in their first round"):
+        perada.personalize(run, newcomer(4), "late", local_steps=500, accelerator="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": ["a", "b", "cat"]}, r"class 'cat' is unknown to the run; the run's classes are a, b, c"),
+        ({"num_classes": 4}, r"the data have 4 classes without names, and the run has 3"),
+        ({"name": "late"}, None),
+        ({"name": "2"}, r"name='2' is that of a client of the run"),
+        ({"name": None}, r"the client has no name; give one"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tiny, options, message):
+    run = finished(tiny)
+    run.info["classes"] = ["a", "b", "c"]
+    name = options.pop("name", "late")
+    if message is None:
+        run = perada.personalize(run, newcomer(), name, rounds=1, accelerator="cpu")
+        message = r"name='late' is that of a client of the run"
+    with pytest.raises(ValueError, match=message) as error:
+        perada.personalize(run, newcomer(**options), name, rounds=1, accelerator="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_classes_are_found_by_name(tiny):
+    run, data = finished(tiny), newcomer()
+    run.info["classes"] = ["a", "b", "c"]
+    plain = perada.personalize(run, data, "late", rounds=1, accelerator="cpu")
+    turned = [TensorDataset(part.tensors[0], (part.tensors[1] + 2) % 3) for part in (data.train[0], data.test[0])]
+    named = FederatedData([turned[0]], [turned[1]], classes=["b", "c", "a"], client_names=["late"])
+    other = perada.personalize(run, named, rounds=1, accelerator="cpu")
+    one, two = plain.state("personal", "late"), other.state("personal", "late")
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_one_client_is_taken_from_several_by_name(tiny):
+    run, one = finished(tiny), newcomer()
+    several = FederatedData([tiny.data().train[0], one.train[0]], [], client_names=["far", "late"])
+    chosen, alone = (perada.personalize(run, data, "late", rounds=1, accelerator="cpu") for data in (several, one))
+    assert torch.equal(chosen.state("personal", 5)["0.weight"], alone.state("personal", 5)["0.weight"])
+    with pytest.raises(ValueError, match=r"the data are of 2 clients, and 'x' is none of the names far, late"):
+        perada.personalize(run, several, "x")
+
+
+def test_an_ensemble_cannot_be_joined(tiny):
+    run = finished(tiny, "fed_ensemble", algorithm_options={"modes": 2})
+    with pytest.raises(ValueError, match="whose global models are averaged"):
+        perada.personalize(run, newcomer(), "late")
+
+
+def test_a_network_of_another_class_is_not_made_from_a_record(tiny):
+    run = finished(tiny)
+    run.info["training"]["algorithm"] = {"class": "os.system", "options": {}}
+    with pytest.raises(ValueError, match=r"algorithm 'os.system', which is not perada's own; give it as algorithm="):
+        perada.personalize(run, newcomer(), "late")
