@@ -152,7 +152,8 @@ def finetune(
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
-        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed.
+        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
+            ``clients`` for more clients than it had.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:

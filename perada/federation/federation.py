@@ -20,6 +20,7 @@ from perada.federation.cohort import Cohort
 from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
 from perada.federation.settings import FederationData, Loader, Settings
+from perada.federation.store.rows import renumbered
 from perada.federation.store.shared import SharedStore
 from perada.privacy.client_level import floor_variances
 from perada.privacy.protection import Protection
@@ -290,7 +291,13 @@ class Federation:
         device = self._device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
-        self.store.load_state_dict(saved["clients"])
+        numbers = saved.get("numbers")  # of the former clients, where a run goes on with more
+        if numbers is None:
+            self.store.load_state_dict(saved["clients"])
+        else:
+            self.store.load_state_dict(renumbered(saved["clients"], numbers, self.store.local.layout))
+            others = sorted({*range(self.num_clients)} - {*numbers})
+            self.store.begin(others, self.settings.algorithm.kept(self.global_state, self.slot))
         self.tuned = None
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.personalization()

@@ -19,6 +19,7 @@ from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
 from perada.federation.store import locate
 from perada.lightning.checkpoint_io import LAST, PREVIOUS, check_whole_file, damage_of
+from perada.lightning.growth import CLIENTS, OF_CLIENTS
 from perada.lightning.module import FederatedClassifier
 
 Described = dict[str, dict[str, Any]]
@@ -172,12 +173,15 @@ def check_saved(saved: Described, here: Described, test_mode: bool, training: bo
     """Compare what :func:`described` said when a checkpoint was written with what it says now.
 
     A ValueError names the first difference. Options count where ``training`` resumes, but for those that are
-    ``allowed``; a name among these must be that of an option. In the ``test_mode`` of privacy, who only evaluates need
-    not know the seed.
+    ``allowed``; a name among these must be that of an option, or ``clients`` for more clients. In the ``test_mode`` of
+    privacy, who only evaluates need not know the seed.
     """
     for name in allowed:
-        check_choice("resume_allow", name, tuple(here["options"]))
+        check_choice("resume_allow", name, (*here["options"], CLIENTS))
+    more = CLIENTS in allowed and saved["belongs"]["number of clients"] != here["belongs"]["number of clients"]
     for name, value in here["belongs"].items():
+        if more and name in OF_CLIENTS:
+            continue
         former = saved["belongs"].get(name)
         if former != value and not (name == "seed" and test_mode and not training):
             raise ValueError(

@@ -29,6 +29,7 @@ from perada.lightning.checks import (
     use_features,
     with_diagnostics,
 )
+from perada.lightning.growth import grown
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
 from perada.lightning.run_folder import (
@@ -81,7 +82,8 @@ class FederatedLoop(pl.Callback):
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
             of distillation_distance, personal_distance, ensemble_error, gradient_norms (docs/diagnostics.md).
-        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed.
+        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
+            ``clients`` for more clients than it had (docs/joining.md).
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -392,6 +394,7 @@ class FederatedLoop(pl.Callback):
         here = described(self.settings, *parts(trainer, pl_module), self.test_mode)
         check_saved(saved, here, self.test_mode, trainer.state.fn == "fit", self.resume_allow)
         find_clients(saved["federation"], trainer.ckpt_path)
+        saved = grown(saved, parts(trainer, pl_module)[0], self.resume_allow)
         self._loaded, self._journals = saved, journals_of(saved["federation"], str(trainer.ckpt_path))
         if trainer.state.fn == "fit":
             resume(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +127,13 @@ def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any
     """What a saved store says of some clients."""
     parts = {name: saved[name] for name in ("rows", "files") if name in saved}
     return saved | {name: {c: held for c, held in part.items() if c in clients} for name, part in parts.items()}
+
+
+def renumbered(saved: dict[str, Any], numbers: Sequence[int], layout: Layout) -> dict[str, Any]:
+    """A saved store whose client k is client ``numbers[k]`` from now on; what is in files is read."""
+    read = {client: read_row(client, path, layout).clone() for client, path in named_files(saved, layout).items()}
+    rows = {numbers[client]: row for client, row in {**saved.get("rows", {}), **read}.items()}
+    return {name: value for name, value in saved.items() if name not in ("files", "folder")} | {"rows": rows}
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

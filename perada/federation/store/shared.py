@@ -9,6 +9,7 @@ import torch
 from perada.algorithms.base import Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
+from perada.core.states import expand
 from perada.federation.store.kinds import ClientStore
 from perada.federation.store.rows import joined, restricted
 
@@ -76,6 +77,12 @@ class SharedStore:
         written = {**saved.get("rows", {}), **saved.get("files", {})}
         self._holders = {client: client % self.ranks.size for client in written}
         self.local.load_state_dict(restricted(saved, {c for c in written if self.holder(c) == self.ranks.rank}))
+
+    def begin(self, clients: Sequence[int], kept: Stacks) -> None:
+        """Let ``clients`` keep what is given, by role and without a client axis; all ranks call it."""
+        own = [client for client in clients if self.holder(client) == self.ranks.rank]
+        self._holders |= {client: self.holder(client) for client in clients}
+        self.local.scatter(own, {role: expand(state, len(own)) for role, state in kept.items()})
 
     def _move(self, targets: Mapping[int, int]) -> None:
         """Move the written ones of the clients named in ``targets`` to the ranks named there."""

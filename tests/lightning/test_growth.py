@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is resumed with more clients than it began with."""
+
+import pytest
+import torch
+
+import perada
+from perada.data import FederatedData
+
+
+def named(tiny, names, sizes=None):
+    """Clients by name, each with the images that its name stands for."""
+    whole = tiny.data(sizes=(9, 5, 14, 7, 20, 6, 8))
+    places = [sorted("abcdefg").index(name) for name in names]
+    return FederatedData([whole.train[p] for p in places], [whole.test[p] for p in places], None, client_names=names)
+
+
+def run(tiny, folder, data, rounds, **options):
+    given = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
+    return perada.finetune(tiny.net(), data, **given, rounds=rounds, default_root_dir=str(folder))
+
+
+def equal(one, other):
+    return all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("store", ["device", "disk"])
+def test_the_former_clients_keep_their_states_and_others_begin_with_the_global_one(tiny, tmp_path, store):
+    first = run(tiny, tmp_path, named(tiny, list("bdf")), 2, client_store=store)
+    more = named(tiny, list("abcdf"))  # in between, so that numbers change
+    resumed = run(tiny, tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"], client_store=store)
+    for name in "bdf":
+        assert equal(first.state("personal", name), resumed.state("personal", name))
+    for name in "ac":
+        assert equal(first.state("global"), resumed.state("personal", name))
+        assert not equal(first.state("personal", "b"), resumed.state("personal", name))
+    assert equal(first.state("global"), resumed.state("global"))
+    options = {"ckpt_path": "last", "resume_allow": ["clients"], "client_store": store, "clients_per_round": 2}
+    longer = run(tiny, tmp_path, more, 5, **options)
+    assert longer.num_clients == 5
+    assert len(longer.metrics["rounds"]) == 5
+    assert len(longer.metrics["clients"]["personal/local_test"]) == 5
+    assert not equal(longer.state("global"), first.state("global"))
+
+
+def test_without_names_the_former_clients_are_the_first(tiny, tmp_path):
+    sizes = (9, 5, 14)
+    first = run(tiny, tmp_path, tiny.data(sizes=sizes, public=False), 1)
+    more = tiny.data(sizes=(*sizes, 7), public=False)
+    resumed = run(tiny, tmp_path, more, 1, ckpt_path="last", resume_allow=["clients"])
+    assert all(equal(first.state("personal", client), resumed.state("personal", client)) for client in range(3))
+    assert equal(resumed.state("personal", 3), first.state("global"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ((9, 5, 14, 7), {}, r"belongs to another run: its number of clients is 3, here it is 4"),
+        ((9, 5), {"resume_allow": ["clients"]}, r"client 2 of the checkpoint is not among the 2 clients"),
+        ((9, 6, 14, 7), {"resume_allow": ["clients"]}, r"client 1 had 5 training images when .*, and here it has 6"),
+        ((9, 5, 14), {"resume_allow": ["client"]}, r"resume_allow='client' is unknown; choose one of"),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_line(tiny, tmp_path, sizes, options, message):
+    run(tiny, tmp_path, tiny.data(sizes=(9, 5, 14), public=False), 1)
+    with pytest.raises(ValueError, match=message):
+        run(tiny, tmp_path, tiny.data(sizes=sizes, public=False), 2, ckpt_path="last", **options)
+
+
+def test_a_private_run_keeps_its_clients(tiny, tmp_path):
+    private = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
+    run(tiny, tmp_path, tiny.data(sizes=(9, 5, 14), public=False), 1, **private)
+    more = tiny.data(sizes=(9, 5, 14, 7), public=False)
+    with pytest.raises(ValueError, match=r"of a private run of 3 clients, and here there are 4"):
+        run(tiny, tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"], **private)
