@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that come to a finished run: ``perada personalize RUN --data ... --client NAME``."""
+"""Clients that come and go: ``perada personalize RUN --data ...``, ``perada forget RUN --client NAME``."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from perada.cli.inference import RUN, open_run
 from perada.data import IID, ByDomain, FederatedData, Images, ImageTable
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
+from perada.results.forgetting import NOT_UNDONE, forget
 from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import RUN_FILE
@@ -54,6 +55,15 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.save(output)
     print(_said(joined, client, folder))
+
+
+def leave(parser: ArgumentParser, words: list[str]) -> None:
+    """Remove a client from a saved run, and say what that does not undo."""
+    parser.add_argument("run", type=Path, help="Folder that Run.save, `perada export` or `perada personalize` wrote.")
+    parser.add_argument("--client", type=str, required=True, help="Name or number of the client.")
+    given = parser.parse_args(words)
+    number = forget(given.run, given.client)
+    print(f"Removed client {given.client} from {given.run}: client_{number}, its name and its scores. {NOT_UNDONE}")
 
 
 def _kind(words: list[str]) -> type[Images | ImageTable] | None:

@@ -45,6 +45,7 @@ COMMANDS: Tree = {
         "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
     ),
     "export": ("perada.cli.runs:export", "Write the adapters of a run as PEFT folders."),
+    "forget": ("perada.cli.joining:leave", "Remove a client from a saved run; says what that does not undo."),
     "personalize": (
         "perada.cli.joining:join",
         "Train a model for a new client of a finished run, which stays as it is.",

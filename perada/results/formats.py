@@ -18,7 +18,6 @@ from torch.export import Dim
 from perada.core.checks import check_choice
 from perada.data.sets.images import Photographs
 from perada.results.export import write_section
-from perada.results.inference import client_index
 from perada.results.privacy_card import privacy_card
 from perada.results.run import Ensemble, Run
 
@@ -61,7 +60,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         raise ModuleNotFoundError(
             f"format=onnx needs the package {lacking[0]!r}; install it with: pip install perada[onnx]"
         )
-    number = None if client is None else client_index(client, run.info.get("clients"), run.num_clients)
+    number = None if client is None else run.number(client)
     own = run.global_model() if number is None else run.personal(number)
     x = _samples(run)
     model, merged = _merged(run, own, number)

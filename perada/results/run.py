@@ -100,7 +100,7 @@ class Run:
         if role not in ("global", "personal"):
             raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
         if role == "personal":
-            client = client_index(client, self.info.get("clients"), self.num_clients)
+            client = self.number(client)
             if self._personal is not None:
                 return _contiguous(self._personal(client))
         if len(self._global) > 1:
@@ -108,10 +108,26 @@ class Run:
         return _contiguous(self._global[0])
 
     def states(self, role: str) -> list[State]:
-        """Copies of all states of a role, as :meth:`state` gives them: those of an ensemble or of every client."""
+        """Copies of all states of a role, as :meth:`state` gives them: of an ensemble, or of all clients that are left."""
         if role == "global":
             return [_contiguous(state) for state in self._global]
-        return [self.state(role, client) for client in range(self.num_clients)]
+        return [self.state(role, client) for client in self._remaining]
+
+    def number(self, client: int | str | None) -> int:
+        """The number of a client, given as such or by name.
+
+        Raises:
+            ValueError: If there is no such client, or it was forgotten.
+        """
+        number = client_index(client, self.info.get("clients"), self.num_clients)
+        if number in self.info.get("forgotten", ()):
+            raise ValueError(f"client={client!r} was forgotten: the run has no adapter of it; name another client")
+        return number
+
+    @property
+    def _remaining(self) -> list[int]:
+        """The numbers of the clients that were not forgotten."""
+        return [client for client in range(self.num_clients) if client not in self.info.get("forgotten", ())]
 
     def personal(self, client: int | str) -> nn.Module:
         """A client's model, by number or name: a network of its own, in evaluation mode, that maps images to logits.
@@ -180,7 +196,7 @@ class Run:
             TypeError: If something is no image.
         """
         preprocessing = self.preprocessing
-        number = None if client is None else client_index(client, self.info.get("clients"), self.num_clients)
+        number = None if client is None else self.number(client)
         model = self.global_model() if number is None else self.personal(number)
         return predict(
             model,
@@ -257,7 +273,7 @@ class Run:
         With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all.
         """
         folder = Path(folder)
-        only = None if client is None else client_index(client, self.info.get("clients"), self.num_clients)
+        only = None if client is None else self.number(client)
         if this_rank():
             return folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,7 +284,7 @@ class Run:
         if only is None:
             for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
                 save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None), classes)
-        every = range(self.num_clients if personal or len(self._global) == 1 else 0)
+        every = self._remaining if personal or len(self._global) == 1 else []
         for one in every if only is None else [only]:
             card = privacy_card(privacy, one if personal else None)  # else it is a copy of the global one
             save_adapter(self._adapted, self.state("personal", one), folder / f"client_{one}", card, classes)
@@ -325,7 +341,8 @@ class Run:
         shared = [load_adapter(adapted, folder / name, config) for name in names]
         if saved.shared:
             return cls(adapted, shared, None, clients, saved.metrics, info)
-        states = [load_adapter(adapted, folder / f"client_{client}", config) for client in range(clients)]
+        remaining = sorted({*range(clients)} - {*info.get("forgotten", ())})
+        states = {client: load_adapter(adapted, folder / f"client_{client}", config) for client in remaining}
         return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
 
 

@@ -86,6 +86,8 @@ def _check_info(read: RunFile) -> None:
         names = info.get(key)
         if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
             raise TypeError(f"{key} is {names!r}, no list of names")
+    for number in info.get("forgotten", []):
+        check_whole("forgotten", number, 0, most=read.num_clients - 1)
     if info.get("preprocessing") is not None:
         Preprocessing.of_record(info["preprocessing"])
     missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)

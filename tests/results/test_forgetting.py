@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that is forgotten: nothing of it is left in the folder, and the others' files stay."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import perada
+from perada.cli import main
+from perada.results import run_file
+from perada.results.forgetting import forget
+
+SECRET = "hospital-of-the-north"
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    data = tiny.data(sizes=(9, 5, 7), public=False)
+    data.client_names = ["east", SECRET, "west"]
+    settings = tiny.options | {"adapter": "head", "rounds": 1, "logger": False, "algorithm": "ditto"}
+    settings |= {"distill_steps": None, "distill_batch_size": None, "local_steps": 1}
+    folder = tmp_path_factory.mktemp("forget") / "run"
+    perada.finetune(tiny.net(), data, **settings).save(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys):
+    before, scores = content(copied), json.loads((copied / "run.json").read_text())["metrics"]["clients"]
+    main(["forget", str(copied), "--client", SECRET])
+    assert "This does not undo what others learned" in capsys.readouterr().out
+    after = content(copied)
+    assert not any(name.startswith("client_1/") for name in after)
+    assert all(after[name] == before[name] for name in after if name != "run.json")
+    assert not any(SECRET.encode() in text for text in after.values())
+    left = json.loads(after["run.json"])["metrics"]["clients"]
+    for name, values in scores.items():
+        assert left[name] == [values[0], None, values[2]]
+    run = perada.Run.load(copied, backbone=tiny.net())
+    assert run.state("personal", "west").keys() == run.state("global").keys()
+    assert len(run.states("personal")) == 2
+    for client in (1, "1"):
+        with pytest.raises(ValueError, match="was forgotten: the run has no adapter of it"):
+            run.personal(client)
+    with pytest.raises(ValueError, match="is unknown"):
+        run.personal(SECRET)
+
+
+def test_a_run_that_has_forgotten_can_be_saved_and_joined(copied, tiny, tmp_path):
+    forget(copied, SECRET)
+    run = perada.Run.load(copied, backbone=tiny.net())
+    run = perada.personalize(run, perada.FederatedData([tiny.data().train[0]]), "late", rounds=1, accelerator="cpu")
+    run.save(tmp_path / "again")
+    again = perada.Run.load(tmp_path / "again", backbone=tiny.net())
+    assert again.info["clients"] == ["east", "(forgotten 1)", "west", "late"]
+    assert torch.equal(again.state("personal", "late")["7.bias"], run.state("personal", 3)["7.bias"])
+    forget(tmp_path / "again", "late")
+    assert "late" not in (tmp_path / "again" / "run.json").read_text()
+
+
+def test_a_call_that_failed_between_can_be_repeated(copied, tiny, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("perada.results.forgetting.shutil.rmtree", fails)
+        with pytest.raises(OSError, match="full"):
+            forget(copied, SECRET)
+    assert (copied / "client_1").is_dir()
+    assert len(perada.Run.load(copied, backbone=tiny.net()).states("personal")) == 2
+    forget(copied, 1)
+    assert not (copied / "client_1").exists()
+
+
+def test_a_file_that_cannot_be_written_leaves_everything(copied, monkeypatch):
+    before = content(copied)
+
+    def fails(*_):
+        raise OSError("full")
+
+    monkeypatch.setattr(run_file.Path, "replace", fails)
+    with pytest.raises(OSError, match="full"):
+        forget(copied, SECRET)
+    assert before.items() <= content(copied).items()
+
+
+def test_checkpoints_are_refused_and_unknown_clients_are(copied):
+    before = content(copied)
+    with pytest.raises(ValueError, match="client='north' is unknown"):
+        forget(copied, "north")
+    (copied / "checkpoints").mkdir()
+    (copied / "checkpoints" / "last.ckpt").touch()
+    with pytest.raises(ValueError, match=r"last.ckpt' is a checkpoint, which holds every client's state: nothing was"):
+        forget(copied, SECRET)
+    assert before.items() <= content(copied).items()
