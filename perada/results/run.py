@@ -108,7 +108,7 @@ class Run:
         return _contiguous(self._global[0])
 
     def states(self, role: str) -> list[State]:
-        """Copies of all states of a role, as :meth:`state` gives them: of an ensemble, or of all clients that are left."""
+        """Copies of all states of a role, as :meth:`state` gives them: of an ensemble, or of all clients left."""
         if role == "global":
             return [_contiguous(state) for state in self._global]
         return [self.state(role, client) for client in self._remaining]
