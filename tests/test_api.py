@@ -56,7 +56,9 @@ def test_two_calls_agree_whatever_torchs_global_stream(call):
 
 def test_the_callers_network_and_data_stay_as_they_were(call, tiny):
     net, data = tiny.net(), tiny.data()
+    net.eval()
     call(net, data, rounds=1, logger=False)
+    assert not any(module.training for module in net.modules())
     assert all(torch.equal(value, tiny.net().state_dict()[key]) for key, value in net.state_dict().items())
     assert all(torch.equal(a.tensors[0], b.tensors[0]) for a, b in zip(data.train, tiny.data().train, strict=True))
 

@@ -73,8 +73,8 @@ class ResidualModel(AddingModel[ResidualConfig]):
         return [name for name in residual_convolutions(self.model) if name in within]
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether it is a convolution."""
-        return isinstance(target, nn.Conv2d)
+        """Whether it is a convolution, or one that something follows already."""
+        return isinstance(getattr(target, "base_layer", target), nn.Conv2d)
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
         """Fill in the convolutions and the network's own norms."""

@@ -16,6 +16,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.cli.classes import import_named
+from perada.cli.inference import export_one, open_run
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
@@ -23,10 +24,12 @@ from perada.lightning.checkpoint import find_checkpoint, newest_whole, plain_dat
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
+from perada.lightning.restore import lacks_info
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
 from perada.results.report import client_table, mode_line, shift_tables
+from perada.results.run import Run
 
 
 class SaveConfig(SaveConfigCallback):
@@ -185,8 +188,6 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--client", help="Name or number of a client, of which alone the model is written.")
     given = parser.parse_args(words)
     if given.format != "peft":
-        from perada.cli.inference import export_one
-
         export_one(given.run, given.client, given.format, given.output)
         return
     config = given.run / "config.yaml"
@@ -196,10 +197,21 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         raise FileNotFoundError(
             f"{str(given.run)!r} is not a finished run: it has no {lacks}; give a run folder of `perada fit`"
         )
+    run = _with_data(given.run, config, checkpoint) if lacks_info(checkpoint) else open_run(given.run)
+    folder = run.save(given.output, client=given.client)
+    written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
+    count = f"{len(written)} adapter{'s' * (len(written) > 1)}"
+    print(f"Wrote {count} to {folder}: {' … '.join(dict.fromkeys((written[0], written[-1])))}")
+    if privacy_lines(run.info.get("privacy")):
+        print(privacy_lines(run.info["privacy"]))
+
+
+def _with_data(folder: Path, config: Path, checkpoint: Path) -> Run:
+    """The run of a checkpoint of an earlier perada, which does not say all of it: its data are read."""
     content = yaml.safe_load(config.read_text(encoding="utf-8"))
     if isinstance(content, dict) and isinstance(content.get("data"), str):
         raise ValueError(
-            f"{str(given.run)!r} was trained on data given in Python ({content['data']}), which cannot be loaded here; "
+            f"{str(folder)!r} was trained on data given in Python ({content['data']}), which cannot be loaded here; "
             "save what perada.finetune returned with Run.save"
         )
     quiet = ("logger=false", "enable_progress_bar=false", "devices=1", "num_nodes=1", "strategy=auto")
@@ -209,13 +221,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         path = str(checkpoint)
         with plain_data(path):
             cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=path, verbose=False, weights_only=True)
-    run = outcome(cli.model, cli.loop)
-    folder = run.save(given.output, client=given.client)
-    written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
-    count = f"{len(written)} adapter{'s' * (len(written) > 1)}"
-    print(f"Wrote {count} to {folder}: {' … '.join(dict.fromkeys((written[0], written[-1])))}")
-    if privacy_lines(run.info.get("privacy")):
-        print(privacy_lines(run.info["privacy"]))
+    return outcome(cli.model, cli.loop)
 
 
 def compare(parser: ArgumentParser, words: list[str]) -> None:

@@ -66,6 +66,8 @@ class FederatedClassifier(pl.LightningModule):
         ValueError: If an option cannot be used.
     """
 
+    backbone: str | nn.Module
+
     def __init__(
         self,
         backbone: str | nn.Module = "resnet18",
@@ -106,7 +108,9 @@ class FederatedClassifier(pl.LightningModule):
         check_whole("lr_every", lr_every)
         check_whole("clients_per_chunk", clients_per_chunk, optional=True)
         check_whole("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
-        self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
+        # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
+        object.__setattr__(self, "backbone", backbone)
+        self.adapter, self.adapter_options = adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
         self.train_backbone = train_backbone
         self.lr = {"personal": lr_personal, "local": lr_local}

@@ -42,6 +42,11 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
             "`perada export`, which reads the run's data, makes a folder that can be used"
         )
     info, belongs = saved["info"], saved["belongs"]
+    if info["backbone"] is None:
+        raise ValueError(
+            f"{str(path)!r} is of a run with a network of your own, which is not in it; save what perada.finetune "
+            "returned with Run.save"
+        )
     seed = info["seed"]
     module.build(info["num_classes"], info["multilabel"], 0 if seed is None else seed)
     trained = {key: list(module.model.state_dict()[key].shape) for key in module.slot.keys}
@@ -70,6 +75,15 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     if saved["shifted"].get("kinds"):
         metrics["shifts"] = saved["shifted"]["kinds"]
     return Run(module.adapted, *states_of(module.federation), clients, metrics, info)
+
+
+def lacks_info(path: Path) -> bool:
+    """Whether an earlier perada wrote a checkpoint, which does not say what the run was, or what its privacy."""
+    with plain_data(str(path)):
+        info = (
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(CHECKPOINT_KEY, {}).get("info", {})
+        )
+    return "privacy" not in info
 
 
 def _of_clients(scores: dict[str, torch.Tensor], privacy: dict[str, Any]) -> dict[str, list[float]]:

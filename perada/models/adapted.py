@@ -96,6 +96,12 @@ def is_adapter_key(key: str) -> bool:
     return "default" in parts and "modules_to_save" not in parts
 
 
+def plain_names(adapted: AdaptedModel) -> dict[str, str]:
+    """The tensors of the backbone by the names that they have without adapter, ``{plain name: name in the model}``."""
+    keys = [key for key in adapted.model.state_dict() if "default" not in key.split(".")]
+    return {plain_name(key): key for key in keys}
+
+
 def insert_adapter(
     backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: bool = False, **options: object
 ) -> AdaptedModel:
@@ -163,6 +169,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         if options:
             raise ValueError(f"options {sorted(options)} come with a PeftConfig: set them in the configuration itself")
         config = copy.deepcopy(adapter)
+        config.base_model_name_or_path = None  # of the model that it was saved with
         config.inference_mode = False
     elif not isinstance(adapter, str):
         raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {adapter_names()} or a PeftConfig")

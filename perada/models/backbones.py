@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen image classifiers by name, by file, or from a network of the caller's own."""
 
-import copy
 import difflib
 import json
 import logging
@@ -20,6 +19,7 @@ from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
+from perada.models.unwrapping import IMAGE, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights, require_hub
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def build_backbone(
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
-    model = copy.deepcopy(module)
+    model = unwrapped(module)
     name = type(model).__name__
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:
@@ -96,7 +96,7 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
             f"build the network with {num_classes} outputs, or leave num_classes out"
         )
     _return_logits(model)
-    return Backbone(model, name, head, None)
+    return Backbone(model, name, head, getattr(model, IMAGE, None))
 
 
 def _char_lstm(name: str, hidden: int, num_classes: int | None, pretrained: bool | str) -> Backbone:

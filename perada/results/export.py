@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from perada.core.states import State, get_state, set_state, trained_keys
+from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
 
 BACKBONE_FILE = "backbone.safetensors"
@@ -22,21 +23,27 @@ _CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada 
 
 
 def save_adapter(
-    adapted: AdaptedModel, state: State, folder: Path, section: str = "", classes: Sequence[str] | None = None
+    adapted: AdaptedModel,
+    state: State,
+    folder: Path,
+    section: str = "",
+    classes: Sequence[str] | None = None,
+    base: str | None = None,
 ) -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
     Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The model's own
     adapter is left as it was. ``section`` is Markdown for the model card, as in :func:`write_section`. The names of
     the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
-    configuration has no place for them.
+    configuration has no place for them. ``base`` names the backbone in PEFT's configuration.
     """
     before = get_state(adapted.model)
+    adapted.peft_model.peft_config["default"].base_model_name_or_path = base
     try:
         set_state(adapted.model, state)
         adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
         if adapted.beside:
-            save_file({key: state[key].detach().cpu().contiguous() for key in adapted.beside}, folder / BACKBONE_FILE)
+            save_backbone(adapted, folder, state)
         write_section(folder / CARD_FILE, section)
         if classes:
             names = {str(number): name for number, name in enumerate(classes)}
@@ -44,6 +51,16 @@ def save_adapter(
             (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     finally:
         set_state(adapted.model, before)
+
+
+def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
+    """What the Hub, or timm, calls the backbone; None for a network of the caller's own."""
+    name, config = adapted.backbone.name, getattr(adapted.model, "pretrained_cfg", None)
+    if name.startswith("hf:"):
+        return name.removeprefix("hf:")
+    if config is None:
+        return None
+    return (config.get("hf_hub_id") if pretrained is True else None) or name
 
 
 def write_section(path: Path, section: str) -> None:
@@ -131,12 +148,19 @@ def read_config(folder: Path) -> PeftConfig:
     return config
 
 
-def save_backbone(adapted: AdaptedModel, folder: Path) -> None:
-    """Write the frozen tensors of a backbone whose weights cannot be had elsewhere."""
-    frozen = adapted.model.state_dict()
-    for key in trained_keys(adapted.model):
-        frozen.pop(key, None)
-    save_file({key: value.cpu().contiguous().clone() for key, value in frozen.items()}, folder / BACKBONE_FILE)
+def save_backbone(adapted: AdaptedModel, folder: Path, state: State | None = None) -> None:
+    """Write a backbone whose weights cannot be had elsewhere, or with a ``state`` one that was trained.
+
+    The file has the names of the plain backbone, and all of its tensors: ``timm.create_model(..., checkpoint_path=)``
+    and ``pretrained=`` read it. A trained head is in the adapter; here the backbone's first one stands.
+    """
+    model = adapted.model.state_dict() | (state or {})
+    names = plain_names(adapted)
+    trained = {*trained_keys(adapted.model)}
+    # Frozen tensors of the adapter itself, such as random projections, which not every method saves.
+    own = {key: key for key in model if is_adapter_key(key) and key not in trained}
+    tensors = {plain: model[key].detach().cpu().contiguous().clone() for plain, key in (names | own).items()}
+    save_file(tensors, folder / BACKBONE_FILE, {"format": "pt"})
 
 
 def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:
@@ -159,7 +183,8 @@ def _load_tensors(adapted: AdaptedModel, path: Path, expected: set[str]) -> None
         raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
     what = f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}"
     try:
-        tensors = load_file(path)
+        names = plain_names(adapted)
+        tensors = {names.get(key, key): value for key, value in load_file(path).items()}
         lost = sorted(expected - set(tensors))
         set_state(adapted.model, tensors)
     except SafetensorError as error:

@@ -17,8 +17,11 @@ from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
 from perada.engine.ensembles import ensemble
 from perada.models.backbones import AdaptedModel, build_backbone
+from perada.models.unwrapping import IMAGE
+from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.export import (
     BACKBONE_FILE,
+    base_name,
     load_adapter,
     load_backbone,
     read_config,
@@ -261,14 +264,16 @@ class Run:
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
         set_state(model, state)
+        setattr(model, IMAGE, self._adapted.backbone.image)
         return model.eval()
 
     def save(self, folder: str | Path, *, client: int | str | None = None) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
-        written only where its weights cannot be had elsewhere (random, or a network of your own). Adapters of a private
-        run have a section on it in their ``README.md``. Of several processes only rank 0 writes.
+        written only where its weights cannot be had elsewhere (random, from a file, or a network of your own), under
+        the names that it has without adapters. Adapters of a private run have a section on it in their ``README.md``.
+        Of several processes only rank 0 writes.
 
         With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all.
         """
@@ -280,14 +285,14 @@ class Run:
         privacy, personal = self.info.get("privacy"), self._personal is not None
         if is_test_mode(privacy):
             warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
-        classes = self.info.get("classes")
+        classes, base = self.info.get("classes"), base_name(self._adapted, self.info["pretrained"])
         if only is None:
             for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
-                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None), classes)
+                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None), classes, base)
         every = self._remaining if personal or len(self._global) == 1 else []
         for one in every if only is None else [only]:
             card = privacy_card(privacy, one if personal else None)  # else it is a copy of the global one
-            save_adapter(self._adapted, self.state("personal", one), folder / f"client_{one}", card, classes)
+            save_adapter(self._adapted, self.state("personal", one), folder / f"client_{one}", card, classes, base)
         if _own_weights(self.info):
             save_backbone(self._adapted, folder)
         if only is None:
@@ -324,12 +329,14 @@ class Run:
                 f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
                 "backbone="
             )
-        if _own_weights(info) and not (folder / BACKBONE_FILE).is_file():
+        random = not info["pretrained"] or info["backbone"] is None
+        if random and not (folder / BACKBONE_FILE).is_file():
             raise FileNotFoundError(
                 f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
                 "the whole folder"
             )
-        pretrained = False if _own_weights(info) else info["pretrained"]
+        within = (folder / BACKBONE_FILE).is_file() and _own_weights(info)
+        pretrained = False if within else info["pretrained"]
         network = info["backbone"] if backbone is None else backbone
         size = info["built_for"] if "built_for" in info else info["image_size"]  # runs of before have one size
         built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=size)
@@ -351,8 +358,12 @@ def _global_folders(models: int) -> list[str]:
 
 
 def _own_weights(info: dict[str, Any]) -> bool:
-    """Whether the backbone's weights are random or the caller's, so that a folder must hold them."""
-    return not info["pretrained"] or info["backbone"] is None
+    """Whether the backbone's weights are random, the caller's or in a file, so that a folder must hold them."""
+    source, backbone = info["pretrained"], info["backbone"]
+    if not source or backbone is None:
+        return True
+    file = isinstance(source, str) and source != LITE0 and not source.startswith(SHIPPED)
+    return file and not backbone.startswith("hf:")  # whose configuration is read from there too
 
 
 def _contiguous(state: State) -> State:

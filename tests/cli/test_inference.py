@@ -48,9 +48,9 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
     main(["fit", "--config", "recipe.yaml"])
     main(["predict", "--config", "recipe.yaml", "--ckpt_path", "last"])  # LightningCLI's, of the test images
     tested = rows_of(here / capsys.readouterr().out.split("Predictions: ")[1].strip())
-    main(["export", "lightning_logs/version_0", "--output", "out"])
     images_in(here / "images", 40)
     shutil.rmtree(fashion_root)
+    main(["export", "lightning_logs/version_0", "--output", "out"])
     version = "lightning_logs/version_0"
     for run, output in ((version, "a.csv"), ("out", "b.csv"), (f"{version}/checkpoints/last.ckpt", "c.csv")):
         main(["predict", run, "--images", "images", "--client", "1", "--output", output, "--batch_size=3"])
