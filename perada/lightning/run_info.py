@@ -47,6 +47,7 @@ def _training(module: FederatedClassifier, data: FederatedDataModule, algorithm:
         "rounds": module.federation.rounds_done,
         "num_clients": module.federation.num_clients,
         "clients_per_round": settings.clients_per_round,
+        "images": list(data.train_sizes),
         "batch_size": data.batch_size,
         "crop_padding": padding,
         "flip": flip,

@@ -39,12 +39,16 @@ def save_adapter(
     """
     before = get_state(adapted.model)
     adapted.peft_model.peft_config["default"].base_model_name_or_path = base
+    card = folder / CARD_FILE
+    written = card.read_text(encoding="utf-8") if card.is_file() else None
     try:
         set_state(adapted.model, state)
         adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+        if written is not None:
+            card.write_text(written, encoding="utf-8")  # PEFT adds to it
         if adapted.beside:
             save_backbone(adapted, folder, state)
-        write_section(folder / CARD_FILE, section)
+        write_section(card, section)
         if classes:
             names = {str(number): name for number, name in enumerate(classes)}
             content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}

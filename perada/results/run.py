@@ -3,10 +3,12 @@
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -21,6 +23,7 @@ from perada.models.unwrapping import IMAGE
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.export import (
     BACKBONE_FILE,
+    CARD_FILE,
     base_name,
     load_adapter,
     load_backbone,
@@ -28,8 +31,10 @@ from perada.results.export import (
     save_adapter,
     save_backbone,
 )
+from perada.results.hub import shared_part, what_leaves
 from perada.results.inference import Predictions, client_index, predict
-from perada.results.privacy_card import is_test_mode, joined_record, privacy_card
+from perada.results.model_card import Subject, write_card
+from perada.results.privacy_card import is_test_mode, joined_record
 from perada.results.report import TEST_MODE
 from perada.results.run_file import RunFile, read_run, write_run
 
@@ -267,15 +272,16 @@ class Run:
         setattr(model, IMAGE, self._adapted.backbone.image)
         return model.eval()
 
-    def save(self, folder: str | Path, *, client: int | str | None = None) -> Path:
+    def save(self, folder: str | Path, *, client: int | str | None = None, license: str = "unknown") -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
         written only where its weights cannot be had elsewhere (random, from a file, or a network of your own), under
-        the names that it has without adapters. Adapters of a private run have a section on it in their ``README.md``.
+        the names that it has without adapters.
         Of several processes only rank 0 writes.
 
-        With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all.
+        With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all. Each folder
+        has a model card, ``README.md``; ``license`` is that of the adapters, as the Hub writes licences (``mit``).
         """
         folder = Path(folder)
         only = None if client is None else self.number(client)
@@ -285,19 +291,26 @@ class Run:
         privacy, personal = self.info.get("privacy"), self._personal is not None
         if is_test_mode(privacy):
             warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
-        classes, base = self.info.get("classes"), base_name(self._adapted, self.info["pretrained"])
         if only is None:
             for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
-                save_adapter(self._adapted, state, folder / name, privacy_card(privacy, None), classes, base)
+                self._export(state, folder / name, None, license)
         every = self._remaining if personal or len(self._global) == 1 else []
         for one in every if only is None else [only]:
-            card = privacy_card(privacy, one if personal else None)  # else it is a copy of the global one
-            save_adapter(self._adapted, self.state("personal", one), folder / f"client_{one}", card, classes, base)
+            self._export(self.state("personal", one), folder / f"client_{one}", one, license)
         if _own_weights(self.info):
             save_backbone(self._adapted, folder)
         if only is None:
             self._write_file(folder)
         return folder
+
+    def _export(self, state: State, folder: Path, client: int | None, license: str, backbone: str = "..") -> None:
+        """Write one adapter and its card; the backbone, if it is written, is in the folder ``backbone`` from there."""
+        base, card = base_name(self._adapted, self.info["pretrained"]), folder / CARD_FILE
+        blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if _own_weights(self.info) else None
+        where = BACKBONE_FILE if self._adapted.beside else where
+        save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), base=base)
+        subject = Subject(self.info, self.metrics, client, self._personal is not None, base, where, license)
+        write_card(card, subject, blank)
 
     def add_client(self, folder: str | Path, client: int | str) -> Path:
         """Write a client that joined into the folder of the run that it joined; no other file but run.json changes."""
@@ -308,6 +321,73 @@ class Run:
     def _write_file(self, folder: Path) -> None:
         shared = self._personal is None
         write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), shared))
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        client: int | str | None = None,
+        private: bool = True,
+        license: str = "unknown",
+        token: str | None = None,
+    ) -> str:
+        """Upload the global adapter or, where it is named, one client's, to a repository of the Hugging Face Hub.
+
+        It is laid out as PEFT lays out an adapter, with a model card, and ``run.json``, which says nothing of other
+        clients. A line on standard error says what leaves. Weights of the backbone go along where they cannot be had
+        elsewhere.
+
+        Args:
+            repo: Name of the repository, ``user/name``; it is made if it does not exist.
+            client: Number or name of the client. No personal adapter is uploaded unless its client is named.
+            private: Make a private repository.
+            license: Of the adapter, as the Hub writes licences.
+            token: Of the Hub; by default that of ``hf auth login``.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            ValueError: If there is no such client, or no global model, or several.
+        """
+        from huggingface_hub import HfApi
+
+        number = None if client is None else self.number(client)
+        if number is None and not self.info.get("global_model", True):
+            raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
+        state = self.state("global") if number is None else self.state("personal", number)
+        whose = "the global adapter" if number is None else f"the adapter of client {client}"
+        print(what_leaves(whose, self.info, repo, private), file=sys.stderr)
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            self._export(state, folder, number, license, ".")
+            if _own_weights(self.info) and not self._adapted.beside:  # which is there already
+                save_backbone(self._adapted, folder)
+            write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number))
+            api = HfApi(token=token)
+            url = api.create_repo(repo, private=private, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload {whose}")
+        return str(url)
+
+    @classmethod
+    def from_hub(
+        cls, repo: str, *, revision: str | None = None, token: str | None = None, backbone: nn.Module | None = None
+    ) -> "Run":
+        """Load what :meth:`push_to_hub` uploaded: a run whose one adapter is both global and every client's.
+
+        Args:
+            repo: Name of the repository.
+            revision: A branch, a tag or a commit.
+            token: Of the Hub.
+            backbone: The network, where the run was made with one of your own.
+
+        Raises:
+            FileNotFoundError: If the repository holds no run.
+            ValueError: If a file of it is broken.
+        """
+        from huggingface_hub import snapshot_download
+
+        return cls.load(snapshot_download(repo, revision=revision, token=token), backbone=backbone)
 
     @classmethod
     def load(cls, folder: str | Path, *, backbone: nn.Module | None = None) -> "Run":
@@ -342,7 +422,8 @@ class Run:
         built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=size)
         if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
             raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
-        names = _global_folders(models)
+        alone = models == 1 and not (folder / "global").is_dir() and (folder / "adapter_config.json").is_file()
+        names = ["."] if alone else _global_folders(models)  # alone, as on the Hub
         config = read_config(folder / names[0])
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
         shared = [load_adapter(adapted, folder / name, config) for name in names]

@@ -54,10 +54,9 @@ def saved(run, tmp_path_factory):
 
 def plain_logits(saved, name, images):
     """What timm's model with PEFT's adapter makes of pixels (H, W, 3) that are resized and normalised here."""
-    model = PeftModel.from_pretrained(timm.create_model("test_resnet", num_classes=3), str(saved / name)).eval()
-    state = model.get_base_model().state_dict()
-    for key, value in load_file(saved / "backbone.safetensors").items():
-        state[key].copy_(value)
+    plain = timm.create_model("test_resnet", num_classes=3)
+    plain.load_state_dict(load_file(saved / "backbone.safetensors"), strict=True)
+    model = PeftModel.from_pretrained(plain, str(saved / name)).eval()
     config = timm.data.resolve_model_data_config(timm.create_model("test_resnet"))
     ready = []
     for pixels in images:

@@ -170,21 +170,22 @@ def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
     program = importlib.import_module("perada.cli.runs")
     real = program.outcome
 
-    def private(module, loop):
-        run = real(module, loop)
+    def private(run):
         run.info["privacy"] = copy.deepcopy(record)
         run.metrics["clients"] |= {"privacy/server_epsilon": SERVER, "privacy/release_epsilon": RELEASE}
         return run
 
-    monkeypatch.setattr(program, "outcome", private)
+    monkeypatch.setattr(program, "outcome", lambda module, loop: private(real(module, loop)))
     main(["fit", "--config", "tiny.yaml"])
     rows = tables(capsys.readouterr().out)
     ends = [row[-2:] for row in rows if row[0].isdigit()]
     assert ends == [[f"{server:.2f}", f"{release:.2f}"] for server, release in zip(SERVER, RELEASE, strict=True)]
+    opened = program.open_run
+    monkeypatch.setattr(program, "open_run", lambda path: private(opened(path)))
     main(["export", "lightning_logs/version_0", "--output", "out"])
     assert privacy_lines(record) in capsys.readouterr().out
     assert privacy_card(record, 3) in (tmp_path / "out" / "client_3" / "README.md").read_text()
-    monkeypatch.setattr(program, "outcome", real)
+    monkeypatch.setattr(program, "open_run", opened)
     main(["export", "lightning_logs/version_0", "--output", "open"])
     assert "rivacy" not in capsys.readouterr().out
     assert "Privacy" not in (tmp_path / "open" / "client_3" / "README.md").read_text()

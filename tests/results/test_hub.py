@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on the Hub, by way of a small server that speaks its interface."""
+
+import base64
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import pytest
+import torch
+
+import perada
+
+from .test_model_card import made
+
+COMMIT = "1" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Repositories in memory: made, committed to in one request, listed, and read file by file."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        repos = self.server.repos
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            repos[name] = {"private": asked.get("private"), "visibility": asked.get("visibility"), "files": {}}
+            self.answer({"url": f"{self.server.url}/{name}", "id": name, "name": name})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+        else:
+            name = "/".join(self.path.split("/")[3:5])
+            for line in filter(None, body.splitlines()):
+                item = json.loads(line)
+                if item["key"] == "file":
+                    repos[name]["files"][item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            self.answer(
+                {"commitUrl": f"{self.server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
+            )
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/"):
+            name = "/".join(path.split("/")[3:5])
+            files = self.server.repos[name]["files"]
+            siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
+            tree = [
+                {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                for f, c in files.items()
+            ]
+            about = {"id": name, "modelId": name, "sha": COMMIT, "private": True, "siblings": siblings}
+            self.answer(tree if "/tree/" in path else about)
+            return
+        name, file = path[1:].split("/resolve/")
+        content = self.server.repos[name]["files"][file.partition("/")[2]]
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def answer(self, content):
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.repos, server.url = {}, f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for module in (huggingface_hub.constants, huggingface_hub.file_download, huggingface_hub.hf_api):
+        for name, value in (("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False)):
+            monkeypatch.setattr(module, name, value, raising=False)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
+    run = made()
+    run.push_to_hub("me/south", client="south", license="mit", token="hf_x")
+    said = capsys.readouterr().err
+    assert "uploading the adapter of client south to the private repository 'me/south'" in said
+    assert "without differential privacy" in said
+    repo = hub.repos["me/south"]
+    assert repo["private"] is True or repo["visibility"] == "private"
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "run.json"} <= repo["files"].keys()
+    assert not any(b"north" in content for content in repo["files"].values())
+    found, x = perada.Run.from_hub("me/south", token="hf_x"), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(found.personal("south")(x), run.personal("south")(x))
+    assert found.num_clients == 1
+    score = run.metrics["clients"]["personal/local_test"][1]
+    assert found.metrics["clients"]["personal/local_test"] == [score]
+
+
+def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
+    run = made()
+    run.push_to_hub("me/all", token="hf_x")
+    files = hub.repos["me/all"]["files"]
+    assert not any(b"north" in content or b"south" in content for content in files.values())
+    found, x = perada.Run.from_hub("me/all", token="hf_x"), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(found.global_model()(x), run.global_model()(x))
+
+
+def test_an_unknown_client_is_refused_before_anything_leaves(hub):
+    with pytest.raises(ValueError, match="client='west' is unknown"):
+        made().push_to_hub("me/west", client="west", token="hf_x")
+    assert hub.repos == {}

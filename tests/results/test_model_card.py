@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The card of an exported adapter: what the Hub reads of it, what it says, and its three lines of code."""
+
+import re
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.data import FederatedData
+
+OPTIONS = {"rounds": 1, "local_steps": 1, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+
+
+def made(adapter="residual", pretrained=False, **options):
+    generator = torch.Generator().manual_seed(0)
+
+    def part(count):
+        x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return TensorDataset(x, torch.arange(count) % 3)
+
+    names = {"classes": ["benign", "a`<script>", "other"], "client_names": ["north", "south"]}
+    data = FederatedData([part(8), part(6)], [part(4), part(5)], **names)
+    given = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
+    return perada.finetune("test_resnet", data, **given)
+
+
+def test_the_card_says_what_the_run_was(tmp_path):
+    run = made()
+    run.save(tmp_path, license="mit")
+    card = ModelCard.load(tmp_path / "client_1" / "README.md")
+    fields = card.data.to_dict()
+    assert {name: fields[name] for name in ("library_name", "license", "pipeline_tag")} == {
+        "library_name": "peft",
+        "license": "mit",
+        "pipeline_tag": "image-classification",
+    }
+    assert "base_model" not in fields  # its weights are random
+    score = 100 * run.metrics["clients"]["personal/local_test"][1]
+    for text in (
+        "# The adapter of client `south`",
+        "3 classes: `benign`, `a''script'`, `other`",
+        "the client's own 6 training images and, by way of the global adapter, on 14 training images of 2 clients",
+        f"- accuracy on the client's own test images: {score:.2f} %",
+    ):
+        assert text in card.text
+    assert "More Information Needed" not in card.text
+    whole = (tmp_path / "global" / "README.md").read_text()
+    assert f"{100 * run.metrics['rounds'][-1]['global/global_test']:.2f} %" in whole
+
+
+def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path):
+    run = made()
+    run.info["pretrained"] = True
+    run.save(tmp_path)
+    assert ModelCard.load(tmp_path / "global" / "README.md").data.to_dict()["base_model"].startswith("timm/test_resnet")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "pretrained"), [("residual", False), ("lora", False), ("head", "perada:fashion_test_resnet")]
+)
+def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapter, pretrained):
+    run = made(adapter, pretrained)
+    run.save(tmp_path)
+    lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1]
+    assert len(lines.splitlines()) == 3
+    monkeypatch.chdir(tmp_path / "client_1")
+    loaded, x = {}, torch.randn(2, 3, 32, 32)
+    exec(lines, loaded)  # what the card tells readers to run
+    with torch.no_grad():
+        torch.testing.assert_close(loaded["model"](x), run.personal("south")(x), rtol=0, atol=1e-5)
+
+
+def test_what_somebody_wrote_stays(tmp_path):
+    run = made()
+    run.save(tmp_path)
+    path = tmp_path / "client_0" / "README.md"
+    path.write_text(path.read_text() + "\n## Mine\n\nNote.\n")
+    run.save(tmp_path, license="mit")
+    text = path.read_text()
+    assert text.count("Note.") == 1
+    assert text.count("# The adapter of client `north`") == 1
+    assert ModelCard.load(path).data["license"] == "mit"
+    run.save(tmp_path)
+    assert ModelCard.load(path).data["license"] == "mit"
+
+
+def test_a_trained_backbone_is_in_the_adapters_own_folder(tmp_path, monkeypatch):
+    run = made(train_backbone=True)
+    run.save(tmp_path)
+    monkeypatch.chdir(tmp_path / "client_1")
+    loaded, x = {}, torch.randn(2, 3, 32, 32)
+    exec(re.search(r"```python\n(.*?)\n```", (tmp_path / "client_1" / "README.md").read_text(), re.DOTALL)[1], loaded)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded["model"](x), run.personal("south")(x), rtol=0, atol=1e-5)
