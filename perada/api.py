@@ -126,8 +126,8 @@ def finetune(
         global_test_clients: Clients, drawn from the seed, whose models are scored on everyone's images; all by default.
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
-        server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``fedavgm``, ``fedadam``,
-            ``fedyogi``, ``fedadagrad``, ``modified_local_gd``, or a rule.
+        server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
+            ``norm_clipping``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``, ``modified_local_gd``, or a rule.
         distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
             there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.
         distill_steps: Distillation steps R each round.
@@ -147,7 +147,8 @@ def finetune(
         client_store: Where clients' states are held between rounds: ``device``, ``host`` or ``disk`` (in the run's
             folder); ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: ``True`` for all that the run allows, or a
-            list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``.
+            list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``,
+            ``update_norms``.
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.

@@ -80,7 +80,8 @@ class FederatedLoop(pl.Callback):
         client_privacy: Differential privacy of whole clients in what they send; none by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
-            of distillation_distance, personal_distance, ensemble_error, gradient_norms (docs/diagnostics.md).
+            of distillation_distance, personal_distance, ensemble_error, gradient_norms, update_norms
+            (docs/diagnostics.md).
         resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed.
         seed: Seed that all randomness is derived from.
 
