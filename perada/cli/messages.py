@@ -35,13 +35,14 @@ def one_line(error: Exception) -> str:
     text = " ".join(lines)
     wrong = re.search(r"Expected a dot import path string: (\w+)", text)
     if wrong:
-        from perada.algorithms import Algorithm
+        from perada.algorithms import ALGORITHMS, Algorithm
         from perada.data import ImageSet, Partition
-        from perada.server import ServerRule
+        from perada.server import SERVER_RULES, ServerRule
 
         bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
         names = sorted({kind.__name__ for base in bases for kind in _subclasses(base)})
-        close = get_close_matches(wrong[1], names, 1)
+        short = {"federated.algorithm": [*ALGORITHMS], "federated.server_rule": [*SERVER_RULES]}
+        close = get_close_matches(wrong[1], names + short.get(text.partition(":")[0], []), 1)
         hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
         text = f"{text.partition(':')[0]}: there is no class {wrong[1]!r}; {hint}"
     return printable(text)

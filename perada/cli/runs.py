@@ -3,6 +3,7 @@
 
 import sys
 import warnings
+from argparse import ArgumentError
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.cli.classes import import_named
+from perada.cli.keys import full_names, full_words, with_proposal
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
@@ -44,6 +46,21 @@ class SaveConfig(SaveConfigCallback):
             if isinstance(logger, CSVLogger):
                 _ = logger.experiment  # warns of a folder that is not empty
         super().setup(trainer, pl_module, stage)
+
+
+class RecipeParser(LightningArgumentParser):
+    """Reads recipes in which options have their short names, and algorithms and server rules theirs."""
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a recipe."""
+        try:
+            recipe = get_loader("yaml")(content)
+        except yaml.YAMLError:  # the parser says it
+            recipe = None
+        if isinstance(recipe, dict) and (full := full_names(recipe)) != recipe:
+            content = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
+        parsed: Namespace = super().parse_string(content, *args, **kwargs)
+        return parsed
 
 
 class PeradaCLI(LightningCLI):
@@ -121,10 +138,15 @@ class PeradaCLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse without Lightning's advice against giving the arguments in Python."""
+        """Parse without Lightning's advice against giving the arguments in Python; propose what a wrong one may be."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            super().parse_arguments(parser, args)
+            try:
+                super().parse_arguments(parser, args)
+            except ArgumentError as error:
+                own = self._subcommand_parsers[args[0]] if self.runs else parser  # type: ignore[index]  # words
+                known = [action.dest for action in own._actions]
+                raise ArgumentError(None, with_proposal(str(error), known)) from error
 
     def after_fit(self) -> None:
         """Print the table of clients, and say where the run is."""
@@ -168,6 +190,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         seed_everything_default=0,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
+        parser_class=RecipeParser,
         parser_kwargs={"prog": "perada", "exit_on_error": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
@@ -223,7 +246,12 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     from perada.experiments.compare.command import main as command
 
     start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
-    command(parser, comparison(words), partial(make_cli, run=False), [sys.executable, "-P", "-c", start, *sys.path])
+    command(
+        parser,
+        full_words(comparison(words)),
+        partial(make_cli, run=False),
+        [sys.executable, "-P", "-c", start, *sys.path],
+    )
 
 
 def work() -> None:
