@@ -17,6 +17,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.cli.classes import import_named
+from perada.cli.help import explained
 from perada.cli.keys import full_names, full_words, with_proposal
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
@@ -86,8 +87,12 @@ class PeradaCLI(LightningCLI):
         parser.add_lightning_class_args(FederatedLoop, "federated")
         parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
         parser.link_arguments("data.image_size", "model.image_size")
-        for name, kind in (("privacy", Privacy | None), ("client_privacy", ClientPrivacy | None)):
-            parser.add_argument(f"--{name}", type=kind, default=None, help="Differential privacy; none by default.")
+        for name, kind, whose in (
+            ("privacy", Privacy | None, "the clients' images"),
+            ("client_privacy", ClientPrivacy | None, "whole clients"),
+        ):
+            said = f"Differential privacy of {whose}; none by default. --{name}.help explains its options."
+            parser.add_argument(f"--{name}", type=kind, default=None, help=said)
             parser.link_arguments(name, f"federated.{name}")
         if not self.runs:  # the config.yaml of a run holds these of its subcommand
             for name in ("ckpt_path", "weights_only"):
@@ -141,10 +146,15 @@ class PeradaCLI(LightningCLI):
         """Parse without Lightning's advice against giving the arguments in Python; propose what a wrong one may be."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
+            words: list[str] = [*args]  # type: ignore[misc]  # what make_cli gives
+            own = self._subcommand_parsers[words[0]] if self.runs else parser
+            for word, after in zip(words, [*words[1:], ""], strict=True):
+                if word.partition("=")[0] in ("-h", "--help"):
+                    print(explained(own, word.partition("=")[2] or ("" if after.startswith("-") else after)))
+                    sys.exit(0)
             try:
                 super().parse_arguments(parser, args)
             except ArgumentError as error:
-                own = self._subcommand_parsers[args[0]] if self.runs else parser  # type: ignore[index]  # words
                 known = [action.dest for action in own._actions]
                 raise ArgumentError(None, with_proposal(str(error), known)) from error
 
