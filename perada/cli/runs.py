@@ -21,11 +21,12 @@ from perada.cli.help import explained
 from perada.cli.keys import full_names, full_words, with_proposal
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
-from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
+from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, round_progress
 from perada.lightning.checkpoint import find_checkpoint, newest_whole, plain_data
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
+from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
@@ -108,7 +109,7 @@ class PeradaCLI(LightningCLI):
         check_precision(trainer.precision)
         callbacks: list[pl.Callback] = []
         if trainer.enable_progress_bar is not False and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
-            callbacks.append(RoundProgressBar())
+            callbacks.append(round_progress())
         if not any(isinstance(c, ModelCheckpoint) for c in given):
             if trainer.logger is False and trainer.enable_checkpointing is None:
                 kwargs["enable_checkpointing"] = False  # without a logger there is no run folder to write to
@@ -139,7 +140,7 @@ class PeradaCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Carry out a subcommand of LightningCLI."""
-        with plain_data(self.config[subcommand].ckpt_path):
+        with plain_data(self.config[subcommand].ckpt_path), no_trace_if_refused(self.trainer):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
