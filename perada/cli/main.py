@@ -41,6 +41,8 @@ COMMANDS: Tree = {
     "predict": ("perada.cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
     "ls": ("perada.cli.main:ls", "List the shipped recipes."),
     "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
+    "init": ("perada.cli.init:init", "Ask four questions and write a recipe."),
+    "schema": ("perada.cli.schema:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
         "perada.cli.runs:compare",
         "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
