@@ -20,11 +20,12 @@ from perada.engine.engine import EngineName
 from perada.federation.cohort import ClientOptimizer
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.store import StoreKind
-from perada.lightning import FederatedLoop, RoundCheckpoint, RoundProgressBar
+from perada.lightning import FederatedLoop, RoundCheckpoint, round_progress
 from perada.lightning.checkpoint import find_checkpoint, plain_data
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.outcome import outcome
+from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
@@ -258,7 +259,7 @@ def finetune(
         check_trainer(trainer)
         trainer.fit_loop.max_epochs = rounds
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
-    with plain_data(path):
+    with plain_data(path), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return outcome(module, loop)
 
@@ -326,7 +327,7 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
         if options["enable_checkpointing"]:
             callbacks.append(RoundCheckpoint())
     if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
-        callbacks.append(RoundProgressBar())
+        callbacks.append(round_progress())
     defaults: dict[str, Any] = {
         **device_defaults(),
         "max_epochs": rounds,
