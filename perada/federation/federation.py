@@ -156,7 +156,8 @@ class Federation:
         plan, places = self._shares.plan, self._shares.places
         shown = "update_norms" in self.settings.diagnostics
         received = {key: value[: len(places)] for key, value in received.items()}
-        found = changes(sent, received, places, good, len(plan.clients), self.ranks, cosines=shown)
+        names = self.slot.parameters
+        found = changes(names, sent, received, places, good, len(plan.clients), self.ranks, cosines=shown)
         report.far = far(found[0], plan)
         report.metrics |= change_metrics(found, plan.clients) if shown else {}
 

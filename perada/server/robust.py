@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server rules that compare clients' updates as a whole, and so withstand some that are wrong or hostile."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -93,10 +94,11 @@ class GeometricMedian(ServerRule):
 class NormClipping(ComposedRule):
     """Shortens each client's change to a norm, and aggregates what is left (Sun et al., 2019).
 
-    The norm is that of the change of all floating-point tensors together.
+    The norm is that of all parameters together. Running statistics are shortened by themselves, to the median of their
+    norms: honest ones may be far longer than any change of parameters.
 
     Args:
-        max_norm: The largest norm of a change. Default: the median of the round's.
+        max_norm: The largest norm of a change of parameters. Default: the median of the round's.
         aggregate: What is done with the shortened updates. Default: the mean.
     """
 
@@ -107,24 +109,25 @@ class NormClipping(ComposedRule):
 
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""
-        norms = inner_products(given).diagonal().clamp(min=0).sqrt()
-        most = norms.nanmedian() if self.max_norm is None else self.max_norm
-        scale = (most / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
-        updates = {
-            key: _shortened(value, given.previous[key], scale)
-            if value.is_floating_point() and key in given.previous
-            else value
-            for key, value in given.updates.items()
-        }
+        updates = dict(given.updates)
+        floating = {key for key in updates if updates[key].is_floating_point() and key in given.previous}
+        for names, limit in ((floating & given.parameters, self.max_norm), (floating - given.parameters, None)):
+            norms = inner_products(given, names).diagonal().clamp(min=0).sqrt()
+            most = norms.nanmedian() if limit is None else limit
+            scale = (most / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
+            updates |= {key: _shortened(updates[key], given.previous[key], scale) for key in names}
         return self._aggregate(replace(given, updates=updates))
 
 
-def inner_products(given: Aggregation) -> Tensor:
-    """Inner products (C, C) of the clients' changes, of all floating-point tensors together, in double precision."""
+def inner_products(given: Aggregation, names: Collection[str] | None = None) -> Tensor:
+    """Inner products (C, C) of the clients' changes in double precision, of all floating-point tensors together.
+
+    ``names`` are those that count, all by default.
+    """
     clients = len(given.weights)
     found = torch.zeros(clients, clients, dtype=torch.float64)
     for key, value in given.updates.items():
-        if value.is_floating_point() and key in given.previous:
+        if value.is_floating_point() and key in given.previous and (names is None or key in names):
             # From the state before the round: between rows far from zero, differences would be lost.
             change = (double(value) - double(given.previous[key]).to(value.device)).flatten(1)
             with torch.autocast(value.device.type, enabled=False):

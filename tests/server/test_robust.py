@@ -99,11 +99,14 @@ def test_geometric_median_is_where_most_are():
 @pytest.mark.parametrize("aggregate", [None, Median()])
 def test_norm_clipping_shortens_each_change(max_norm, aggregate):
     updates = uploads(3, 5)
-    start = vector(PREVIOUS)
-    changes = points(updates) - start
-    norms = np.linalg.norm(changes, axis=1)
-    most = np.median(norms) if max_norm is None else max_norm
-    shortened = start + changes * np.minimum(1, most / norms)[:, None]
+    start, parts = vector(PREVIOUS), []
+    for key, limit in (("w", max_norm), ("running_var", None)):
+        own = PREVIOUS[key].numpy().ravel()
+        changes = updates[key].numpy().reshape(5, -1) - own
+        norms = np.linalg.norm(changes, axis=1)
+        most = np.median(norms) if limit is None else limit
+        parts.append(own + changes * np.minimum(1, most / norms)[:, None])
+    shortened = np.concatenate(parts, 1)
     if aggregate is None:
         expected = np.average(shortened, axis=0, weights=range(1, 6))
     else:
