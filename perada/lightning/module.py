@@ -158,7 +158,8 @@ class FederatedClassifier(pl.LightningModule):
         self.model = self.adapted.model
         self.multilabel = multilabel
         convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
-        channels_last = convolutions > 1 if self.channels_last is None else self.channels_last
+        suits = convolutions > 1 and self.adapted.channels_last
+        channels_last = suits if self.channels_last is None else self.channels_last
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.engine = self._engine(self.engine_name, channels_last)

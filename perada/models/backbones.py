@@ -82,7 +82,7 @@ def build_backbone(
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
-    model = copy.deepcopy(module)
+    model = copy.deepcopy(getattr(module, "_orig_mod", module))  # the network itself, where torch.compile wrapped it
     name = type(model).__name__
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:

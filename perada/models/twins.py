@@ -10,7 +10,14 @@ from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor
 
 from perada.engine.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
-from perada.engine.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
+from perada.engine.stacked_layers import (
+    StackedBatchNorm,
+    StackedDropout,
+    StackedGroupNorm,
+    StackedLayerNorm,
+    StackedLinear,
+    Twin,
+)
 from perada.models.char_lstm import Characters
 
 
@@ -60,6 +67,7 @@ class StackedDropPath(StackedDropout):
 TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
 TWINS[timm.layers.GroupNorm] = StackedGroupNorm
 TWINS[timm.layers.LayerNorm] = StackedLayerNorm
+TWINS[timm.layers.Linear] = StackedLinear  # of MobileNetV3
 TWINS[LayerScale] = StackedLayerScale
 TWINS[Characters] = StackedCharacters
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
