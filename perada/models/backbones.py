@@ -15,6 +15,7 @@ from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
+import perada.models.peft_twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter

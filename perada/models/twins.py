@@ -32,6 +32,18 @@ class StackedBatchNormAct(StackedBatchNorm):
         return out
 
 
+class StackedLayerNorm2d(Twin):
+    """C of timm's layer normalisations of the channels of an image, as in ConvNeXts."""
+
+    like_torch = False  # whose channels come last
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, H, W)."""
+        norm = self.original[0]
+        normal = F.layer_norm(x_R.movedim(1, -1), norm.normalized_shape, None, None, norm.eps).movedim(-1, 1)
+        return self.affine(normal, [1, -1, 1, 1])
+
+
 class StackedLayerScale(Twin):
     """C of timm's learned scales of the last axis."""
 
@@ -67,6 +79,7 @@ class StackedDropPath(StackedDropout):
 TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
 TWINS[timm.layers.GroupNorm] = StackedGroupNorm
 TWINS[timm.layers.LayerNorm] = StackedLayerNorm
+TWINS[timm.layers.LayerNorm2d] = StackedLayerNorm2d
 TWINS[timm.layers.Linear] = StackedLinear  # of MobileNetV3
 TWINS[LayerScale] = StackedLayerScale
 TWINS[Characters] = StackedCharacters
