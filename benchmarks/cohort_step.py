@@ -8,7 +8,7 @@ otherwise.
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import timm
 import torch
@@ -21,6 +21,7 @@ from perada.engine import Engine, EngineName
 from perada.engine.losses import client_losses
 from perada.models.backbones import build_backbone, insert_adapter
 
+Way = Literal["folded", "loop", "single"]
 ROWS, CLASSES = 64, 10
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "residual": ("residual", {}, (1, 4, 8, 16)),
@@ -37,7 +38,7 @@ def cohort_step(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
         for clients in (2,) if quick else numbers:
             for bf16 in (False, True):
                 case = (adapter, options, clients, "test_resnet" if quick else "resnet18", bf16, device)
-                steps = {way: _step(way, *case) for way in ("folded", "loop", "single")}
+                steps = {way: _step(way, *case) for way in get_args(Way)}
                 seconds = take_turns(steps, device, repeats, warm_up=2)
                 memory = {} if quick else {way: round(alone(_peak, way, *case)) for way in ("folded", "loop")}
                 yield {
@@ -51,7 +52,7 @@ def cohort_step(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
                 }
 
 
-def _peak(way: str, *case: Any) -> float:
+def _peak(way: Way, *case: Any) -> float:
     """Growth of memory by the second step in MB."""
     step = _step(way, *case)
     step()
@@ -59,7 +60,7 @@ def _peak(way: str, *case: Any) -> float:
 
 
 def _step(
-    way: str,
+    way: Way,
     adapter: str,
     options: dict[str, Any],
     clients: int,
@@ -76,7 +77,7 @@ def _step(
     model = model.to(memory_format=torch.channels_last)
     if way == "single":
         return _single(model, x, y, bf16)
-    return _stacked(model, x, y, bf16, way)  # type: ignore[arg-type]  # the names are the engine's
+    return _stacked(model, x, y, bf16, way)
 
 
 def _single(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> Callable[[], None]:

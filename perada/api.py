@@ -198,7 +198,7 @@ def finetune(
         "validate_every": distill_validate_every,
         "share_steps": distill_share_steps,
     }
-    server = {
+    server: dict[str, Any] = {
         "algorithm": chosen,
         "clients_per_round": clients_per_round,
         "local_epochs": local_epochs,
@@ -210,7 +210,7 @@ def finetune(
         "diagnostics": diagnostics,
         "resume_allow": resume_allow,
     }
-    model = {
+    model: dict[str, Any] = {
         "backbone": backbone,
         "adapter": adapter,
         "adapter_options": adapter_options,
@@ -233,11 +233,11 @@ def finetune(
         "metric": metric,
         "global_test_clients": global_test_clients,
     }
-    protected = {
+    protected: dict[str, Any] = {
         "privacy": options_of(Privacy, "privacy", privacy),
         "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
     }
-    loop, module = FederatedLoop(**server, **protected, seed=seed), FederatedClassifier(**model)  # type: ignore[arg-type]  # as written above
+    loop, module = FederatedLoop(**server, **protected, seed=seed), FederatedClassifier(**model)
     seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
     lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | trainer_kwargs
     config = seeds | {"trainer": lightning, "model": model, "federated": server} | protected

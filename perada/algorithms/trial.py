@@ -4,7 +4,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
+
+T = TypeVar("T")
 
 LARGEST = 10**8
 """Numbers in the clients' states of a trial."""
@@ -56,7 +58,7 @@ def try_rounds(
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
     some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
 
-    def run(method: str, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401  # what it gives
+    def run(method: str, call: Callable[..., T], *given: object) -> T:
         return _tried(f"{name}.{method}", call, *given)
 
     try:
@@ -99,7 +101,7 @@ class _Refused(ValueError):
     """What a trial has found."""
 
 
-def _tried(who: str, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401  # what it gives
+def _tried(who: str, call: Callable[..., T], *given: object) -> T:
     try:
         return call(*given)
     except _Refused:

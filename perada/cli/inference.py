@@ -11,11 +11,13 @@ from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm, PerAda
 from perada.cli.classes import import_named
+from perada.lightning.checkpoint import newest_whole
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.restore import PRIVATE, restored
 from perada.results.formats import FILES, Format, export_model
-from perada.results.inference import list_images
-from perada.results.run import RUN_FILE, Run
+from perada.results.inference import find_images
+from perada.results.run import Run
+from perada.results.run_file import RUN_FILE
 
 _RUN = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
 _RECIPE = "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
@@ -27,14 +29,17 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     parser.description = f"Predict images with a model of a run, without its data. {_RECIPE}"
     parser.add_argument("run", type=Path, help=_RUN)
     parser.add_argument(
-        "--images", type=Path, required=True, help="An image, a folder of images, or a table (.csv) with a column path."
+        "--images",
+        type=Path,
+        required=True,
+        help="An image, a folder of images, or a table (.csv, .tsv, .parquet) with a column path.",
     )
     parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global model.")
     parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
     parser.add_argument("--batch_size", type=int, default=64, help="Images that are in memory at a time.")
     parser.add_argument("--device", type=str, default=None, help="cpu, cuda, mps; by default a GPU if there is one.")
     given = parser.parse_args(words)
-    names, paths = list_images(given.images)
+    names, paths = find_images(given.images)
     if not given.output.parent.is_dir():
         raise FileNotFoundError(f"--output={given.output}: there is no folder {str(given.output.parent)!r}; make it")
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,15 +72,15 @@ def open_run(path: Path) -> Run:
     if (path / RUN_FILE).is_file():
         return Run.load(path)
     if path.is_file():
-        checkpoint = path
+        checkpoint: Path | None = path
         above = [parent / "config.yaml" for parent in path.absolute().parents][:3]
         config = next((one for one in above if one.is_file()), None)
     else:
-        found = sorted((path / "checkpoints").rglob("*.ckpt"), key=lambda one: one.stat().st_mtime_ns)
-        checkpoint = found[-1] if found else path / "checkpoints" / "last.ckpt"
+        checkpoint = newest_whole((path / "checkpoints").rglob("*.ckpt"))
         config = path / "config.yaml"
-    if config is None or not config.is_file() or not checkpoint.is_file():
-        lacks = "no config.yaml above it" if path.is_file() else f"neither {RUN_FILE}, nor config.yaml and checkpoints"
+    if config is None or not config.is_file() or checkpoint is None:
+        whole = f"neither {RUN_FILE}, nor config.yaml and a whole checkpoint"
+        lacks = "no config.yaml above it" if path.is_file() else whole
         raise FileNotFoundError(
             f"{str(path)!r} is no finished run: it has {lacks}; give a folder that Run.save wrote, or a run folder of "
             "`perada fit`"

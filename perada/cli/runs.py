@@ -19,7 +19,7 @@ from perada.cli.classes import import_named
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
-from perada.lightning.checkpoint import find_checkpoint, plain_data
+from perada.lightning.checkpoint import find_checkpoint, newest_whole, plain_data
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
@@ -190,9 +190,9 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         export_one(given.run, given.client, given.format, given.output)
         return
     config = given.run / "config.yaml"
-    checkpoints = sorted((given.run / "checkpoints").rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    if not config.is_file() or not checkpoints:
-        lacks = "checkpoints/last.ckpt" if config.is_file() else "config.yaml"
+    checkpoint = newest_whole((given.run / "checkpoints").rglob("*.ckpt"))
+    if not config.is_file() or checkpoint is None:
+        lacks = "whole checkpoints/last.ckpt" if config.is_file() else "config.yaml"
         raise FileNotFoundError(
             f"{str(given.run)!r} is not a finished run: it has no {lacks}; give a run folder of `perada fit`"
         )
@@ -206,7 +206,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     cli = make_cli(["--config", str(config), *(f"--trainer.{option}" for option in quiet)], run=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
-        path = str(checkpoints[-1])
+        path = str(checkpoint)
         with plain_data(path):
             cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=path, verbose=False, weights_only=True)
     run = outcome(cli.model, cli.loop)

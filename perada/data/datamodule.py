@@ -28,7 +28,7 @@ from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
 from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
-from perada.data.sets.images import ImageSet
+from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, Shift, ShiftsWhen, as_shifts, conditions
 
 

@@ -24,8 +24,8 @@ from perada.data.batches.samples import (
     length,
     make_store,
 )
+from perada.data.sets.base import ImageSet
 from perada.data.sets.checks import class_names
-from perada.data.sets.images import ImageSet
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
 # checked as they are used.

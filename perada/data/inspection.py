@@ -25,8 +25,8 @@ from tqdm import tqdm
 from perada.data.batches.transforms import to_image
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.division import Division
+from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFiles
-from perada.data.sets.images import ImageSet
 
 
 @dataclass

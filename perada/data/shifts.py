@@ -13,8 +13,8 @@ from perada.core.checks import check_choice, check_whole
 from perada.data.batches.corrupted import EXTRA, MAIN, SMALLEST, check_installed
 from perada.data.batches.samples import Store, as_labels, make_store
 from perada.data.federated import Checked
+from perada.data.sets.base import ImageSet
 from perada.data.sets.checks import split_of
-from perada.data.sets.images import ImageSet
 
 ShiftsWhen = Literal["end", "evaluation", "test"]
 GROUPS = {"main": MAIN, "extra": EXTRA, "all": MAIN + EXTRA}

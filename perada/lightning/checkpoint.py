@@ -3,7 +3,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -18,7 +18,7 @@ from perada.core.checks import check_choice
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
 from perada.federation.store import locate
-from perada.lightning.checkpoint_io import LAST, check_whole_file, damage_of
+from perada.lightning.checkpoint_io import LAST, PREVIOUS, check_whole_file, damage_of
 from perada.lightning.module import FederatedClassifier
 
 Described = dict[str, dict[str, Any]]
@@ -48,18 +48,37 @@ class RoundCheckpoint(ModelCheckpoint):
 
 
 def newest_checkpoint(root: Path) -> Path:
-    """The whole checkpoint written last below ``root/lightning_logs``, whatever its name.
+    """The whole checkpoint written last below ``root/lightning_logs``, as :func:`newest_whole` finds it.
 
-    Damaged ones are left out with a warning. A FileNotFoundError if there is none.
+    A FileNotFoundError if there is none.
     """
-    found = sorted(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    for path in reversed(found):
+    found = list(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"))
+    path = newest_whole(found)
+    if path is None:
+        where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
+        raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
+    return path
+
+
+def newest_whole(paths: Iterable[Path]) -> Path | None:
+    """The checkpoint written last that is whole, whatever its name; None if there is none.
+
+    Damaged ones are left out with a warning. Where a folder has ``last.ckpt``, what that replaced is older, whatever
+    the times of the files say: copying changes them.
+    """
+    found = set(paths)
+
+    def age(path: Path) -> tuple[int, str, bool]:
+        replaced = path.name == PREVIOUS and path.with_name(LAST) in found
+        shown = path.with_name(LAST) if replaced else path
+        return shown.stat().st_mtime_ns, str(shown), not replaced
+
+    for path in sorted(found, key=age, reverse=True):
         damage = damage_of(path)
         if damage is None:
             return path
-        rank_zero_warn(f"ckpt_path=last: {str(path)!r} {damage}, so the one before it is taken")
-    where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
-    raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
+        rank_zero_warn(f"{str(path)!r} {damage}, so the checkpoint before it is taken, if there is one")
+    return None
 
 
 def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
@@ -170,7 +189,8 @@ def check_saved(saved: Described, here: Described, test_mode: bool, training: bo
         if training and name in former and former[name] != value and name not in allowed:
             raise ValueError(
                 f"the checkpoint belongs to a run with {name}={_short(former[name])}, and here it is {_short(value)}; "
-                f"resume with the former, or accept the change by resume_allow=[{name!r}]"
+                f"resume with the former, or accept the change by resume_allow=[{name!r}] "
+                f"(--federated.resume_allow=[{name}])"
             )
 
 

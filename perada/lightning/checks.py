@@ -2,6 +2,7 @@
 """What is refused at set-up, because rounds cannot do it or data and model do not fit."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from perada.algorithms import Algorithm, EnsembleAlgorithm
 from perada.algorithms.trial import is_own, try_rounds
 from perada.data import FederatedDataModule
+from perada.engine.fold_check import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
@@ -68,6 +70,27 @@ def check_precision(precision: object) -> None:
         raise ValueError(
             f"precision={precision!r} cannot be used: it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'"
         )
+
+
+def keep_clients_apart(module: FederatedClassifier, x: Tensor) -> None:
+    """Take the loop where folding the clients' real images ``x`` (C, B, ...) would change what a client computes.
+
+    Raises:
+        ValueError: If so, and ``engine="folded"`` was asked for.
+    """
+    if module.engine.kind == "loop" or module.folds:
+        return
+    channels_last = module.engine.memory_format is torch.channels_last
+    why = check_fold(module.model, x.to(next(module.model.parameters()).device), channels_last)
+    module.folds = why is None
+    if why is None:
+        return
+    assert module.adapted is not None
+    what = f"backbone {module.adapted.backbone.name!r}: {why}"
+    if module.engine_name == "folded":
+        raise ValueError(f"engine='folded' cannot run {what}; use engine='loop' or 'auto'")
+    warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
+    module.take_loop()
 
 
 def check_images(x: Tensor, data: FederatedDataModule, module: FederatedClassifier) -> None:

@@ -24,6 +24,7 @@ from perada.lightning.checks import (
     check_distillation,
     check_images,
     check_trainer,
+    keep_clients_apart,
     try_own,
     use_features,
     with_diagnostics,
@@ -172,7 +173,7 @@ class FederatedLoop(pl.Callback):
         batch = data.trial_batch(trial_clients(settings, data.num_clients))
         check_images(batch.x, data, module)
         if self.privacy is None and self.client_privacy is None:  # else a network that mixes images is refused
-            module.keep_clients_apart(batch.x)
+            keep_clients_apart(module, batch.x)
         if stage == "fit":
             with trainer.precision_plugin.forward_context():
                 check_network(settings, trainer, module, batch)

@@ -3,7 +3,6 @@
 
 import hashlib
 import math
-import warnings
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -17,7 +16,6 @@ from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
-from perada.engine.fold_check import check_fold
 from perada.federation.cohort import ClientOptimizer, LocalTraining
 from perada.federation.evaluation import Evaluation, MetricName, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
@@ -172,25 +170,9 @@ class FederatedClassifier(pl.LightningModule):
         compiled = {} if self.torch_compile is True else self.torch_compile or None
         return Engine(self.model, kind, channels_last=channels_last, compile=compiled)
 
-    def keep_clients_apart(self, x: Tensor) -> None:
-        """Take the loop where folding the clients' real images ``x`` (C, B, ...) would change what a client computes.
-
-        Raises:
-            ValueError: If so, and ``engine="folded"`` was asked for.
-        """
-        if self.engine.kind == "loop" or self.folds:
-            return
-        channels_last = self.engine.memory_format is torch.channels_last
-        why = check_fold(self.model, x.to(next(self.model.parameters()).device), channels_last)
-        self.folds = why is None
-        if why is None:
-            return
-        assert self.adapted is not None
-        what = f"backbone {self.adapted.backbone.name!r}: {why}"
-        if self.engine_name == "folded":
-            raise ValueError(f"engine='folded' cannot run {what}; use engine='loop' or 'auto'")
-        warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
-        self.engine = self._engine("loop", channels_last)
+    def take_loop(self) -> None:
+        """Have clients trained one after another from now on."""
+        self.engine = self._engine("loop", self.engine.memory_format is torch.channels_last)
 
     def _adapt(self, *index: int) -> AdaptedModel:
         """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""

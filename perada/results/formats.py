@@ -84,6 +84,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         try:
             found = write[form](model, x, path, metadata)(x)
         except Exception as error:  # what exporters raise has no common type
+            path.unlink(missing_ok=True)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(
                 f"the model cannot be written as {form} ({reason}); choose another format, or Run.save"

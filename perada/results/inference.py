@@ -17,6 +17,10 @@ from tqdm.auto import tqdm
 
 from perada.core.checks import check_whole
 from perada.data.preprocessing import Preprocessing
+from perada.data.sets.own import list_images
+from perada.data.sets.tables import read_table
+
+_TABLES = (".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
     return number
 
 
-def list_images(source: Path) -> tuple[list[str], list[Path]]:
+def find_images(source: Path) -> tuple[list[str], list[Path]]:
     """The images that ``source`` stands for: a file, all image files below a folder, or a table's column ``path``.
 
     Returns:
@@ -123,29 +127,26 @@ def list_images(source: Path) -> tuple[list[str], list[Path]]:
 
     Raises:
         FileNotFoundError: If it does not exist, or a folder holds no images.
-        ValueError: If a table has no column ``path``, or no rows.
+        ValueError: If it is no table (CSV, TSV, Parquet), has no column ``path``, or a row has no path.
+        ModuleNotFoundError: If pyarrow is not installed, and the table is of Parquet.
     """
     if source.is_dir():
-        found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
-        if not found:
+        names = list_images(source)
+        if not names:
             kinds = ", ".join(IMG_EXTENSIONS)
             raise FileNotFoundError(f"{str(source)!r} holds no images ({kinds}); give a folder that does")
-        return [path.relative_to(source).as_posix() for path in found], found
+        return names, [source / name for name in names]
     if not source.is_file():
-        raise FileNotFoundError(f"{str(source)!r} does not exist; give an image, a folder, or a table (.csv)")
-    if source.suffix.lower() != ".csv":
+        raise FileNotFoundError(
+            f"{str(source)!r} does not exist; give an image, a folder, or a table ({', '.join(_TABLES)})"
+        )
+    if source.suffix.lower() not in _TABLES:
         return [str(source)], [source]
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            header, names = rows.fieldnames or (), [row.get("path") or "" for row in rows]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{str(source)!r} is no table ({error}); save it as comma-separated values in UTF-8") from None
-    if "path" not in header:
-        raise ValueError(f"{str(source)!r} has no column 'path' among {list(header)}; name it so")
-    if not all(names):
-        row = next(number for number, name in enumerate(names, 2) if not name)
-        raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")
-    if not names:
-        raise ValueError(f"{str(source)!r} has a header and no rows; name one image at least")
+    columns, rows = read_table(source)
+    if "path" not in columns:
+        raise ValueError(f"{str(source)!r} has no column 'path' among {list(columns)}; name it so")
+    names = columns["path"].tolist()
+    for row, name in zip(rows, names, strict=True):
+        if not name:
+            raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")
     return names, [source.parent / name for name in names]

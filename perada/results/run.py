@@ -2,8 +2,6 @@
 """What comes out of a run: models, states and metrics, saved and loaded."""
 
 import copy
-import json
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import check_whole
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
@@ -27,11 +24,10 @@ from perada.results.export import (
     save_backbone,
 )
 from perada.results.inference import Predictions, client_index, predict
-from perada.results.privacy_card import check_record, is_test_mode, privacy_card
+from perada.results.privacy_card import is_test_mode, privacy_card
 from perada.results.report import TEST_MODE
+from perada.results.run_file import RunFile, read_run, write_run
 
-RUN_FILE = "run.json"
-FORMAT = 1
 Average = Literal["logits", "probabilities"]
 
 
@@ -232,15 +228,7 @@ class Run:
             save_backbone(self._adapted, folder)
         if only is not None:
             return folder
-        content = {
-            "format": FORMAT,
-            "num_clients": self.num_clients,
-            "global_models": len(self._global),
-            "shared": not personal,
-            "info": _replace(self.info, _to_json),
-            "metrics": _replace(self.metrics, _to_json),
-        }
-        (folder / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), not personal))
         return folder
 
     @classmethod
@@ -256,35 +244,8 @@ class Run:
             ValueError: If an adapter is broken or foreign, or the backbone is missing.
         """
         folder = Path(folder)
-        if not (folder / RUN_FILE).is_file():
-            raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
-        try:
-            saved = json.loads((folder / RUN_FILE).read_text())
-            info, clients, found = dict(saved["info"]), saved["num_clients"], saved["format"]
-            models, alike = saved.get("global_models", 1), saved.get("shared", False)
-            metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
-            if found != FORMAT:
-                raise KeyError(f"format {found}, this version reads {FORMAT}")
-            check_whole("num_clients", clients)
-            check_whole("global_models", models)
-            check_whole("num_classes", info["num_classes"])
-            check_whole("built_for", info.get("built_for"), optional=True)
-            if info.get("privacy"):
-                info["privacy"] = _replace(info["privacy"], _from_json)
-                check_record(info["privacy"], clients)
-            for key in ("classes", "clients"):
-                names = info.get(key)
-                if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
-                    raise TypeError(f"{key} is {names!r}, no list of names")
-            if info.get("preprocessing") is not None:
-                Preprocessing.of_record(info["preprocessing"])
-            missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
-            if missing:
-                raise KeyError(f"info lacks {sorted(missing)}")
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(
-                f"{str(folder / RUN_FILE)!r} is broken ({type(error).__name__}: {error}); save it again"
-            ) from error
+        saved = read_run(folder)
+        info, clients, models = saved.info, saved.num_clients, saved.global_models
         if info["backbone"] is None and backbone is None:
             raise ValueError(
                 f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
@@ -305,10 +266,10 @@ class Run:
         config = read_config(folder / names[0])
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
         shared = [load_adapter(adapted, folder / name, config) for name in names]
-        if alike:
-            return cls(adapted, shared, None, clients, metrics, info)
+        if saved.shared:
+            return cls(adapted, shared, None, clients, saved.metrics, info)
         states = [load_adapter(adapted, folder / f"client_{client}", config) for client in range(clients)]
-        return cls(adapted, shared, states.__getitem__, clients, metrics, info)
+        return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
 
 
 def _global_folders(models: int) -> list[str]:
@@ -322,23 +283,3 @@ def _own_weights(info: dict[str, Any]) -> bool:
 
 def _contiguous(state: State) -> State:
     return {key: value.contiguous() for key, value in clone(state).items()}
-
-
-def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # any JSON
-    """Apply ``change`` to the values within dictionaries and lists."""
-    if isinstance(content, dict):
-        return {key: _replace(value, change) for key, value in content.items()}
-    if isinstance(content, list):
-        return [_replace(value, change) for value in content]
-    return change(content)
-
-
-def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
-    """JSON has no NaN, which becomes null, and no infinity, which becomes a word that ``float`` reads."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else str(value)
-
-
-def _from_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
-    return float(value) if value in ("inf", "-inf") else value

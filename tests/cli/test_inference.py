@@ -2,6 +2,7 @@
 """``perada predict RUN``: images and a run, without the data that it was trained on."""
 
 import csv
+import os
 import shutil
 from pathlib import Path
 
@@ -93,7 +94,9 @@ OTHERS = [{"algorithm": "fedavg_ft"}, {"algorithm": "fed_ensemble"}, {"algorithm
 )
 def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, monkeypatch, options):
     run, folder = made_in_python(tmp_path, **options)
-    found = open_run(shutil.copytree(folder, tmp_path / "elsewhere"))
+    copied = shutil.copytree(folder, tmp_path / "elsewhere")
+    os.utime(copied / "checkpoints" / "last.previous.ckpt")  # the newest file, of an older state
+    found = open_run(copied)
     monkeypatch.chdir(tmp_path / "elsewhere" / "checkpoints")
     assert open_run(Path("last.ckpt")).info == found.info
     assert found.num_clients == 3

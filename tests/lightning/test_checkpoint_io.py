@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import perada
-from perada.lightning.checkpoint import find_checkpoint
+from perada.lightning.checkpoint import find_checkpoint, newest_whole
 from perada.lightning.checkpoint_io import WholeCheckpointIO, check_whole_file
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}
@@ -126,6 +126,24 @@ def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeyp
     assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
 
 
+def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written):
+    WholeCheckpointIO().save_checkpoint({"epoch": 5}, written)
+    replaced = written.with_name("last.previous.ckpt")
+    other = written.parent / "of_another_name.ckpt"
+    WholeCheckpointIO().save_checkpoint({"epoch": 1}, other)
+    for time, path in enumerate((other, written, replaced)):  # as after copying the folder
+        os.utime(path, (time, time))
+    folder = written.parent
+    assert newest_whole(folder.glob("*.ckpt")) == written
+    written.write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"'.*/last\.ckpt' is not a checkpoint"):
+        assert newest_whole(folder.glob("*.ckpt")) == replaced
+    written.unlink()
+    os.utime(other, (3, 3))
+    assert newest_whole(folder.glob("*.ckpt")) == other
+    assert newest_whole([]) is None
+
+
 def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": str(tmp_path), "logger": True}
     whole = perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 4})
@@ -139,7 +157,7 @@ def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     ):
         perada.finetune(tiny.net(), tiny.data(), ckpt_path=str(last), **options | {"rounds": 4})
     with pytest.warns(
-        UserWarning, match=r"ckpt_path=last: '.*/last\.ckpt' is not a .* cut off .*, so the one before it is"
+        UserWarning, match=r"'.*/last\.ckpt' is not a .* cut off .*, so the checkpoint before it is taken"
     ):
         resumed = perada.finetune(tiny.net(), tiny.data(), ckpt_path="last", **options | {"rounds": 4})
     for key, value in whole.state("global").items():

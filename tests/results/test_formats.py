@@ -93,10 +93,18 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
         read = write(model, x, path, metadata)
         return lambda images: read(images) + 2e-4
 
-    monkeypatch.setattr(formats, "_safetensors", wrong)
-    with pytest.raises(ValueError, match=r"gave logits that differ by 2\.0e-04 from the run's, more than 0.0001"):
-        export_model(lora[0], None, "safetensors", tmp_path)
-    assert not (tmp_path / "model.safetensors").exists()
+    def failing(*given):
+        write(*given)
+        raise OSError("disk full")
+
+    for own, message in (
+        (wrong, r"gave logits that differ by 2\.0e-04 from the run's, more than 0.0001"),
+        (failing, r"cannot be written as safetensors \(OSError: disk full\)"),
+    ):
+        monkeypatch.setattr(formats, "_safetensors", own)
+        with pytest.raises(ValueError, match=message):
+            export_model(lora[0], None, "safetensors", tmp_path)
+        assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):

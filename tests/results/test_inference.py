@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.results.inference import Predictions, list_images
+from perada.results.inference import Predictions, find_images
 
 SIZES = (9, 6, 12)
 
@@ -149,12 +149,14 @@ def test_images_are_listed(tmp_path):
         path = tmp_path / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    names, paths = list_images(tmp_path / "images")
+    names, paths = find_images(tmp_path / "images")
     assert names == ["a/1.jpg", "b/2.PNG"]
     assert paths == [tmp_path / "images" / name for name in names]
     table = tmp_path / "table.csv"
     table.write_text("note,path\nx,images/a/1.jpg\ny,/elsewhere/2.png\n")
-    assert list_images(table)[1] == [tmp_path / "images" / "a" / "1.jpg", tmp_path.__class__("/elsewhere/2.png")]
+    assert find_images(table)[1] == [tmp_path / "images" / "a" / "1.jpg", tmp_path.__class__("/elsewhere/2.png")]
+    (tmp_path / "table.tsv").write_text("note\tpath\nx, y\timages/a/1.jpg\n")
+    assert find_images(tmp_path / "table.tsv")[0] == ["images/a/1.jpg"]
     for text, message in (
         ("file\na\n", "no column 'path' among"),
         ("path,b\n,2\n", "row 2, has no path"),
@@ -162,15 +164,15 @@ def test_images_are_listed(tmp_path):
     ):
         table.write_text(text)
         with pytest.raises(ValueError, match=message):
-            list_images(table)
+            find_images(table)
     table.write_bytes(b"path\n\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"table.csv' is no table \(.*; save it as comma-separated values in UTF-8"):
-        list_images(table)
+    with pytest.raises(ValueError, match=r"table.csv is no table \(.*: correct the table"):
+        find_images(table)
     with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):
-        list_images(tmp_path / "none")
+        find_images(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no images"):
-        list_images(tmp_path / "empty")
+        find_images(tmp_path / "empty")
 
 
 def test_a_broken_record_in_the_file_is_named(saved, tmp_path):

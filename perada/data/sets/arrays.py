@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 
 from perada.core.checks import check_choice, check_whole
-from perada.data.sets.images import ImageSet
+from perada.data.sets.base import ImageSet
 from perada.data.sets.readers import find_folder, map_bytes, map_npy
 
 _STL_SIZES = {"train": 5000, "test": 8000, "unlabeled": 100_000}

@@ -17,7 +17,7 @@ from perada.core.seeding import derive_seed
 from perada.data.batches.decoding import check_full_scale, read_image
 from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
-from perada.data.sets.images import ImageSet
+from perada.data.sets.base import ImageSet
 from perada.data.sets.readers import find_folder
 
 OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perada.core.checks import check_whole
 from perada.core.seeding import generator
-from perada.data.sets.images import ImageSet
+from perada.data.sets.base import ImageSet
 
 WAVES = 5  # of a contour
 SMALLEST_RADIUS = 0.15  # of a contour, in units of its mean

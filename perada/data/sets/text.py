@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.data.sets.images import ImageSet
+from perada.data.sets.base import ImageSet
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """LEAF's 80 characters; a character's token is its place among them."""
