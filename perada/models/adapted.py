@@ -11,7 +11,7 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftConfig, PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
-from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
+from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.blocks import plain_name, reached
 from perada.algorithms.base import Slot
 from perada.core.images import ImageConfig
@@ -28,8 +28,6 @@ METHODS: dict[str, type[PeftConfig]] = {
     "ia3": IA3Config,
 }
 SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "full": ["all"]}
-OWN = (ResidualConfig, BottleneckConfig)
-"""Methods that choose their layers themselves."""
 INTERNAL = {field.name for field in fields(PeftConfig)}
 
 
@@ -196,7 +194,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             "AdaLoraConfig cannot be used: it moves ranks between layers by a count of one optimiser's steps, which "
             "clients do not share; choose 'lora'"
         )
-    if getattr(config, "target_modules", "unset") is None and type(config) not in OWN:
+    if getattr(config, "target_modules", "unset") is None and not _chooses(config):
         fill_targets(backbone.model, backbone.name, backbone.head, config, last_blocks)
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
@@ -205,6 +203,12 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         saved = cast(list[str] | None, vars(config)["modules_to_save"])
         vars(config)["modules_to_save"] = list(dict.fromkeys([backbone.head, *(saved or [])]))
     return config
+
+
+def _chooses(config: PeftConfig) -> bool:
+    """Whether the method chooses its layers itself, as those that add layers behind modules do."""
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type))
+    return isinstance(tuner, type) and issubclass(tuner, AddingModel)
 
 
 def _check_head_name(backbone: Backbone) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.adapters import register
 from perada.data import FederatedData
 from perada.models.backbones import build_backbone, insert_adapter
 
@@ -166,3 +167,8 @@ def test_the_head_of_mobilenet_has_a_twin():
         "classifier.weight",
         "classifier.bias",
     }
+
+
+def test_a_name_of_another_method_is_not_registered():
+    with pytest.raises(ValueError, match="name='LORA' is taken by LoraConfig; give another"):
+        register("LORA", peft.VeraConfig, peft.VeraModel)
