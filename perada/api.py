@@ -64,7 +64,7 @@ def finetune(
     channels_last: bool | None = None,
     cache_features: bool | None = None,
     torch_compile: bool | dict[str, Any] = False,
-    metric: Literal["auto", "accuracy", "auroc"] = "auto",
+    metric: str | list[str | dict[str, Any]] = "auto",
     global_test_clients: int | None = None,
     prox_strength: float | None = None,
     weighting: Weighting = "uniform",
@@ -123,7 +123,9 @@ def finetune(
         channels_last: Memory format of images and convolutions; chosen by the backbone by default.
         cache_features: Keep what the frozen part before all that is trained makes of each image; by default if it pays.
         torch_compile: Run the model through ``torch.compile``, or its options.
-        metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+        metric: What models are scored by: a name such as ``accuracy``, ``auroc``, ``f1_macro`` or ``ece``, or a list of
+            names and of ``{torchmetrics class: options}``; by default accuracy for single-label data, AUROC for
+            multi-label.
         global_test_clients: Clients, drawn from the seed, whose models are scored on everyone's images; all by default.
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.

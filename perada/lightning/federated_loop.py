@@ -271,6 +271,7 @@ class FederatedLoop(pl.Callback):
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
+            module.per_class = self._loaded.get("per_class", {})
             restore_shifts(data, module, self._loaded.get("shifted", {}))
             self._loaded = None
         if fits:
@@ -375,6 +376,7 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
+            "per_class": module.per_class,
             "shifted": module.shifted,
             "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),
         } | described(self.settings, data, module, self.test_mode)

@@ -50,7 +50,7 @@ def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
     assert any(not torch.equal(run.state("global")[key], honest.state("global")[key]) for key in moved)
 
 
-@pytest.mark.parametrize("factor", [100.0, -1e6])
+@pytest.mark.parametrize("factor", [1e3, -1e6])
 def test_the_client_that_sends_a_long_change_is_named(tiny, factor):
     with pytest.warns(UserWarning, match=r"round 0: client 1 sent a change [\d,]+ times as long as the median"):
         finetune(tiny, Hostile(factor), rounds=1, lr_local=1e-3)
