@@ -81,9 +81,8 @@ class FederatedLoop(pl.Callback):
         client_privacy: Differential privacy of whole clients in what they send; none by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
-            of distillation_distance, personal_distance, ensemble_error, gradient_norms (docs/diagnostics.md).
-        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
-            ``clients`` for more clients than it had (docs/joining.md).
+            of measures (docs/diagnostics.md).
+        resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more.
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -272,6 +271,7 @@ class FederatedLoop(pl.Callback):
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
+            module.per_class = self._loaded.get("per_class", {})
             restore_shifts(data, module, self._loaded.get("shifted", {}))
             self._loaded = None
         if fits:
@@ -376,6 +376,7 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
+            "per_class": module.per_class,
             "shifted": module.shifted,
             "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),
         } | described(self.settings, data, module, self.test_mode)
@@ -394,7 +395,7 @@ class FederatedLoop(pl.Callback):
         here = described(self.settings, *parts(trainer, pl_module), self.test_mode)
         check_saved(saved, here, self.test_mode, trainer.state.fn == "fit", self.resume_allow)
         find_clients(saved["federation"], trainer.ckpt_path)
-        saved = grown(saved, parts(trainer, pl_module)[0], self.resume_allow)
-        self._loaded, self._journals = saved, journals_of(saved["federation"], str(trainer.ckpt_path))
+        self._loaded = grown(saved, parts(trainer, pl_module)[0], self.resume_allow)
+        self._journals = journals_of(saved["federation"], str(trainer.ckpt_path))
         if trainer.state.fn == "fit":
             resume(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)

@@ -23,7 +23,8 @@ from perada.lightning.restore import PRIVATE
 from perada.lightning.strategies import device_defaults
 from perada.models.backbones import AdaptedModel
 from perada.privacy import Privacy
-from perada.results.run import Joined, Run
+from perada.results.joined import Joined
+from perada.results.run import Run
 
 SCORE = "personal/local_test"
 

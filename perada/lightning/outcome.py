@@ -37,6 +37,11 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
             "rounds": loop.history,
             "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
         }
+        | (
+            {"per_class": {name: scores.tolist() for name, scores in module.per_class.items()}}
+            if module.per_class
+            else {}
+        )
         | ({"shifts": module.shifted["kinds"]} if module.shifted.get("kinds") else {}),
         run_info(module, data, loop.algorithm, None if protection.test_mode else loop.seed),
     )

@@ -3,8 +3,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
+from perada.models.weight_files import LITE0, SHIPPED
 
 BACKBONE_FILE = "backbone.safetensors"
 CARD_FILE = "README.md"
@@ -55,6 +57,15 @@ def save_adapter(
             (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     finally:
         set_state(adapted.model, before)
+
+
+def own_weights(info: Mapping[str, Any]) -> bool:
+    """Whether the backbone's weights are random, the caller's or in a file, so that a folder must hold them."""
+    source, backbone = info["pretrained"], info["backbone"]
+    if not source or backbone is None:
+        return True
+    file = isinstance(source, str) and source != LITE0 and not source.startswith(SHIPPED)
+    return file and not backbone.startswith("hf:")  # whose configuration is read from there too
 
 
 def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:

@@ -17,9 +17,10 @@ from torch.export import Dim
 
 from perada.core.checks import check_choice
 from perada.data.sets.images import Photographs
+from perada.results.averaged import Ensemble
 from perada.results.export import write_section
 from perada.results.privacy_card import privacy_card
-from perada.results.run import Ensemble, Run
+from perada.results.run import Run
 
 Format = Literal["onnx", "safetensors", "torch-export"]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One adapter of a run on the Hugging Face Hub: what leaves, and the files in which it does."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from perada.results.run_file import RunFile
@@ -43,3 +46,18 @@ def what_leaves(whose: str, info: Mapping[str, Any], repo: str, private: bool) -
         f"perada: uploading {whose} to the {secret} repository {repo!r}: its weights, scores, names of classes and how "
         f"it was trained; no images. It was trained {protected}."
     )
+
+
+def push(
+    write: Callable[[Path], None], repo: str, whose: str, info: Mapping[str, Any], private: bool, token: str | None
+) -> str:
+    """Upload what ``write`` puts into a folder, and say on standard error what leaves; return the address."""
+    from huggingface_hub import HfApi
+
+    print(what_leaves(whose, info, repo, private), file=sys.stderr)
+    with TemporaryDirectory() as folder:
+        write(Path(folder))
+        api = HfApi(token=token)
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload {whose}")
+    return str(url)

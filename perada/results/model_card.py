@@ -104,7 +104,8 @@ def code(value: object) -> str:
 
 def _called(of: Subject) -> str:
     names = of.info.get("clients")
-    return code(names[of.client]) if names and of.client is not None else str(of.client)
+    number = str(of.client)
+    return code(names[of.client]) if names and of.client is not None and names[of.client] != number else number
 
 
 def _data(of: Subject, training: Mapping[str, Any]) -> str:

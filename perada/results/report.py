@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from perada.core.text import printable
+from perada.core.text import SPREADS, printable
 
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
@@ -164,7 +164,7 @@ def shift_names(names: Iterable[str]) -> list[str]:
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
     """
-    scores = [name for name in names if name.startswith(("personal/", "global/")) and not name.endswith("_std")]
+    scores = [name for name in names if name.startswith(("personal/", "global/")) and not name.endswith(SPREADS)]
     return sorted({*scores} - {*SCORES, *MODES}, key=lambda name: (name.partition("/")[2], name[0] != "p"))
 
 

@@ -2,69 +2,38 @@
 """What comes out of a run: models, states and metrics, saved and loaded."""
 
 import copy
-import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
-from perada.engine.ensembles import ensemble
 from perada.models.backbones import AdaptedModel, build_backbone
 from perada.models.unwrapping import IMAGE
-from perada.models.weight_files import LITE0, SHIPPED
+from perada.results.averaged import Ensemble
 from perada.results.export import (
     BACKBONE_FILE,
     CARD_FILE,
     base_name,
     load_adapter,
     load_backbone,
+    own_weights,
     read_config,
     save_adapter,
     save_backbone,
 )
-from perada.results.hub import shared_part, what_leaves
+from perada.results.hub import push, shared_part
 from perada.results.inference import Predictions, client_index, predict
+from perada.results.joined import Joined, with_joined
 from perada.results.model_card import Subject, write_card
-from perada.results.privacy_card import is_test_mode, joined_record
+from perada.results.privacy_card import is_test_mode
 from perada.results.report import TEST_MODE
 from perada.results.run_file import RunFile, read_run, write_run
-
-Average = Literal["logits", "probabilities"]
-
-
-class Ensemble(nn.Module):
-    """Several networks whose ``logits`` or ``probabilities`` are averaged; the outcome are logits either way."""
-
-    def __init__(self, members: Sequence[nn.Module], average: Average, multilabel: bool) -> None:
-        super().__init__()
-        self.members, self.average, self.multilabel = nn.ModuleList(members), average, multilabel
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, ...) to logits (B, K)."""
-        return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A client that joined a run: its state, its scores and ε by the name of the metric, and how it came.
-
-    ``privacy`` is the record of it alone, as in ``Run.info``.
-    """
-
-    name: str
-    state: State
-    metrics: dict[str, float]
-    privacy: dict[str, Any] | None
-    record: dict[str, Any]
 
 
 class Run:
@@ -250,21 +219,14 @@ class Run:
         ``info["joined"]`` has a record of each client that came so.
         """
         number, earlier = self.num_clients, self._personal
-        names = self.info.get("clients") or list(map(str, range(number)))
-        record = {"client": number, "name": joined.name} | joined.record
-        info = self.info | {"clients": [*names, joined.name], "joined": [*self.info.get("joined", []), record]}
-        if info.get("privacy"):
-            info["privacy"] = joined_record(info["privacy"], joined.privacy)
-        metrics = self.metrics["clients"]
-        absent = {name: 0.0 if name == "privacy/client_epsilon" else math.nan for name in metrics}  # it sends nothing
-        clients = {name: [*values, (absent | joined.metrics)[name]] for name, values in metrics.items()}
+        info, metrics = with_joined(self.info, self.metrics, number, joined)
 
         def personal(client: int) -> State:
             if client == number:
                 return joined.state
             return self._global[0] if earlier is None else earlier(client)
 
-        return Run(self._adapted, self._global, personal, number + 1, self.metrics | {"clients": clients}, info)
+        return Run(self._adapted, self._global, personal, number + 1, metrics, info)
 
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
@@ -297,7 +259,7 @@ class Run:
         every = self._remaining if personal or len(self._global) == 1 else []
         for one in every if only is None else [only]:
             self._export(self.state("personal", one), folder / f"client_{one}", one, license)
-        if _own_weights(self.info):
+        if own_weights(self.info):
             save_backbone(self._adapted, folder)
         if only is None:
             self._write_file(folder)
@@ -306,7 +268,7 @@ class Run:
     def _export(self, state: State, folder: Path, client: int | None, license: str, backbone: str = "..") -> None:
         """Write one adapter and its card; the backbone, if it is written, is in the folder ``backbone`` from there."""
         base, card = base_name(self._adapted, self.info["pretrained"]), folder / CARD_FILE
-        blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if _own_weights(self.info) else None
+        blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if own_weights(self.info) else None
         where = BACKBONE_FILE if self._adapted.beside else where
         save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), base=base)
         subject = Subject(self.info, self.metrics, client, self._personal is not None, base, where, license)
@@ -350,24 +312,19 @@ class Run:
         Raises:
             ValueError: If there is no such client, or no global model, or several.
         """
-        from huggingface_hub import HfApi
-
         number = None if client is None else self.number(client)
         if number is None and not self.info.get("global_model", True):
             raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
         state = self.state("global") if number is None else self.state("personal", number)
-        whose = "the global adapter" if number is None else f"the adapter of client {client}"
-        print(what_leaves(whose, self.info, repo, private), file=sys.stderr)
-        with TemporaryDirectory() as name:
-            folder = Path(name)
+
+        def write(folder: Path) -> None:
             self._export(state, folder, number, license, ".")
-            if _own_weights(self.info) and not self._adapted.beside:  # which is there already
+            if own_weights(self.info) and not self._adapted.beside:  # which is there already
                 save_backbone(self._adapted, folder)
             write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number))
-            api = HfApi(token=token)
-            url = api.create_repo(repo, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload {whose}")
-        return str(url)
+
+        whose = "the global adapter" if number is None else f"the adapter of client {client}"
+        return push(write, repo, whose, self.info, private, token)
 
     @classmethod
     def from_hub(
@@ -415,7 +372,7 @@ class Run:
                 f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
                 "the whole folder"
             )
-        within = (folder / BACKBONE_FILE).is_file() and _own_weights(info)
+        within = (folder / BACKBONE_FILE).is_file() and own_weights(info)
         pretrained = False if within else info["pretrained"]
         network = info["backbone"] if backbone is None else backbone
         size = info["built_for"] if "built_for" in info else info["image_size"]  # runs of before have one size
@@ -436,15 +393,6 @@ class Run:
 
 def _global_folders(models: int) -> list[str]:
     return ["global"] if models == 1 else [f"global_{index}" for index in range(models)]
-
-
-def _own_weights(info: dict[str, Any]) -> bool:
-    """Whether the backbone's weights are random, the caller's or in a file, so that a folder must hold them."""
-    source, backbone = info["pretrained"], info["backbone"]
-    if not source or backbone is None:
-        return True
-    file = isinstance(source, str) and source != LITE0 and not source.startswith(SHIPPED)
-    return file and not backbone.startswith("hf:")  # whose configuration is read from there too
 
 
 def _contiguous(state: State) -> State:

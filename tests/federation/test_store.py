@@ -3,6 +3,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -252,6 +253,37 @@ def test_a_broken_file_is_named(tmp_path, damage):
     path.write_bytes(content[:-1] if damage == "cut" else content.replace(b"a.weight", b"b.weight"))
     with pytest.raises(ValueError, match=r"client_3-.*was cut off, or is of another run; keep the folder"):
         store.gather([3])
+
+
+@pytest.mark.parametrize("kind", [DiskStore, ClientStore])
+def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(tmp_path, kind):
+    """Of states of the same shapes; files that former versions wrote name no digest, and are taken."""
+    store = DiskStore(initial(), tmp_path / "of_the_run")
+    store.scatter([3, 5], kept(2))
+    saved = store.state_dict()
+    paths = {client: store.folder / name for client, name in saved["files"].items()}
+    whole = {client: path.read_bytes() for client, path in paths.items()}
+
+    def resumed():
+        again = kind(initial())
+        again.load_state_dict(saved)
+        return again
+
+    assert_same(resumed().gather([3]), rows_of(kept(2), 0))
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        content = bytearray(whole[3])
+        content[random.integers(len(content))] ^= 1 << random.integers(8)
+        paths[3].write_bytes(content)
+        with pytest.raises(ValueError, match=r"client_3-.*(is damaged or another file|was cut off)"):
+            resumed()
+    paths[3].write_bytes(whole[5])
+    with pytest.raises(ValueError, match=r"client_3-.*is damaged or another file; keep the folder"):
+        resumed()
+    former = paths[3].with_name("client_3-0123abcd-1.safetensors")
+    former.write_bytes(whole[3])
+    saved["files"] = saved["files"] | {3: former.name}
+    assert_same(resumed().gather([3]), rows_of(kept(2), 0))
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):

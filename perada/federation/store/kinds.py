@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the clients keep between rounds: in the device's memory, in the host's, or in files, by choice or by size."""
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -142,11 +143,15 @@ class DiskStore(ClientStore):
 
     def _write(self, client: int, row: Tensor) -> None:
         self._count += 1  # with the session, no name is ever used twice
-        path = self.folder / f"client_{client}-{self._session}-{self._count}.safetensors"
+        content = row.contiguous().cpu().numpy().data
+        digest = hashlib.sha256(self.layout.header)
+        digest.update(content)
+        name = f"client_{client}-{self._session}-{self._count}-{digest.hexdigest()[:32]}.safetensors"
+        path = self.folder / name
         part = path.with_suffix(".part")
         with part.open("wb") as file:
             file.write(self.layout.header)
-            file.write(row.contiguous().cpu().numpy().data)
+            file.write(content)
         part.replace(path)
         self.drop([client])
         self.written[client] = path
