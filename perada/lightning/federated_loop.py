@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 
 from perada.algorithms import Algorithm, PerAda, ensemble_of
-from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
@@ -23,6 +22,7 @@ from perada.lightning.checks import (
     check_batch_norm,
     check_distillation,
     check_images,
+    check_rounds,
     check_trainer,
     keep_clients_apart,
     try_own,
@@ -112,7 +112,7 @@ class FederatedLoop(pl.Callback):
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
-        check_whole("clients_per_round", clients_per_round, optional=True)
+        check_rounds(clients_per_round, local_epochs, local_steps, seed, resume_allow)
         self.server_rule = server_rule or Mean()
         if weighting == "samples" and not self.server_rule.weighted:
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perada.core.batches import AnyBatch
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_number, check_options, check_whole
 from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
 from perada.core.text import SPREADS
@@ -110,6 +110,10 @@ class FederatedClassifier(pl.LightningModule):
         check_whole("lr_every", lr_every)
         check_whole("clients_per_chunk", clients_per_chunk, optional=True)
         check_whole("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
+        check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
+        check_options("torch_compile", {} if isinstance(torch_compile, bool) else torch_compile, "{'dynamic': True}")
+        if not isinstance(pretrained, bool | str):
+            raise ValueError(f"pretrained={pretrained!r} cannot be used; give True, False, or where the weights are")
         self.backbone, self.adapter, self.adapter_options = backbone, adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
         self.train_backbone = train_backbone
