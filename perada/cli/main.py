@@ -86,10 +86,10 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
     """Carry out a subcommand of LightningCLI, whose own parser reads the words."""
-    words = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
+    spelt = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
     from perada.cli.runs import make_cli
 
-    make_cli([parser.prog.split()[-1], *words])
+    make_cli([parser.prog.split()[-1], *spelt], command=[*parser.prog.split(), *words])
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:

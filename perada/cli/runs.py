@@ -51,8 +51,8 @@ class PeradaCLI(LightningCLI):
 
     _parsers: ClassVar[dict[object, dict[str, Any]]] = {}
 
-    def __init__(self, *, run: bool, **kwargs: Any) -> None:
-        self.runs = run
+    def __init__(self, *, run: bool, command: Sequence[str] = (), **kwargs: Any) -> None:
+        self.runs, self.command = run, list(command)
         super().__init__(run=run, **kwargs)
 
     def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
@@ -126,6 +126,10 @@ class PeradaCLI(LightningCLI):
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
             super().parse_arguments(parser, args)
 
+    def before_fit(self) -> None:
+        """Keep what was asked for, for the run's record."""
+        self.loop.measured.command = self.command
+
     def after_fit(self) -> None:
         """Print the table of clients, and say where the run is."""
         self.after_validate()
@@ -158,8 +162,11 @@ class PeradaCLI(LightningCLI):
             print(f"Predictions: {self.predictions.path}")
 
 
-def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
-    """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out."""
+def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ()) -> PeradaCLI:
+    """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out.
+
+    ``command`` is what was typed, for the run's record.
+    """
     words = spelt_out(args)
     import_named(words)
     return PeradaCLI(
@@ -173,6 +180,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         load_from_checkpoint_support=False,
         args=words,
         run=run,
+        command=command,
     )
 
 

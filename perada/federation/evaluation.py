@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.ensembles import ensemble
 from perada.federation.federation import Federation
+from perada.federation.tally import Tally
 
 MetricName = Literal["accuracy", "auroc"]
 GROUP = 32
@@ -147,6 +148,8 @@ class Evaluation:
         members = 1 if self._states is None else len(next(iter(self._states.values())))
         self._global, self._members = self._scores(), self._scores(models=members)
         self._entropies: list[Tensor] = []
+        self._shared_local = self._scores(groups=self.clients)
+        self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
 
     def _scores(self, models: int = 1, groups: int = 1) -> Scores:
         return Scores(self.metric, self.multilabel, models, groups)
@@ -158,11 +161,12 @@ class Evaluation:
             members = federation.engine.shared_logits(self._states, batch.x)
             shared = ensemble(members, ensemble_of(federation.settings.algorithm).average, self.multilabel)
             self._global.update(shared.unsqueeze(0), batch.y)
+            self._tallies["global"].update(shared, batch.y, owner)
             if len(members) > 1:
                 self._members.update(members, batch.y)
                 self._entropies.append(predictive_entropy(shared, self.multilabel))
-            if not federation.personalized:
-                self._local.update(shared.unsqueeze(0), batch.y, owner)
+            of_clients = self._shared_local if federation.personalized else self._local
+            of_clients.update(shared.unsqueeze(0), batch.y, owner)
         if federation.personalized:
             own = self._run_everywhere(batch, owner)
             if len(self.everywhere) < self.clients:
@@ -170,6 +174,7 @@ class Evaluation:
             if own is not None:
                 counted = None if federation.ranks.size == 1 else send(self._owned, owner.device)[owner]
                 self._local.update(own.unsqueeze(0), batch.y, owner, counted=counted)
+                self._tallies["personal"].update(own, batch.y, owner, counted)
 
     def _run_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
         """Run personal models on a whole batch; return the logits (B, K) of each image's owner's, where that ran."""
@@ -207,6 +212,21 @@ class Evaluation:
             entropies = [entropy.cpu() for entropy in self._entropies]
             found["global/entropy"] = float(torch.cat([one for own in ranks.gather(entropies) for one in own]).mean())
         return found, per_client
+
+    def details(self) -> dict[str, Any]:
+        """What all processes have counted besides the scores, in plain types; all of them call it, once.
+
+        Returns:
+            ``predictions``, by ``personal`` and ``global`` what :meth:`.Tally.record` gives, and ``global/local_test``,
+            the global model's score on the test images of each client (M,), where clients have models of their own.
+        """
+        ranks, shared = self.federation.ranks, self._states is not None
+        names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
+        found: dict[str, Any] = {"predictions": {name: self._tallies[name].record(ranks) for name in names}}
+        if len(names) == 2:
+            self._shared_local.merge(ranks)
+            found["global/local_test"] = self._shared_local.compute()[0].tolist()
+        return found
 
 
 def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:

@@ -45,7 +45,7 @@ def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             for record in history:
-                values = {name: value for name, value in record.items() if name not in ("round", "step")}
+                values = {name: value for name, value in record.items() if name != "step"}
                 logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
 
 

@@ -50,7 +50,11 @@ class Run:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
-            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
+            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``. Where known:
+            ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
+            "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
+            client's test images; ``partition``, images (M, K) of each client and class by ``train`` and ``test``;
+            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.tally.Tally.record` gives.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
