@@ -609,7 +609,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
     ]
     found = rows(summary(records))
     assert [row["personal/local_test"] for row in found.values()] == ["20.00", "40.00", "50.00", "70.00"]
-    assert "ditto --tune=a=1,2 --choose_by=global/global_test" in found
+    assert list(found)[:2] == ["ditto", "ditto --choose_by=global/global_test"]  # what both have is not said
     lines = curve_tables(records).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]]
     assert cells == [["10.00", "90.00"], ["50.00", "60.00"]]

@@ -60,15 +60,17 @@ def summary(records: Records) -> str:
 
 
 def _groups(records: Records) -> dict[str, list[dict[str, Any]]]:
-    """Records by the name of their row: the label, and where that is not enough what else was asked for."""
+    """Records by the name of their row: the label, and what else was asked for that other rows of it were not."""
     groups: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
     for record in records:
         # The initial model is one row, whichever command scored it.
         variant = () if record["stage"] == "start" else tuple(record["variant"])
         groups.setdefault((record["label"], variant), []).append(record)
-    labels = [label for label, _ in groups]
+    common: dict[str, set[str]] = {}
+    for label, variant in groups:
+        common[label] = common.get(label, set(variant)) & set(variant)
     return {
-        label if labels.count(label) == 1 else " ".join([label, *variant]): every
+        " ".join([label, *(word for word in variant if word not in common[label])]): every
         for (label, variant), every in groups.items()
     }
 
