@@ -25,6 +25,7 @@ from perada.lightning.checkpoint import find_checkpoint, plain_data
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.outcome import outcome
+from perada.lightning.run_folder import log_options
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
@@ -256,6 +257,7 @@ def finetune(
         callbacks.insert(0, loop)  # checkpoints must see what the loop did
         check_trainer(trainer)
         trainer.fit_loop.max_epochs = rounds
+    log_options(trainer, loop.config)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
     with plain_data(path):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

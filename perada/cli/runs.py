@@ -23,6 +23,7 @@ from perada.lightning.checkpoint import find_checkpoint, newest_whole, plain_dat
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
+from perada.lightning.run_folder import log_options
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
@@ -44,6 +45,8 @@ class SaveConfig(SaveConfigCallback):
             if isinstance(logger, CSVLogger):
                 _ = logger.experiment  # warns of a folder that is not empty
         super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            log_options(trainer, yaml.safe_load(self.parser.dump(self.config)))
 
 
 class PeradaCLI(LightningCLI):

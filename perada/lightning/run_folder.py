@@ -14,7 +14,7 @@ from typing import Any
 import pytorch_lightning as pl
 import yaml
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.federation.federation import Federation
@@ -38,6 +38,15 @@ def write_description(folder: Path, partition: dict[str, Any], config: dict[str,
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def log_options(trainer: pl.Trainer, config: dict[str, Any]) -> None:
+    """Tell loggers what the run was asked for; beside CSV files ``config.yaml`` says it."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(config, {})  # without its metric hp_metric
+        elif not isinstance(logger, CSVLogger):
+            logger.log_hyperparams(config)
 
 
 def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:

@@ -119,3 +119,17 @@ def test_loggers_have_the_round(tiny, tmp_path):
     assert rounds
     assert all(round == epoch for round, epoch in rounds)
     assert {round for round, _ in rounds} == {0, 1}
+
+
+def test_the_history_is_a_frame(ran):
+    pandas = pytest.importorskip("pandas")
+    frame, rounds = ran[0].history(), ran[0].metrics["rounds"]
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame.index.tolist() == [0, 1]
+    assert frame["personal/local_test"].tolist() == [row["personal/local_test"] for row in rounds]
+    assert frame.loc[1, "step"] == rounds[1]["step"]
+
+
+def test_a_run_of_no_rounds_has_an_empty_history(tiny, tmp_path):
+    pytest.importorskip("pandas")
+    assert len(fit(tiny, tmp_path, rounds=0).history()) == 0

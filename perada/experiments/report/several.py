@@ -47,14 +47,16 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
         options = settings[id(record)]
         key = record.group or (tuple(sorted(options.items())) if options else id(record))
         found.setdefault(key, []).append(record)
-    groups = [
-        Group(runs[0].group or str(runs[0].info.get("algorithm") or runs[0].name), runs) for runs in found.values()
-    ]
+    groups = []
+    for runs in found.values():
+        first = runs[0]
+        groups.append(Group(first.name if first.group else str(first.info.get("algorithm") or first.name), runs))
     names = [group.name for group in groups]
-    for group in groups:
-        if names.count(group.name) > 1:
-            alike = [settings[id(other.runs[0])] for other in groups if other.name.startswith(group.name.split(":")[0])]
-            group.name = f"{group.name}: {_difference(settings[id(group.runs[0])], alike) or group.runs[0].name}"
+    for group, name in zip(groups, names, strict=True):
+        if names.count(name) > 1:
+            first = group.runs[0]
+            alike = [settings[id(other.runs[0])] for other, own in zip(groups, names, strict=True) if own == name]
+            group.name = first.group or f"{name}: {_difference(settings[id(first)], alike) or first.name}"
     for place, group in enumerate(groups):
         if any(other.name == group.name for other in groups[:place]):
             group.name = f"{group.name} ({place + 1})"
