@@ -49,10 +49,11 @@ def test_text_has_contrast(browser, scheme):
     browser.open(EXAMPLE, 1280, scheme)
     pairs = browser.run(
         """[...document.querySelectorAll('h1, h2, p, a, dt, dd, figcaption, summary, th, td, svg text')].map(one => {
-            let behind = one;
-            while (behind && getComputedStyle(behind).backgroundColor === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
+            const behind = it => getComputedStyle(it).backgroundColor;
+            let page = one;
+            while (behind(page) === 'rgba(0, 0, 0, 0)') page = page.parentElement;
             const style = getComputedStyle(one);
-            return [one.tagName === 'text' ? style.fill : style.color, getComputedStyle(behind).backgroundColor];
+            return [one.tagName === 'text' ? style.fill : style.color, behind(page)];
         })"""
     )
     assert len(pairs) > 100
