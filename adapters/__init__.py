@@ -15,11 +15,12 @@ from typing import cast
 from peft import PeftConfig, PeftType, mapping
 from peft.tuners.tuners_utils import BaseTuner
 
+from .added import AddedLayer, AddingModel
 from .bottleneck import BottleneckConfig, BottleneckModel
 from .residual import ResidualConfig, ResidualModel
 from .selective import SelectiveConfig, SelectiveModel
 
-__all__ = ["METHODS", "BottleneckConfig", "ResidualConfig", "SelectiveConfig"]
+__all__ = ["METHODS", "AddedLayer", "AddingModel", "BottleneckConfig", "ResidualConfig", "SelectiveConfig", "register"]
 
 METHODS: dict[str, tuple[type[PeftConfig], type[BaseTuner]]] = {
     "PERADA_RESIDUAL": (ResidualConfig, ResidualModel),
@@ -28,8 +29,27 @@ METHODS: dict[str, tuple[type[PeftConfig], type[BaseTuner]]] = {
 }
 """PEFT type (a plain string: PEFT's own enumeration is closed) of each method, with its config and tuner."""
 
+
+def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> None:
+    """Register a method with PEFT, whose configurations then are adapters like any other.
+
+    Args:
+        name: The ``peft_type`` that its configurations give themselves.
+        config: The class of its configuration.
+        model: The tuner, with a ``prefix`` that begins the names of all that it adds to a layer.
+
+    Raises:
+        ValueError: If the name belongs to another method.
+    """
+    kind = cast(PeftType, name)
+    if mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, config).__qualname__ != config.__qualname__:
+        raise ValueError(
+            f"name={name!r} is taken by {mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind].__name__}; give another"
+        )
+    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind] = config
+    mapping.PEFT_TYPE_TO_TUNER_MAPPING[kind] = model
+    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind] = model.prefix
+
+
 for _name, (_config, _model) in METHODS.items():
-    _type = cast(PeftType, _name)
-    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[_type] = _config
-    mapping.PEFT_TYPE_TO_TUNER_MAPPING[_type] = _model
-    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[_type] = _model.prefix
+    register(_name, _config, _model)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-BLOCK = re.compile(r"(.*\.)?(layer\d+\.\d+|blocks\.\d+(\.\d+)?|layers?\.\d+)")
-"""ResNets of timm and torchvision, EfficientNets and ViTs of timm, networks of transformers 5 and 4."""
+BLOCK = re.compile(r"(.*\.)?(layer\d+\.\d+|blocks\.\d+(\.\d+)?|layers?\.\d+|s\d+\.b\d+|denseblock\d+\.denselayer\d+)")
+"""ResNets of timm and torchvision, EfficientNets, ConvNeXts and ViTs of timm, networks of transformers 5 and 4, RegNets
+and DenseNets."""
 PART = re.compile(r".*layers\.\d+\.layer\.\d+")
 """What a block of a ResNet of transformers consists of."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.attacks import attacks
 from benchmarks.cohort_step import cohort_step
 from benchmarks.federation_size import federation_size
 from benchmarks.privacy_audit import privacy_audit
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "private_memory": private_memory,
     "privacy_audit": privacy_audit,
     "privacy_trials": privacy_trials,
+    "attacks": attacks,
 }
 """Each takes the device, how often the ways take turns, and whether a glance is enough; it yields rows of a table."""
 
@@ -44,7 +46,7 @@ def main() -> None:
     """Run what is named, print each result and a table, and write all of them as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Speed, as ratios within one run, memory, and the audit of the reported ε.",
+        description="Speed, as ratios within one run, memory, the audit of the reported ε, and accuracy under attack.",
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -20,12 +20,12 @@ from perada.engine.engine import EngineName
 from perada.federation.cohort import ClientOptimizer
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.store import StoreKind
-from perada.lightning import FederatedLoop, RoundCheckpoint, RoundProgressBar
+from perada.lightning import FederatedLoop, RoundCheckpoint, round_progress
 from perada.lightning.checkpoint import find_checkpoint, plain_data
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.outcome import outcome
-from perada.lightning.run_folder import log_options
+from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
@@ -64,7 +64,7 @@ def finetune(
     channels_last: bool | None = None,
     cache_features: bool | None = None,
     torch_compile: bool | dict[str, Any] = False,
-    metric: Literal["auto", "accuracy", "auroc"] = "auto",
+    metric: str | list[str | dict[str, Any]] = "auto",
     global_test_clients: int | None = None,
     prox_strength: float | None = None,
     weighting: Weighting = "uniform",
@@ -123,12 +123,14 @@ def finetune(
         channels_last: Memory format of images and convolutions; chosen by the backbone by default.
         cache_features: Keep what the frozen part before all that is trained makes of each image; by default if it pays.
         torch_compile: Run the model through ``torch.compile``, or its options.
-        metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+        metric: What models are scored by: a name such as ``accuracy``, ``auroc``, ``f1_macro`` or ``ece``, or a list of
+            names and of ``{torchmetrics class: options}``; by default accuracy for single-label data, AUROC for
+            multi-label.
         global_test_clients: Clients, drawn from the seed, whose models are scored on everyone's images; all by default.
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
-        server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``fedavgm``, ``fedadam``,
-            ``fedyogi``, ``fedadagrad``, ``modified_local_gd``, or a rule.
+        server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
+            ``norm_clipping``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``, ``modified_local_gd``, or a rule.
         distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
             there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.
         distill_steps: Distillation steps R each round.
@@ -148,7 +150,8 @@ def finetune(
         client_store: Where clients' states are held between rounds: ``device``, ``host`` or ``disk`` (in the run's
             folder); ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: ``True`` for all that the run allows, or a
-            list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``.
+            list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``,
+            ``update_norms``.
         seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations.
         trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
@@ -257,9 +260,8 @@ def finetune(
         callbacks.insert(0, loop)  # checkpoints must see what the loop did
         check_trainer(trainer)
         trainer.fit_loop.max_epochs = rounds
-    log_options(trainer, loop.config)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
-    with plain_data(path):
+    with plain_data(path), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return outcome(module, loop)
 
@@ -327,7 +329,7 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
         if options["enable_checkpointing"]:
             callbacks.append(RoundCheckpoint())
     if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
-        callbacks.append(RoundProgressBar())
+        callbacks.append(round_progress())
     defaults: dict[str, Any] = {
         **device_defaults(),
         "max_epochs": rounds,

@@ -27,8 +27,8 @@ class ResidualConfig(PeftConfig):
             them; by default all. What stands before them never changes, and runs once an image. A norm behind the
             blocks stays frozen where PEFT cannot tell its name from one before them (``bn2`` of EfficientNets).
         target_modules: Convolutions to adapt: names (or ends of names), or a regular expression of the full name. Left
-            out: every 3x3 convolution of the blocks of a ResNet, the last pointwise convolution of each block of an
-            EfficientNet.
+            out: every 3x3 convolution of the blocks of a ResNet, ResNetV2, RegNet or DenseNet, the last pointwise
+            convolution of each block of an EfficientNet, the depthwise one of a ConvNeXt.
         exclude_modules: Convolutions to leave out of ``target_modules``.
         modules_to_save: Modules trained whole and saved beside the adapters, such as the classification head.
     """

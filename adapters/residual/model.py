@@ -12,30 +12,36 @@ from ..blocks import own_modules, reached
 from .config import ResidualConfig
 from .layer import ResidualLayer
 
-RESNET_BLOCK = re.compile(r"(.*\.)?layer\d+\.\d+\.conv\d+")
+SPATIAL = re.compile(
+    r"(.*\.)?(layer\d+\.\d+\.conv\d+|stages\.\d+\.blocks\.\d+\.conv\d+|s\d+\.b\d+\.conv\d+\.conv"
+    r"|denseblock\d+\.denselayer\d+\.conv2)"
+)
+"""Convolutions of the blocks of ResNets, ResNetV2s, RegNets and DenseNets; those of 3x3 are looked for."""
 EFFICIENTNET_BLOCK = re.compile(r"(.*\.)?blocks\.\d+\.\d+\.conv_(exp|pw|pwl)")
+CONVNEXT_BLOCK = re.compile(r"(.*\.)?stages\.\d+\.blocks\.\d+\.conv_dw")
 
 
 def block_convolutions(model: nn.Module) -> list[str]:
     """Return the convolutions that mix channels inside the blocks of a ResNet or an EfficientNet, in order.
 
-    ResNets of timm and torchvision: the 3x3 convolutions, that is both of a basic block, the middle one of a bottleneck
-    block. EfficientNets of timm (whose 3x3 convolutions are depthwise): the pointwise and expanding ones. Any other
-    network: none.
+    ResNets, ResNetV2s, RegNets and DenseNets of timm, ResNets and DenseNets of torchvision: the 3x3 convolutions, that
+    is both of a basic block, the middle one of a bottleneck block, the last one of a dense layer. EfficientNets of timm
+    (whose 3x3 convolutions are depthwise): the pointwise and expanding ones. Any other network: none.
     """
     convolutions = [(name, module) for name, module in own_modules(model) if isinstance(module, nn.Conv2d)]
     return [
         name
         for name, conv in convolutions
-        if (RESNET_BLOCK.fullmatch(name) and conv.kernel_size == (3, 3)) or EFFICIENTNET_BLOCK.fullmatch(name)
+        if (SPATIAL.fullmatch(name) and conv.kernel_size == (3, 3)) or EFFICIENTNET_BLOCK.fullmatch(name)
     ]
 
 
 def residual_convolutions(model: nn.Module) -> list[str]:
-    """Return those of :func:`block_convolutions` that are as wide as the block's output, in order.
+    """Return those of :func:`block_convolutions` that an adapter, C to C, can follow at little cost, in order.
 
     In a ResNet these are all. In an EfficientNet it is the last pointwise one of each block: the others are up to six
-    times as wide, so that adapters after them, C to C, would be larger than the network.
+    times as wide, so that adapters after them, C to C, would be larger than the network. In a ConvNeXt, whose other
+    layers are linear, it is the depthwise one.
     """
     names = block_convolutions(model)
     expanding = {
@@ -44,7 +50,8 @@ def residual_convolutions(model: nn.Module) -> list[str]:
         if last == "conv_pwl"
         for name in ("conv_pw", "conv_exp")
     }
-    return [name for name in names if name not in expanding]
+    depthwise = [name for name, module in own_modules(model) if CONVNEXT_BLOCK.fullmatch(name)]
+    return [name for name in names if name not in expanding] or depthwise
 
 
 def main_norms(model: nn.Module) -> list[str]:
@@ -64,7 +71,7 @@ class ResidualModel(AddingModel[ResidualConfig]):
     prefix = "perada_residual_"
     tuner_layer_cls = ResidualLayer
     method = "residual"
-    families = "ResNets (timm, torchvision) and EfficientNets (timm)"
+    families = "ResNets, DenseNets, and timm's ResNetV2s, RegNets, EfficientNets and ConvNeXts"
     follows = "nn.Conv2d modules"
 
     def targets(self, config: ResidualConfig) -> list[str]:

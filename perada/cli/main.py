@@ -7,6 +7,7 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
@@ -40,6 +41,8 @@ COMMANDS: Tree = {
     "predict": ("perada.cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
     "ls": ("perada.cli.main:ls", "List the shipped recipes."),
     "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
+    "init": ("perada.cli.init:init", "Ask four questions and write a recipe."),
+    "schema": ("perada.cli.schema:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
         "perada.cli.runs:compare",
         "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
@@ -54,9 +57,13 @@ COMMANDS: Tree = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the words after ``perada``; by default those of the command line."""
+    """Run the words after ``perada``, by default those of the command line; ``--version`` alone prints its version."""
+    words = sys.argv[1:] if args is None else list(args)
+    if words[:1] == ["--version"]:
+        print(f"perada {version('perada')}")
+        return
     text = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
-    _run(sys.argv[1:] if args is None else list(args), COMMANDS, text, "perada")
+    _run(words, COMMANDS, text, "perada")
 
 
 def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:

@@ -35,13 +35,14 @@ def one_line(error: Exception) -> str:
     text = " ".join(lines)
     wrong = re.search(r"Expected a dot import path string: (\w+)", text)
     if wrong:
-        from perada.algorithms import Algorithm
+        from perada.algorithms import ALGORITHMS, Algorithm
         from perada.data import ImageSet, Partition
-        from perada.server import ServerRule
+        from perada.server import SERVER_RULES, ServerRule
 
         bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
-        names = sorted({kind.__name__ for base in bases for kind in _subclasses(base)})
-        close = get_close_matches(wrong[1], names, 1)
+        names = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
+        short = {"federated.algorithm": [*ALGORITHMS], "federated.server_rule": [*SERVER_RULES]}
+        close = get_close_matches(wrong[1], names + short.get(text.partition(":")[0], []), 1)
         hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
         text = f"{text.partition(':')[0]}: there is no class {wrong[1]!r}; {hint}"
     return printable(text)
@@ -79,12 +80,13 @@ def _abstract(path: str) -> str:
     )
 
 
-def _subclasses(base: type) -> Iterator[type]:
+def subclasses(base: type) -> Iterator[type]:
+    """Every class below ``base`` that can be made, but for private ones."""
     known: list[type] = type.__subclasses__(base)
     for kind in known:
         if not kind.__name__.startswith("_") and not getattr(kind, "__abstractmethods__", None):
             yield kind
-        yield from _subclasses(kind)
+        yield from subclasses(kind)
 
 
 def quiet_lightning() -> None:

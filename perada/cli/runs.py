@@ -3,6 +3,7 @@
 
 import sys
 import warnings
+from argparse import ArgumentError
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.cli.classes import import_named
+from perada.cli.help import explained
+from perada.cli.keys import full_names, full_words, with_proposal
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
-from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, RoundProgressBar
+from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, round_progress
 from perada.lightning.checkpoint import find_checkpoint, newest_whole, plain_data
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
-from perada.lightning.run_folder import log_options
+from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
@@ -49,6 +52,21 @@ class SaveConfig(SaveConfigCallback):
             log_options(trainer, yaml.safe_load(self.parser.dump(self.config)))
 
 
+class RecipeParser(LightningArgumentParser):
+    """Reads recipes in which options have their short names, and algorithms and server rules theirs."""
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a recipe."""
+        try:
+            recipe = get_loader("yaml")(content)
+        except yaml.YAMLError:  # the parser says it
+            recipe = None
+        if isinstance(recipe, dict) and (full := full_names(recipe)) != recipe:
+            content = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
+        parsed: Namespace = super().parse_string(content, *args, **kwargs)
+        return parsed
+
+
 class PeradaCLI(LightningCLI):
     """LightningCLI with the federated loop in a section of its own, and perada's defaults for the trainer."""
 
@@ -72,8 +90,12 @@ class PeradaCLI(LightningCLI):
         parser.add_lightning_class_args(FederatedLoop, "federated")
         parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
         parser.link_arguments("data.image_size", "model.image_size")
-        for name, kind in (("privacy", Privacy | None), ("client_privacy", ClientPrivacy | None)):
-            parser.add_argument(f"--{name}", type=kind, default=None, help="Differential privacy; none by default.")
+        for name, kind, whose in (
+            ("privacy", Privacy | None, "the clients' images"),
+            ("client_privacy", ClientPrivacy | None, "whole clients"),
+        ):
+            said = f"Differential privacy of {whose}; none by default. --{name}.help explains its options."
+            parser.add_argument(f"--{name}", type=kind, default=None, help=said)
             parser.link_arguments(name, f"federated.{name}")
         if not self.runs:  # the config.yaml of a run holds these of its subcommand
             for name in ("ckpt_path", "weights_only"):
@@ -89,7 +111,7 @@ class PeradaCLI(LightningCLI):
         check_precision(trainer.precision)
         callbacks: list[pl.Callback] = []
         if trainer.enable_progress_bar is not False and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
-            callbacks.append(RoundProgressBar())
+            callbacks.append(round_progress())
         if not any(isinstance(c, ModelCheckpoint) for c in given):
             if trainer.logger is False and trainer.enable_checkpointing is None:
                 kwargs["enable_checkpointing"] = False  # without a logger there is no run folder to write to
@@ -120,14 +142,24 @@ class PeradaCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Carry out a subcommand of LightningCLI."""
-        with plain_data(self.config[subcommand].ckpt_path):
+        with plain_data(self.config[subcommand].ckpt_path), no_trace_if_refused(self.trainer):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse without Lightning's advice against giving the arguments in Python."""
+        """Parse without Lightning's advice against giving the arguments in Python; propose what a wrong one may be."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            super().parse_arguments(parser, args)
+            words: list[str] = [*args]  # type: ignore[misc]  # what make_cli gives
+            own = self._subcommand_parsers[words[0]] if self.runs else parser
+            for word, after in zip(words, [*words[1:], ""], strict=True):
+                if word.partition("=")[0] in ("-h", "--help"):
+                    print(explained(own, word.partition("=")[2] or ("" if after.startswith("-") else after)))
+                    sys.exit(0)
+            try:
+                super().parse_arguments(parser, args)
+            except ArgumentError as error:
+                known = [action.dest for action in own._actions]
+                raise ArgumentError(None, with_proposal(str(error), known)) from error
 
     def before_fit(self) -> None:
         """Keep what was asked for, for the run's record."""
@@ -178,6 +210,7 @@ def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ())
         seed_everything_default=0,
         save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
+        parser_class=RecipeParser,
         parser_kwargs={"prog": "perada", "exit_on_error": False},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
@@ -234,7 +267,12 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     from perada.experiments.compare.command import main as command
 
     start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
-    command(parser, comparison(words), partial(make_cli, run=False), [sys.executable, "-P", "-c", start, *sys.path])
+    command(
+        parser,
+        full_words(comparison(words)),
+        partial(make_cli, run=False),
+        [sys.executable, "-P", "-c", start, *sys.path],
+    )
 
 
 def work() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from perada.cli.keys import full_words
+
 NAMED = ("--federated.algorithm", "--federated.algorithm.base", "--federated.server_rule")
 RECIPES = Path(__file__).parents[1] / "recipes"
 GROUPS = {
@@ -98,8 +100,9 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def spelt_out(args: Sequence[str]) -> list[str]:
-    """Replace the names of recipes by their files, those of algorithms and server rules by their classes."""
+    """Replace the names of recipes by files, of algorithms and server rules by classes, of options by the full ones."""
     out: list[str] = []
+    args = full_words(args)
     for before, word in zip(["", *args], args, strict=False):
         if before in NAMED:  # given as two words
             out.pop()

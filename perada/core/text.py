@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for a terminal."""
+"""Text for a terminal, and the endings of names of scores."""
+
+SPREADS = ("_std", "_worst", "_p10", "_weighted")
+"""What the name of a mean over clients ends in where it is another figure of theirs."""
 
 
 def printable(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from perada.core.checks import check_choice, check_whole
+from perada.core.text import SPREADS
 from perada.data.batches.corrupted import EXTRA, MAIN, SMALLEST, check_installed
 from perada.data.batches.samples import Store, as_labels, make_store
 from perada.data.federated import Checked
@@ -21,7 +22,7 @@ GROUPS = {"main": MAIN, "extra": EXTRA, "all": MAIN + EXTRA}
 """Words for several kinds of corruption."""
 LABEL_SHIFT = "label_shift"
 TAKEN = ("local_test", "global_test", "best_mode", "worst_mode", "entropy")
-"""Names of other scores."""
+"""What names of other scores begin with."""
 
 
 class Shift(ABC):
@@ -119,10 +120,10 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
         ValueError: If a name cannot be used, or a value is no shift.
     """
     for name in given:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name in TAKEN or name.endswith("_std"):
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.startswith(TAKEN) or name.endswith(SPREADS):
             raise ValueError(
                 f"shifts: the name {name!r} cannot be used; give one of letters, digits, '_', '-' and '.', that is no "
-                f"other score's ({', '.join(TAKEN)}, nor ending in _std)"
+                f"other score's: not beginning with {', '.join(TAKEN)}, nor ending in {', '.join(SPREADS)}"
             )
     return {name: _as_shift(name, value) for name, value in given.items()}
 

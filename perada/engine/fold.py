@@ -11,6 +11,7 @@ from perada.engine.frozen_layers import FrozenBatchNorm
 from perada.engine.prefix import Constant, Prefix
 from perada.engine.stacked_layers import (
     FoldContext,
+    OwnerTwin,
     StackedBatchNorm,
     StackedChannelDropout,
     StackedConv2d,
@@ -38,6 +39,8 @@ RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Dropout3d: StackedChannelDropout,
 }
 """Layers that draw random numbers: replaced whenever their drop rate is positive, trained or not."""
+OWNER_TWINS: dict[type[nn.Module], type[OwnerTwin]] = {}
+"""Layers whose trained parameters are in children that are no layers."""
 ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 """Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
 
@@ -93,9 +96,14 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
             rows.update(f"{path}.{name}".lstrip(".") for name in trained)
         else:
             missing[path or "the model itself"] = kind.__name__
+        owner = None if random_only else OWNER_TWINS.get(kind)
+        held = owner.held(module) if owner else frozenset()
         children = {
-            name: child and visit(child, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items()
+            name: child if name in held else child and visit(child, f"{path}.{name}".lstrip("."))
+            for name, child in module._modules.items()
         }
+        if owner and held:
+            return owner(module, children, context)
         same = all(children[name] is child for name, child in module._modules.items())
         return module if same else shell(module, children)
 

@@ -11,7 +11,7 @@ Shape suffixes: R = C·B rows, C clients, B images a client, D features.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,9 @@ class Twin(nn.Module):
     original that is not trained stays as it is, without a client axis.
     """
 
+    like_torch: ClassVar[bool] = True
+    """Whether the original computes what the layer of torch does that it is derived from."""
+
     def __init__(self, original: nn.Module, context: FoldContext) -> None:
         super().__init__()
         self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
@@ -89,6 +92,26 @@ class Twin(nn.Module):
         if bias is not None:
             x_CB = x_CB + bias.reshape(len(bias), *shape)
         return x_CB.flatten(0, 1)
+
+
+class OwnerTwin(nn.Module):
+    """Base of the twins of layers whose trained parameters are in children that are no layers: it makes them layers.
+
+    Args:
+        original: The layer of the single model.
+        children: What the fold has made of its children; those that are ``held`` are as they were.
+        context: Of the fold.
+    """
+
+    def __init__(self, original: nn.Module, children: dict[str, nn.Module | None], context: FoldContext) -> None:
+        super().__init__()
+        self.original: list[Any] = [original]  # in a list: not a child
+        self._modules.update(children)
+
+    @classmethod
+    def held(cls, original: nn.Module) -> frozenset[str]:
+        """Names of these children; none if the layer is in a state that the twin does not know."""
+        raise NotImplementedError
 
 
 class StackedLinear(Twin):

@@ -186,11 +186,13 @@ class Cohort:
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
             for role, state in self.chunks[0].full.items()
         }
-        finite = counts = _all_finite(~self.broken, *trained.values())
+        finite = _all_finite(~self.broken, *trained.values())
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
+        sent = _all_finite(torch.ones_like(finite), update)  # an algorithm may make what is not finite of what is
         if self.private is not None:
-            counts = _all_finite(torch.ones_like(finite), update)
-        return Trained(kept, update, finite, counts)
+            return Trained(kept, update, finite, sent)
+        finite = _all_finite(finite & sent, *kept.values())
+        return Trained(kept, update, finite, finite)
 
     def mean_losses(self) -> dict[str, Tensor]:
         """Mean training loss (C,) of each client over the steps it took on a role, for the roles that have a loss."""

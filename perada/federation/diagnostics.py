@@ -21,7 +21,7 @@ from perada.engine.losses import client_losses
 from perada.federation.settings import FederationData, Settings
 from perada.server.aggregate import client_weights, double
 
-Diagnostic = Literal["distillation_distance", "personal_distance", "ensemble_error", "gradient_norms"]
+Diagnostic = Literal["distillation_distance", "personal_distance", "ensemble_error", "gradient_norms", "update_norms"]
 ALL: tuple[Diagnostic, ...] = get_args(Diagnostic)
 ON_PUBLIC: frozenset[Diagnostic] = frozenset({"distillation_distance", "personal_distance"})
 """Those that read the public set."""
@@ -70,7 +70,7 @@ def choose(asked: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, st
     """What to measure: all that can be, or what was asked for by name, which is a ValueError where it cannot be.
 
     >>> choose(True, {"gradient_norms": "they are private"})
-    ('distillation_distance', 'personal_distance', 'ensemble_error')
+    ('distillation_distance', 'personal_distance', 'ensemble_error', 'update_norms')
     """
     if isinstance(asked, bool):
         return tuple(name for name in ALL if asked and name not in obstacles)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evaluation of all models of a federation: which model runs on which image, and how it is scored."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
 
 from perada.algorithms import ensemble_of
 from perada.core.batches import EvalBatch
@@ -17,9 +15,9 @@ from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.ensembles import ensemble
 from perada.federation.federation import Federation
+from perada.federation.metrics import Metric, spread
 from perada.federation.tally import Tally
 
-MetricName = Literal["accuracy", "auroc"]
 GROUP = 32
 """Clients whose states are gathered at once."""
 
@@ -34,14 +32,16 @@ class _Piece(NamedTuple):
 
 
 class Scores:
-    """Scores P ``models`` on G ``groups`` of images each, whose labels are 0/1 per class if ``multilabel``.
+    """Scores P ``models`` on G ``groups`` of images each by some metrics; labels are 0/1 per class if ``multilabel``.
 
-    Accuracy is counted on the device, and nothing is copied from it before the end; AUROC, a macro average over the
-    classes that occur both ways, has to keep all predictions.
+    Accuracy is counted on the device, and nothing is copied from it before the end; the others have to keep all
+    predictions.
     """
 
-    def __init__(self, metric: MetricName, multilabel: bool, models: int = 1, groups: int = 1) -> None:
-        self.metric, self.multilabel = metric, multilabel
+    def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
+        self.metrics, self.multilabel = metrics, multilabel
+        self._counted = any(metric.compute is None for metric in metrics)
+        self._kept = any(metric.compute is not None for metric in metrics)
         self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
         self._pieces: list[_Piece] = []
 
@@ -64,8 +64,9 @@ class Scores:
         """
         models = range(self._counts.shape[1]) if models is None else models
         groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
-        if self.metric == "accuracy":
+        if self._counted:
             self._count(logits, y, groups, models, counted)
+        if not self._kept:
             return
         # In double precision: in single, confident predictions would all be ranked alike.
         predictions = logits.double().sigmoid() if self.multilabel else logits.double().softmax(-1)
@@ -89,33 +90,48 @@ class Scores:
     def merge(self, ranks: Ranks) -> None:
         """Add what the other processes counted; all of them call it, once, at the end."""
         ranks.sum_([self._counts])
-        if self.metric == "auroc":
+        if self._kept:
             self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
 
     def compute(self) -> Tensor:
-        """Scores (P, G), on the CPU; NaN where a model has no image of a group."""
-        if self.metric == "accuracy":
-            counts = self._counts.cpu().float()
-            return counts[0] / counts[1]
-        scores = torch.full(self._counts.shape[1:], torch.nan)
+        """Scores (P, G) by the first metric, on the CPU; NaN where a model has no image of a group."""
+        scores = self.all(self.metrics[:1])[self.metrics[0].name]
+        return scores if scores.dim() == 2 else scores.nanmean(-1)
+
+    def all(self, metrics: Sequence[Metric] | None = None) -> dict[str, Tensor]:
+        """Scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU."""
+        metrics = self.metrics if metrics is None else metrics
+        found = {}
+        for metric in metrics:
+            if metric.compute is None:
+                counts = self._counts.cpu().float()
+                found[metric.name] = counts[0] / counts[1]
+        computed = [metric for metric in metrics if metric.compute is not None]
+        return found | (self._by_group(computed) if computed else {})
+
+    def _by_group(self, metrics: Sequence[Metric]) -> dict[str, Tensor]:
+        """Scores by metrics of all predictions for a group."""
+        shape = self._counts.shape[1:]
+        values: dict[str, dict[tuple[int, int], Tensor]] = {metric.name: {} for metric in metrics}
         for models in dict.fromkeys(piece.models for piece in self._pieces):
             own = [piece for piece in self._pieces if piece.models == models]
             predictions = torch.cat([piece.predictions for piece in own], 1)
             labels = torch.cat([piece.labels for piece in own])
             groups = torch.cat([piece.groups for piece in own])
-            sizes = groups.bincount(minlength=scores.shape[1]).tolist()
+            sizes = groups.bincount(minlength=shape[1]).tolist()
             for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
                 for place, model in enumerate(models if len(rows) else ()):
-                    scores[model, group] = self._auroc(predictions[place, rows], labels[rows])
-        return scores
-
-    def _auroc(self, predictions: Tensor, labels: Tensor) -> Tensor:
-        truth = labels.long() if self.multilabel else torch.nn.functional.one_hot(labels, predictions.shape[-1])
-        positives = truth.sum(0)
-        both = ((positives > 0) & (positives < len(truth))).nonzero().flatten().tolist()
-        if not both:
-            return torch.tensor(torch.nan)
-        return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()
+                    for metric in metrics:
+                        assert metric.compute is not None
+                        score = metric.compute(predictions[place, rows], labels[rows])
+                        values[metric.name][model, group] = score.to(torch.get_default_dtype())
+        found = {}
+        for name, scores in values.items():
+            classes = next(iter(scores.values())).shape if scores else ()
+            found[name] = torch.full((*shape, *classes), torch.nan)
+            for (model, group), score in scores.items():
+                found[name][model, group] = score
+        return found
 
 
 def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
@@ -136,8 +152,8 @@ class Evaluation:
     batch. The models of the clients ``everywhere`` run on everyone's images.
     """
 
-    def __init__(self, federation: Federation, metric: MetricName, everywhere: Sequence[int]) -> None:
-        self.federation, self.metric = federation, metric
+    def __init__(self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int]) -> None:
+        self.federation, self.metrics = federation, metrics
         self.clients, self.multilabel = federation.num_clients, federation.settings.training.multilabel
         self.everywhere = list(everywhere)
         self._owned = torch.zeros(self.clients, dtype=torch.bool)
@@ -146,17 +162,21 @@ class Evaluation:
         self._everyone = self._scores(models=len(self.everywhere))
         self._states = federation.members() if federation.settings.algorithm.global_model else None
         members = 1 if self._states is None else len(next(iter(self._states.values())))
-        self._global, self._members = self._scores(), self._scores(models=members)
+        self._global = self._scores()
+        self._members = Scores(metrics[:1], self.multilabel, models=members)
+        self._sizes = torch.zeros(self.clients, dtype=torch.int64)
+        self.per_class: dict[str, Tensor] = {}
         self._entropies: list[Tensor] = []
-        self._shared_local = self._scores(groups=self.clients)
+        self._shared_local = Scores(metrics[:1], self.multilabel, groups=self.clients)
         self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
 
     def _scores(self, models: int = 1, groups: int = 1) -> Scores:
-        return Scores(self.metric, self.multilabel, models, groups)
+        return Scores(self.metrics, self.multilabel, models, groups)
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch of the test set, the ``index``-th of the evaluation."""
         federation, owner = self.federation, send(batch.owner, batch.x.device)
+        self._sizes += batch.owner.cpu().bincount(minlength=self.clients)
         if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
             members = federation.engine.shared_logits(self._states, batch.x)
             shared = ensemble(members, ensemble_of(federation.settings.algorithm).average, self.multilabel)
@@ -187,25 +207,34 @@ class Evaluation:
         return own
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """What all processes have counted: scores by name, and those of each client (M,), NaN where it has none."""
+        """What all processes have counted: scores by name, and those of each client (M,), NaN where it has none.
+
+        The first metric has the plain names. What scores each class is in ``per_class`` too, (M, K) or (K,).
+        """
         ranks = self.federation.ranks
         for counted in (self._local, self._everyone, self._global, self._members):
             counted.merge(ranks)
-        per_client = {"personal/local_test": self._local.compute()[0]}
-        if not self.federation.personalized:
-            per_client["personal/global_test"] = self._global.compute()[0].expand(self.clients)
-        elif self.everywhere:
-            scores = self._everyone.compute()[:, 0]
-            known = scores.new_full((self.clients,), torch.nan)  # in its dtype, whatever torch's default is
-            known[self.everywhere] = scores
-            per_client["personal/global_test"] = known
         found: dict[str, float] = {}
-        for name, values in per_client.items():
-            values = values[~values.isnan()]
-            spread = float(values.std(correction=0)) if len(values) else math.nan
-            found |= {name: float(values.mean()), f"{name}_std": spread}
-        if self._global:
-            found["global/global_test"] = float(self._global.compute())
+        per_client: dict[str, Tensor] = {}
+        local, shared, everyone = (one.all() for one in (self._local, self._global, self._everyone))
+        for place, metric in enumerate(self.metrics):
+            ending = f"_{metric.name}" if place else ""
+            home, away = f"personal/local_test{ending}", f"personal/global_test{ending}"
+            per_client[home] = self._one(home, local[metric.name][0], 1)
+            if not self.federation.personalized:
+                per_client[away] = self._one(away, shared[metric.name][0, 0], 0).expand(self.clients)
+            elif self.everywhere:
+                scores = everyone[metric.name][:, 0]
+                known = scores.new_full((self.clients, *scores.shape[1:]), torch.nan)  # whatever torch's default is
+                known[self.everywhere] = scores
+                per_client[away] = self._one(away, known, 1)
+            for name in (home, away):
+                if name in per_client:
+                    sizes = self._sizes if name == home else None
+                    found |= spread(name, per_client[name], metric.falls, sizes)
+            if self._global:
+                name = f"global/global_test{ending}"
+                found[name] = float(self._one(name, shared[metric.name][0, 0], 0))
         if self._members:
             members = self._members.compute()
             found |= {"global/best_mode": float(members.max()), "global/worst_mode": float(members.min())}
@@ -227,6 +256,13 @@ class Evaluation:
             self._shared_local.merge(ranks)
             found["global/local_test"] = self._shared_local.compute()[0].tolist()
         return found
+
+    def _one(self, name: str, scores: Tensor, axes: int) -> Tensor:
+        """Scores with so many axes; of those for each class, which are kept, the mean of the classes that occur."""
+        if scores.dim() == axes:
+            return scores
+        self.per_class[name] = scores
+        return scores.nanmean(-1)
 
 
 def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:

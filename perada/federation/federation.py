@@ -16,6 +16,7 @@ from perada.core.states import State, clone, expand, is_finite, stack, to_device
 from perada.engine.engine import Engine
 from perada.engine.ensembles import compare
 from perada.engine.loss_scaling import KeptScales
+from perada.federation.changes import change_metrics, changes, far
 from perada.federation.cohort import Cohort
 from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
@@ -143,10 +144,22 @@ class Federation:
         if self.protection.clients is not None:  # all are counted, since who broke depends on their images
             sent, good = self._privatized(sent, cohort.received), list(range(len(shares.plan.clients)))
         if good:
+            if self.protection.clients is None:
+                self._look_at(sent, cohort.received, good, report)
             updates = Updates(sent, shares.places, len(shares.plan.clients), self.ranks).part(good)
             self._server_step([shares.plan.clients[place] for place in good], updates, data, progress, report)
         report.metrics |= self._gradients | self.protection.metrics()
         return report
+
+    def _look_at(self, sent: State, received: State, good: Sequence[int], report: RoundReport) -> None:
+        """Find clients whose updates are unlike the others'."""
+        plan, places = self._shares.plan, self._shares.places
+        shown = "update_norms" in self.settings.diagnostics
+        received = {key: value[: len(places)] for key, value in received.items()}
+        names = self.slot.parameters
+        found = changes(names, sent, received, places, good, len(plan.clients), self.ranks, cosines=shown)
+        report.far = far(found[0], plan)
+        report.metrics |= change_metrics(found, plan.clients) if shown else {}
 
     def _privatized(self, sent: State, received: State) -> State:
         """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...)."""

@@ -20,12 +20,14 @@ class RoundReport:
     """What a round did; ``metrics`` are training losses, numbers of parameters, megabytes sent.
 
     What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
-    its starting point, and with ``broken_server`` the global state stayed as it was.
+    its starting point, and with ``broken_server`` the global state stayed as it was. Clients that are ``far`` sent a
+    change so many times as long as the median.
     """
 
     broken: list[int] = field(default_factory=list)
     diverged: bool = False
     broken_server: bool = False
+    far: dict[int, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from perada.core.batches import EvalBatch
 from perada.core.states import send
-from perada.federation.evaluation import MetricName, Scores, everywhere_logits, shared_logits
+from perada.federation.evaluation import Scores, everywhere_logits, shared_logits
 from perada.federation.federation import Federation
+from perada.federation.metrics import Metric
 
 
 class ShiftedScores(NamedTuple):
@@ -38,13 +39,11 @@ class ShiftedEvaluation:
             client's, mean over clients.
     """
 
-    def __init__(
-        self, federation: Federation, metric: MetricName, everywhere: Sequence[int], others: bool = False
-    ) -> None:
+    def __init__(self, federation: Federation, metric: Metric, everywhere: Sequence[int], others: bool = False) -> None:
         self.federation, self.everywhere, self.others = federation, everywhere, others
         multilabel = federation.settings.training.multilabel
-        self._personal = Scores(metric, multilabel, models=len(everywhere))
-        self._shared = Scores(metric, multilabel, models=federation.num_clients if others else 1)
+        self._personal = Scores([metric], multilabel, models=len(everywhere))
+        self._shared = Scores([metric], multilabel, models=federation.num_clients if others else 1)
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""

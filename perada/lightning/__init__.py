@@ -5,6 +5,14 @@ from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.predictions import PredictionFile
-from perada.lightning.progress import RoundProgressBar
+from perada.lightning.progress import RoundLines, RoundProgressBar, round_progress
 
-__all__ = ["FederatedClassifier", "FederatedLoop", "PredictionFile", "RoundCheckpoint", "RoundProgressBar"]
+__all__ = [
+    "FederatedClassifier",
+    "FederatedLoop",
+    "PredictionFile",
+    "RoundCheckpoint",
+    "RoundLines",
+    "RoundProgressBar",
+    "round_progress",
+]

@@ -138,6 +138,14 @@ def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: Federa
             logits = module.model.eval()(x)
     except Exception as error:  # every layer refuses in its own way
         reason = " ".join(str(error).split())[:200]
+        if _runs_without_adapter(module, x):
+            remedy = (
+                "another adapter" if module.channels_last is not True else "another one, or set channels_last: false"
+            )
+            raise ValueError(
+                f"the adapter ({type(module.adapted.config).__name__}) does not run on backbone "
+                f"{module.adapted.backbone.name!r}, which runs without it: {reason}; choose {remedy}"
+            ) from error
         remedy = "images of the shape and type it takes (image_size resizes uint8 ones)"
         if data.tokens:
             remedy = "texts of the length that it takes, and tokens that it knows"
@@ -147,6 +155,17 @@ def _check_image(name: str, x: Tensor, data: FederatedDataModule, module: Federa
             f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {data.num_classes}); choose "
             "another backbone"
         )
+
+
+def _runs_without_adapter(module: FederatedClassifier, x: Tensor) -> bool:
+    """Whether the images fit the backbone, so that the adapter is at fault."""
+    assert module.adapted is not None
+    try:
+        with torch.no_grad(), module.adapted.peft_model.disable_adapter():
+            module.model(x)
+    except Exception:  # whatever a layer does; some adapters cannot be taken away
+        return False
+    return True
 
 
 def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier, distillation: Distillation | None) -> None:

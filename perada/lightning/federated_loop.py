@@ -37,7 +37,6 @@ from perada.lightning.run_folder import (
     journals_of,
     keep_journal,
     log_history,
-    run_folder,
     storage,
     write_description,
 )
@@ -80,7 +79,8 @@ class FederatedLoop(pl.Callback):
         client_privacy: Differential privacy of whole clients in what they send; none by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
-            of distillation_distance, personal_distance, ensemble_error, gradient_norms (docs/diagnostics.md).
+            of distillation_distance, personal_distance, ensemble_error, gradient_norms, update_norms
+            (docs/diagnostics.md).
         resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed.
         seed: Seed that all randomness is derived from.
 
@@ -137,8 +137,7 @@ class FederatedLoop(pl.Callback):
         self.measured = Measured()
         self._module: FederatedClassifier | None = None
         self._data: FederatedDataModule | None = None
-        self._began = False
-        self._step = 0
+        self._began, self._step = False, 0
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
 
@@ -273,6 +272,7 @@ class FederatedLoop(pl.Callback):
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
             module.details = self.measured.load_state_dict(self._loaded.get("measured", {}))
+            module.per_class = self._loaded.get("per_class", {})
             restore_shifts(data, module, self._loaded.get("shifted", {}))
             self._loaded = None
         if fits:
@@ -292,9 +292,7 @@ class FederatedLoop(pl.Callback):
         self.measured.begin(trainer, data, module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
         log_history(trainer, self.history)
-        folder = run_folder(trainer)
-        if folder is not None and trainer.is_global_zero:
-            write_description(folder, data.partition_dict(), self.config)
+        write_description(trainer, data.partition_dict(), self.config)
 
     def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
         """End a resumed run that has nothing to train, as it would have ended."""
@@ -377,6 +375,7 @@ class FederatedLoop(pl.Callback):
             "scores": module.scores,
             "per_client": module.per_client,
             "measured": self.measured.state_dict() | {"details": module.details},
+            "per_class": module.per_class,
             "shifted": module.shifted,
             "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),
         } | described(self.settings, data, module, self.test_mode)

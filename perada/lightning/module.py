@@ -14,11 +14,13 @@ from perada.core.batches import AnyBatch
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
+from perada.core.text import SPREADS
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
 from perada.federation.cohort import ClientOptimizer, LocalTraining
-from perada.federation.evaluation import Evaluation, MetricName, own_logits, sample_clients, shared_logits
+from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
+from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.models.adapted import make_slot, reset_parameters
 from perada.models.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
 
@@ -58,7 +60,9 @@ class FederatedClassifier(pl.LightningModule):
             ``device_cache_mb``.
         torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``. It
             takes minutes at first, and is for GPUs and many rounds; private gradients are not compiled.
-        metric: ``accuracy`` or ``auroc`` (macro); by default accuracy for single-label data, AUROC for multi-label.
+        metric: What models are scored by (docs/metrics.md): a name such as ``accuracy``, ``auroc``, ``f1_macro`` or
+            ``ece``, or a list of names and of ``{torchmetrics class: options}``; by default accuracy for single-label
+            data, AUROC for multi-label.
         global_test_clients: Clients, drawn from the seed, whose personal models are scored on everyone's images: as
             many passes over all test images. All by default; 0 for none.
 
@@ -89,13 +93,13 @@ class FederatedClassifier(pl.LightningModule):
         channels_last: bool | None = None,
         cache_features: bool | None = None,
         torch_compile: bool | dict[str, Any] = False,
-        metric: Literal["auto"] | MetricName = "auto",
+        metric: str | list[str | dict[str, Any]] = "auto",
         global_test_clients: int | None = None,
     ) -> None:
         super().__init__()
         check_choice("optimizer", optimizer, get_args(ClientOptimizer))
         check_choice("lr_schedule", lr_schedule, get_args(LRSchedule))
-        check_choice("metric", metric, ("auto", *get_args(MetricName)))
+        metric_names(metric)
         check_choice("engine", engine, get_args(EngineName))
         check_number("lr_personal", lr_personal, least=0)
         check_number("lr_local", lr_local, least=0)
@@ -120,6 +124,8 @@ class FederatedClassifier(pl.LightningModule):
         self.adapted: AdaptedModel | None = None
         self.multilabel, self.seed, self.folds = False, 0, False
         self.per_client: dict[str, Tensor] = {}
+        self.per_class: dict[str, Tensor] = {}
+        self.metrics: list[Metric] = []
         self.scores: dict[str, float] = {}
         self.shifted: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
@@ -152,12 +158,14 @@ class FederatedClassifier(pl.LightningModule):
                 f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
                 "leave num_classes out or correct it"
             )
+        self.metrics = make_metrics(self.metric, multilabel, num_classes)
         self.num_classes, self.seed = num_classes, seed
         self.adapted = self._adapt()
         self.model = self.adapted.model
         self.multilabel = multilabel
         convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
-        channels_last = convolutions > 1 if self.channels_last is None else self.channels_last
+        suits = convolutions > 1 and self.adapted.channels_last
+        channels_last = suits if self.channels_last is None else self.channels_last
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.engine = self._engine(self.engine_name, channels_last)
@@ -235,12 +243,12 @@ class FederatedClassifier(pl.LightningModule):
         """Start counting."""
         federation = self._states()
         everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
-        self._evaluation = Evaluation(federation, self.metric_name, everywhere)
+        self._evaluation = Evaluation(federation, self.metrics, everywhere)
 
     @property
-    def metric_name(self) -> MetricName:
-        """The metric that models are scored by."""
-        return ("auroc" if self.multilabel else "accuracy") if self.metric == "auto" else self.metric
+    def score_names(self) -> dict[str, bool]:
+        """Names of the scores of models, by which settings can be chosen, and whether the lower one is the better."""
+        return score_names(self.metric)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run the personal models and the global one on a batch of the test set."""
@@ -251,12 +259,13 @@ class FederatedClassifier(pl.LightningModule):
         self.score()
         self.log("round", float(self.trainer.current_epoch))
         for name, value in self.scores.items():
-            self.log(name, value, prog_bar=not (name.endswith("_std") or name in self.shifted.get("scores", {})))
+            self.log(name, value, prog_bar=not (name.endswith(SPREADS) or name in self.shifted.get("scores", {})))
 
     def score(self) -> None:
         """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""
         self.scores, self.per_client = self._evaluation.result()
         self.details = self._evaluation.details()
+        self.per_class = self._evaluation.per_class
         self.add_shifted()
 
     def add_shifted(self) -> None:

@@ -40,7 +40,7 @@ class Measured:
         """Score the initial models on their clients' images: two passes at most, once, before the first round."""
         if federation_of(module).rounds_done or self.initial or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
             return
-        evaluation = Evaluation(federation_of(module), module.metric_name, [])
+        evaluation = Evaluation(federation_of(module), module.metrics, [])
         if run_evaluation(trainer, data, module, evaluation.step):
             self.initial = {name: rounded(values.tolist()) for name, values in evaluation.result()[1].items()}
 
@@ -117,6 +117,7 @@ def metrics_of(
     found = {
         "rounds": history,
         "clients": clients | federation_of(module).protection.epsilons(data.num_clients),
+        "per_class": {name: scores.tolist() for name, scores in module.per_class.items()},
         "shifts": module.shifted.get("kinds"),
         "initial": measured.initial,
         "by_round": measured.by_round,

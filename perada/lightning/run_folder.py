@@ -6,7 +6,9 @@ The journal is beside the checkpoints that a run writes, and beside those it cam
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,32 @@ def run_folder(trainer: pl.Trainer) -> Path | None:
     return Path(trainer.log_dir) if trainer.log_dir else None
 
 
-def write_description(folder: Path, partition: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write who has which images, and the configuration if there is one, into a run's folder."""
+@contextmanager
+def no_trace_if_refused(trainer: pl.Trainer) -> Iterator[None]:
+    """Remove the run folders that are made in here if it ends in an error before a run has begun.
+
+    Loggers make their folders before anything is checked; :func:`write_description` is called after it.
+    """
+    found = [Path(folder) for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
+    made = [folder for folder in found if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        begun = any((folder / name).exists() for folder in found for name in ("partition.json", "checkpoints"))
+        for folder in made if trainer.is_global_zero and not begun else []:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # it holds other runs
+                folder.parent.rmdir()
+        raise
+
+
+def write_description(trainer: pl.Trainer, partition: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write who has which images, and the configuration if there is one, into the run's folder, and tell loggers."""
+    if config:
+        log_options(trainer, config)
+    folder = run_folder(trainer)  # all processes ask, rank 0 writes
+    if folder is None or not trainer.is_global_zero:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "partition.json").write_text(json.dumps(partition))
     if config:

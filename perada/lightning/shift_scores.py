@@ -66,7 +66,7 @@ def _scores(
 ) -> ShiftedScores:
     federation = federation_of(module)
     everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
-    evaluation = ShiftedEvaluation(federation, module.metric_name, everywhere, condition.others)
+    evaluation = ShiftedEvaluation(federation, module.metrics[0], everywhere, condition.others)
     batches = data.shift_loader(condition)
     count = int(len(batches) * limit) if isinstance(limit, float) else limit
     for index, batch in enumerate(islice(batches, count)):

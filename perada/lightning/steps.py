@@ -34,6 +34,11 @@ def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Al
     """Say what went wrong in a round."""
     if report.broken:
         warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round continues without it")
+    for client, times in report.far.items():
+        rank_zero_warn(
+            f"round {round}: client {client} sent a change {times:,.0f} times as long as the median of the round's. If "
+            "that is no accident, the server rules median, krum, geometric_median and norm_clipping withstand it."
+        )
     if report.diverged:
         rank_zero_warn(
             f"round {round}: the distillation became NaN or infinite; the round continues with the clients' average. "

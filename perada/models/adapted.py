@@ -2,32 +2,25 @@
 """The one adapter slot of a backbone: what is trained, under which names, and how PEFT saves it."""
 
 import copy
-import re
 import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import peft
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftConfig, PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
-from perada.adapters import BottleneckConfig, ResidualConfig, SelectiveConfig
-from perada.adapters.blocks import check_last_blocks, plain_name, reached
-from perada.adapters.residual.model import block_convolutions
+from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
+from perada.adapters.blocks import plain_name, reached
 from perada.algorithms.base import Slot
 from perada.core.images import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
-from perada.models.char_lstm import CharLSTM
+from perada.models.targets import check_attention, contiguous_only, fill_targets
 
 AdapterChoice = str | PeftConfig
 """What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
 
-ATTENTION = re.compile(
-    r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
-)
-IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
-IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
 METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
     "bottleneck": BottleneckConfig,
@@ -75,6 +68,11 @@ class AdaptedModel:
     def model(self) -> nn.Module:
         """The network itself, whose names are the names of states everywhere in perada."""
         return self.peft_model.get_base_model()
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether the adapter's convolutions run in that memory format."""
+        return not contiguous_only(self.config)
 
 
 def adapter_names() -> list[str]:
@@ -125,15 +123,19 @@ def insert_adapter(
         with warnings.catch_warnings():
             # peft 0.21 reads an attribute that transformers 5.23 has renamed.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # LN tuning copies any layer; BOFT is slower without an extension that PEFT compiles.
+            warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
             peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
     except NoMatchingPeftModuleError as error:
         raise ValueError(
             f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
             f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does"
         ) from error
-    except ValueError as error:
+    except Exception as error:  # every method of PEFT refuses in its own way
         reason = " ".join(str(error).split())
+        reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
+    check_attention(backbone.model, backbone.name)
     adapted = AdaptedModel(backbone, peft_model, config)
     if not train_backbone and (lost := _not_saved(adapted)):
         raise ValueError(
@@ -187,8 +189,13 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
         )
-    if getattr(config, "target_modules", "unset") is None and isinstance(config, (LoraConfig, IA3Config)):
-        _fill_targets(backbone, config, last_blocks)
+    if isinstance(config, AdaLoraConfig):
+        raise ValueError(
+            "AdaLoraConfig cannot be used: it moves ranks between layers by a count of one optimiser's steps, which "
+            "clients do not share; choose 'lora'"
+        )
+    if getattr(config, "target_modules", "unset") is None and not _chooses(config):
+        fill_targets(backbone.model, backbone.name, backbone.head, config, last_blocks)
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
     if not isinstance(config, SelectiveConfig):
@@ -198,32 +205,10 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     return config
 
 
-def _fill_targets(backbone: Backbone, config: LoraConfig | IA3Config, last_blocks: int | None) -> None:
-    """Choose the layers for LoRA and IA3: attention of transformers, main convolutions of ResNets and EfficientNets.
-
-    Of a CharLSTM, LoRA takes the gates.
-    """
-    check_last_blocks(last_blocks)
-    within = reached(backbone.model, last_blocks)
-    modules = [(name, module) for name, module in backbone.model.named_modules() if name in within]
-    linears = [name for name, module in modules if isinstance(module, nn.Linear)]
-    targets = [
-        name for name in linears if (ATTENTION if isinstance(config, LoraConfig) else IA3_SCALED).fullmatch(name)
-    ]
-    if isinstance(config, IA3Config):
-        feedforward = [name for name in linears if IA3_FEEDFORWARD.fullmatch(name)]
-        targets += feedforward
-        if config.feedforward_modules is None:
-            config.feedforward_modules = feedforward
-    elif isinstance(backbone.model, CharLSTM):
-        targets = [name for name in linears if name != backbone.head]
-    targets = targets or [name for name in block_convolutions(backbone.model) if name in within]
-    if not targets:
-        raise ValueError(
-            f"backbone {backbone.name!r} is of no family whose layers {type(config).__name__} knows: "
-            "name the layers to adapt in target_modules"
-        )
-    config.target_modules = targets
+def _chooses(config: PeftConfig) -> bool:
+    """Whether the method chooses its layers itself, as those that add layers behind modules do."""
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type))
+    return isinstance(tuner, type) and issubclass(tuner, AddingModel)
 
 
 def _check_head_name(backbone: Backbone) -> None:

@@ -15,6 +15,7 @@ from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
+import perada.models.peft_twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
@@ -82,7 +83,7 @@ def build_backbone(
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
-    model = copy.deepcopy(module)
+    model = copy.deepcopy(getattr(module, "_orig_mod", module))  # the network itself, where torch.compile wrapped it
     name = type(model).__name__
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:

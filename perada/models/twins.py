@@ -10,7 +10,14 @@ from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor
 
 from perada.engine.fold import RANDOM_TWINS, ROW_PARAMETERS, TWINS
-from perada.engine.stacked_layers import StackedBatchNorm, StackedDropout, StackedGroupNorm, StackedLayerNorm, Twin
+from perada.engine.stacked_layers import (
+    StackedBatchNorm,
+    StackedDropout,
+    StackedGroupNorm,
+    StackedLayerNorm,
+    StackedLinear,
+    Twin,
+)
 from perada.models.char_lstm import Characters
 
 
@@ -23,6 +30,18 @@ class StackedBatchNormAct(StackedBatchNorm):
         assert isinstance(original, timm.layers.BatchNormAct2d)
         out: Tensor = original.act(original.drop(super().forward(x_R)))
         return out
+
+
+class StackedLayerNorm2d(Twin):
+    """C of timm's layer normalisations of the channels of an image, as in ConvNeXts."""
+
+    like_torch = False  # whose channels come last
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, H, W)."""
+        norm = self.original[0]
+        normal = F.layer_norm(x_R.movedim(1, -1), norm.normalized_shape, None, None, norm.eps).movedim(-1, 1)
+        return self.affine(normal, [1, -1, 1, 1])
 
 
 class StackedLayerScale(Twin):
@@ -60,6 +79,8 @@ class StackedDropPath(StackedDropout):
 TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
 TWINS[timm.layers.GroupNorm] = StackedGroupNorm
 TWINS[timm.layers.LayerNorm] = StackedLayerNorm
+TWINS[timm.layers.LayerNorm2d] = StackedLayerNorm2d
+TWINS[timm.layers.Linear] = StackedLinear  # of MobileNetV3
 TWINS[LayerScale] = StackedLayerScale
 TWINS[Characters] = StackedCharacters
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath

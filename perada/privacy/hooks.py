@@ -9,7 +9,9 @@ Goodfellow 2015 and Li et al. 2022, with the sum of Bu et al. 2023).
 Shape suffixes: R rows (images of all clients), N positions, I inputs, O outputs.
 """
 
+import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +147,7 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
 
     original = layer.original[0]
     names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
-    weight: Any = None if "weight" in layer.frozen else layer.weight
+    weight: Any = None if "weight" in layer.frozen else getattr(layer, "weight", None)
     used = weight is not None and (hasattr(weight, "factors"), hasattr(weight, "_current_grad_sample"))
     factors = _factors(original, activations[0], backprops, used[0]) if used and used != (False, True) else None
     if factors is not None:
@@ -155,17 +157,20 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
             found[layer.bias] = factors[1].sum(1)
         return found
     samplers = GradSampleModule.GRAD_SAMPLERS
-    kind = next((kind for kind in type(original).__mro__ if kind in samplers), None)  # timm subclasses torch's
+    kinds = type(original).__mro__ if layer.like_torch else ()  # timm subclasses torch's
+    kind = next((kind for kind in kinds if kind in samplers), None)
     if kind is not None:
         samples = samplers[kind](original, activations, backprops)
         return {getattr(layer, names[parameter]): sample for parameter, sample in samples.items()}
     rows, clients = len(backprops), layer.context.clients
     own: dict[str, nn.Parameter] = {name: getattr(layer, name) for name in names.values() if name not in layer.frozen}
     each = {name: value.detach().repeat_interleave(rows // clients, 0).requires_grad_() for name, value in own.items()}
+    bare = copy.copy(layer)  # without Opacus's hooks
+    bare._parameters, bare._forward_hooks, bare._backward_hooks = dict(layer._parameters), OrderedDict(), OrderedDict()
     counts, layer.context.clients, layer.context.counts = layer.context.counts, rows, None
     try:
         with torch.enable_grad():
-            out = functional_call(layer, each, tuple(activations))
+            out = functional_call(bare, each, tuple(activations))
         gradients = torch.autograd.grad(out, list(each.values()), backprops)
     finally:
         layer.context.clients, layer.context.counts = clients, counts

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from perada.core.text import printable
+from perada.core.text import SPREADS, printable
 from perada.results.record import read_records, rounds_of_csv
 
 TEST_MODE = (
@@ -155,7 +155,7 @@ def shift_names(names: Iterable[str]) -> list[str]:
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
     """
-    scores = [name for name in names if name.startswith(("personal/", "global/")) and not name.endswith("_std")]
+    scores = [name for name in names if name.startswith(("personal/", "global/")) and not name.endswith(SPREADS)]
     return sorted({*scores} - {*SCORES, *MODES}, key=lambda name: (name.partition("/")[2], name[0] != "p"))
 
 

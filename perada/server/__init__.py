@@ -3,6 +3,7 @@
 
 from perada.server.aggregate import Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
+from perada.server.robust import GeometricMedian, Krum, NormClipping
 from perada.server.rule_base import Aggregation, Mean, ServerRule
 from perada.server.rules import (
     SERVER_RULES,
@@ -25,9 +26,12 @@ __all__ = [
     "FedAdam",
     "FedAvgM",
     "FedYogi",
+    "GeometricMedian",
+    "Krum",
     "Mean",
     "Median",
     "ModifiedLocalGD",
+    "NormClipping",
     "ServerRule",
     "TrimmedMean",
     "Updates",

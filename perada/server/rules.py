@@ -12,6 +12,7 @@ from torch import Tensor
 from perada.core.checks import check_number
 from perada.core.states import State
 from perada.server.aggregate import client_weights, mean
+from perada.server.robust import GeometricMedian, Krum, NormClipping
 from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule
 
 
@@ -259,6 +260,9 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
     "mean": Mean,
     "median": Median,
     "trimmed_mean": TrimmedMean,
+    "krum": Krum,
+    "geometric_median": GeometricMedian,
+    "norm_clipping": NormClipping,
     "fedavgm": FedAvgM,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
         ("resnet", "full", {"r": 4}, r"adapter 'full' has no option 'r': its options are last_blocks"),
         ("vit", "residual", {}, r"'residual' does not fit backbone 'test_vit': .* not VisionTransformer"),
         ("resnet", "bottleneck", {}, r"'bottleneck' does not fit backbone 'ResNet': .* name the modules in target_"),
-        ("net", "lora", {}, r"backbone 'OwnNet' is of no family whose layers LoraConfig knows: name the layers"),
+        (
+            "net",
+            peft.VeraConfig(),
+            {},
+            "VeraConfig adapts linear layers, and backbone 'OwnNet' has none for it besides",
+        ),
         (
             "resnet",
             "lora",

@@ -2,6 +2,7 @@
 """The ``perada`` program: its commands, its files, its errors."""
 
 import csv
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -327,6 +328,27 @@ def test_a_module_of_the_folder_that_cannot_be_imported_is_named(my_module):
 def test_processes_of_a_comparison_find_classes_of_the_folder(my_module):
     words = ["--federated.algorithm=my_part.Boosted", "--federated.server_rule", "my_part.Rule"]
     program(my_module, "compare", "tiny.yaml", "--jobs", "2", "--seeds", "0", "1", *words, "--trainer.max_epochs=1")
+
+
+def test_a_refused_run_leaves_no_folder(folder, monkeypatch, capsys):
+    perada_says(monkeypatch, capsys, "fit", "--config", "tiny.yaml", "--federated.clients_per_round=9")
+    assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"perada {importlib.metadata.version('perada')}\n"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "chexpert/perada/sample", "shakespeare", "fashion_mnist_small"])
+def test_the_printed_configuration_is_the_same_when_it_is_run(folder, capsys, name):
+    printed = []
+    for words in (["--config", name], ["--config", "printed.yaml"]):
+        with pytest.raises(SystemExit):
+            main(["fit", *words, "--print_config"])
+        printed.append(yaml.safe_load(capsys.readouterr().out))
+        (folder / "printed.yaml").write_text(yaml.safe_dump(printed[-1]))
+    assert printed[0] == printed[1]
 
 
 def test_without_a_logger_nothing_is_written(folder, capsys):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folded engine against the loop over clients, and both against the plain model."""
 
+import peft
 import pytest
 import timm
 import torch
@@ -73,7 +74,14 @@ CASES = [
     ("hf_vit", "full"),
     ("module", "full"),
     ("module", "bias_norm"),
+    ("vit", "ia3"),
+    ("resnet", "ia3"),
+    ("hf_vit", "ia3"),
+    ("vit", "vera"),
+    ("vit", "dora"),
+    ("resnet", "dora"),
 ]
+CONFIGS = {"vera": peft.VeraConfig(r=8), "dora": peft.LoraConfig(use_dora=True)}
 
 
 def random_states(model, clients):
@@ -100,7 +108,7 @@ def test_folded_equals_plain_model_run_client_by_client(name, adapter, tmp_path)
     built, size = backbone(name, tmp_path)
     options = {"dropout": 0.0} if adapter == "residual" else {}
     # In double precision: with so few images the statistics of BatchNorm amplify rounding errors.
-    model = insert_adapter(built, adapter, **options).model.double()
+    model = insert_adapter(built, CONFIGS.get(adapter, adapter), **options).model.double()
     states = random_states(model, CLIENTS)
     x = torch.randn(CLIENTS, ROWS, 3, size, size, generator=generator(0, "x"), dtype=torch.float64)
     engine = Engine(model, "folded")
@@ -176,6 +184,9 @@ def difference(left, right, keys):
         pytest.param("vit", "bottleneck", {"dropout": 0.2}, marks=pytest.mark.slow),
         pytest.param("vit", "full", {}, marks=pytest.mark.slow),
         ("hf_vit", "lora", {}),
+        pytest.param("vit", "ia3", {}, marks=pytest.mark.slow),
+        pytest.param("vit", peft.VeraConfig(r=8, vera_dropout=0.2), {}, marks=pytest.mark.slow),
+        ("resnet", peft.LoraConfig(use_dora=True, lora_dropout=0.2), {}),
     ],
 )
 def test_two_rounds_folded_equal_two_rounds_of_the_loop(name, adapter, options, tmp_path):
@@ -227,22 +238,35 @@ def test_chunks_of_clients_change_nothing(chunk):
             torch.testing.assert_close(one[key], other[key], rtol=1e-7, atol=1e-9)
 
 
-def test_ia3_takes_the_loop_and_says_why():
+LOHA = peft.LoHaConfig()
+
+
+def test_a_method_without_twins_takes_the_loop_and_says_why():
     model = backbone("vit", None)[0].model
     with pytest.warns(
-        UserWarning, match=r"engine='auto' takes the loop over clients: .*blocks\.0\.attn\.qkv\.ia3_l .* and 8 more"
+        UserWarning,
+        match=r"engine='auto' takes the loop over clients: .*blocks\.0\.attn\.qkv\.hada_w1_a .* and \d+ more",
     ):
-        auto = finetune(model, 32, "ia3", "auto", lr_personal=0.1)
-    loop = finetune(model, 32, "ia3", "loop", lr_personal=0.1)
-    start = finetune(model, 32, "ia3", "loop", rounds=0)
+        auto = finetune(model, 32, LOHA, "auto", lr_personal=0.1)
+    loop = finetune(model, 32, LOHA, "loop", lr_personal=0.1)
+    start = finetune(model, 32, LOHA, "loop", rounds=0)
     assert all(torch.equal(a[k], b[k]) for a, b in zip(roles(auto), roles(loop), strict=True) for k in a)
-    scale = next(key for key in start.state("global") if "ia3" in key)
+    scale = next(key for key in start.state("global") if "hada" in key)
     assert not torch.equal(start.state("personal", 0)[scale], loop.state("personal", 0)[scale])
 
 
-def test_ia3_cannot_be_folded():
-    with pytest.raises(ValueError, match=r"engine='folded' cannot run .*qkv\.ia3_l.*; use engine='loop' or 'auto'"):
-        finetune(backbone("vit", None)[0].model, 32, "ia3", "folded")
+def test_a_method_without_twins_cannot_be_folded():
+    with pytest.raises(ValueError, match=r"engine='folded' cannot run .*qkv\.hada_.*; use engine='loop' or 'auto'"):
+        finetune(backbone("vit", None)[0].model, 32, LOHA, "folded")
+
+
+def test_two_adapters_of_ia3_are_not_folded():
+    """The twin knows one; a second, or one that is merged, leaves the layer as it is."""
+    adapted = insert_adapter(backbone("vit", None)[0], "ia3")
+    assert Engine(adapted.model, "auto").kind == "folded"
+    adapted.peft_model.add_adapter("second", adapted.config)
+    with pytest.raises(ValueError, match=r"cannot run .*ia3_l \(ParameterDict\)"):
+        Engine(adapted.model, "folded")
 
 
 def test_unknown_engines_are_refused():

@@ -39,6 +39,8 @@ LAYERS = {
     "layer norm": (lambda: nn.LayerNorm(6), TOKENS),
     "layer norm over two axes": (lambda: nn.LayerNorm([7, 6]), TOKENS),
     "timm layer norm": (lambda: timm.layers.LayerNorm(6), TOKENS),
+    "timm layer norm of an image": (lambda: timm.layers.LayerNorm2d(6), IMAGE),
+    "timm linear": (lambda: timm.layers.Linear(6, 5), TOKENS),
     "group norm": (lambda: nn.GroupNorm(3, 6), IMAGE),
     "group norm, flat": (lambda: nn.GroupNorm(2, 6), FLAT),
     "layer scale": (lambda: LayerScale(6), TOKENS),

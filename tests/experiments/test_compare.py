@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import perada
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.runs import make_cli
@@ -16,7 +17,7 @@ from perada.cli.words import comparison
 from perada.data import Digits
 from perada.experiments.compare.entries import ENTRIES, names
 from perada.experiments.compare.plan import parse_grid
-from perada.experiments.compare.results import Results, choose
+from perada.experiments.compare.results import Results, choose, score
 from perada.experiments.compare.running import epsilons, same_budget
 from perada.experiments.compare.table import curve_tables, grid_table, summary
 from perada.experiments.compare.workers import Workers
@@ -647,6 +648,10 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
             ["--tune", "model.lr_local=1,2", "--algorithms", "standalone", "--choose_by", "global/global_test"],
             "standalone has no global model",
         ),
+        (
+            ["--tune", "model.lr_local=1,2", "--algorithms", "fedavg", "--choose_by", "personal/local_test_f1_macro"],
+            "--choose_by personal/local_test_f1_macro: no such score with this --model.metric; did you mean ",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_before_anything_runs(recipe, words, says):
@@ -681,3 +686,27 @@ def test_a_value_need_not_be_a_list_and_the_command_line_counts(recipe, tmp_path
     assert comparison(["t.yaml", *options]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", *options]
     assert comparison(["tiny.yaml", *options]) == ["tiny.yaml", *options]
     assert comparison(["t.yaml", "--vary", "c.d=3"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary", "c.d=3"]
+
+
+def test_the_lower_error_is_chosen():
+    """Of scores with a minus; a mean with another score."""
+    records = [
+        {"diverged": False, "personal/local_test_ece": ece, "personal/local_test": accuracy, "chosen_by": by}
+        for ece, accuracy, by in (
+            (0.3, 0.9, ["-personal/local_test_ece"]),
+            (0.1, 0.2, ["-personal/local_test_ece"]),
+            (0.1, 0.4, ["personal/local_test", "-personal/local_test_ece"]),
+        )
+    ]
+    assert [score(record) for record in records] == pytest.approx([-0.3, -0.1, 0.15])
+    assert choose([({"lr": str(n)}, record) for n, record in enumerate(records[:2])]) == ({"lr": "1"}, -0.1)
+
+
+def test_scores_to_choose_by_are_those_of_the_metrics():
+    module = perada.FederatedClassifier(metric=["accuracy", "ece", {"MulticlassHammingDistance": {"name": "off"}}])
+    falls = module.score_names
+    assert falls["personal/local_test"] is falls["personal/local_test_worst"] is falls["global/global_test"] is False
+    assert (
+        falls["personal/local_test_ece"] is falls["personal/local_test_std"] is falls["global/global_test_off"] is True
+    )
+    assert "personal/local_test_auroc" not in falls

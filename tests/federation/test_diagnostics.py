@@ -210,6 +210,7 @@ def test_equal_models_are_at_no_distance_and_a_round_at_the_optimum_has_no_gradi
     assert found["theory/personal_gradient_std"] == 0.0
 
 
+@pytest.mark.filterwarnings("ignore:.*times as long as")  # pFedMe's rate is too large here
 @pytest.mark.parametrize(
     ("algorithm", "measured"),
     [

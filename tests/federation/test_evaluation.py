@@ -12,6 +12,7 @@ from perada.api import make_trainer
 from perada.core.batches import EvalBatch
 from perada.core.ranks import Ranks
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients
+from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
 from perada.lightning.outcome import outcome
 
@@ -138,7 +139,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
 
     def counted(ranks):
         federation.ranks = ranks
-        evaluation = Evaluation(federation, metric, everywhere)
+        evaluation = Evaluation(federation, make_metrics(metric, False, 3), everywhere)
         for index, part in enumerate(batches):
             evaluation.step(part, index)
         return evaluation

@@ -9,6 +9,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multilab
 
 from perada.core.ranks import Ranks
 from perada.federation.evaluation import Scores
+from perada.federation.metrics import make_metrics
 
 MODELS, IMAGES, CLASSES = 3, 60, 4
 
@@ -27,7 +28,7 @@ def task(multilabel):
 def collected(metric, logits, y, owner, local=False):
     """All models on all images, or the first on those of each owner; in batches of unequal sizes."""
     models, groups = (1, MODELS) if local else (len(logits), 1)
-    scores = Scores(metric, y.dim() == 2, models, groups)
+    scores = Scores(make_metrics(metric, y.dim() == 2, CLASSES), y.dim() == 2, models, groups)
     assert not scores
     for rows in torch.arange(len(y)).split(25):
         scores.update(logits[:models, rows], y[rows], owner[rows] if local else None)
@@ -111,7 +112,7 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
     whole_local = collected(metric, owners_logits(logits, owner), y, owner, local=True)
 
     def merged(add, **options):
-        parts = [Scores(metric, multilabel, **options) for _ in range(2)]
+        parts = [Scores(make_metrics(metric, multilabel, CLASSES), multilabel, **options) for _ in range(2)]
         for rank, scores in enumerate(parts):
             add(scores, rank)
         parts[0].merge(Together(parts[1]))

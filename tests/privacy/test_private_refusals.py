@@ -3,6 +3,7 @@
 
 import warnings
 
+import peft
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -288,9 +289,15 @@ def test_attention_that_opacus_cannot_hook():
     refused("Opacus's hooks fail on it", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
 
 
+@pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.LoHaConfig()])
 @pytest.mark.filterwarnings("ignore:engine='auto' takes the loop")
-def test_ia3():
+def test_layers_that_opacus_cannot_hook(adapter):
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2}
+    refused("Opacus's hooks fail on it", net="test_vit", data=coloured(), adapter=adapter, **options)
+
+
+def test_opacus_does_not_know_what_the_fold_knows():
+    options = {"pretrained": False, "image_size": 32, "clients_per_round": 2, "engine": "loop"}
     refused("Opacus's hooks fail on it", net="test_vit", data=coloured(), adapter="ia3", **options)
 
 

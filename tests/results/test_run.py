@@ -40,7 +40,7 @@ def images(tiny, backbone):
 
 def make_run(tiny, backbone="net", method="full", **options):
     settings = tiny.options | {"adapter": method, "rounds": 1, "logger": False, "pretrained": False}
-    settings |= {"distill_steps": None, "local_steps": 2, "engine": "loop" if method == "ia3" else "auto"}
+    settings |= {"distill_steps": None, "local_steps": 2}
     network = tiny.net() if backbone == "net" else backbone
     return perada.finetune(network, images(tiny, backbone), **(settings | options))
 

@@ -288,7 +288,8 @@ def test_a_part_of_the_names_is_enough():
 
 
 def test_rules_say_whether_weights_count():
-    assert [make_rule(name).weighted for name in SERVER_RULES] == [True, False, False, True, True, True, True, True]
+    unweighted = {name for name in SERVER_RULES if not make_rule(name).weighted}
+    assert unweighted == {"median", "trimmed_mean", "krum"}
     assert not FedAdam(aggregate=Median()).weighted
     assert not ModifiedLocalGD(aggregate=FedAvgM(aggregate=TrimmedMean())).weighted
 
@@ -304,7 +305,7 @@ def test_too_few_clients_to_trim_are_refused(rule):
 
 @pytest.mark.parametrize("clients", [1, 2, 100])
 def test_other_rules_take_any_number_of_clients(clients):
-    for name in SERVER_RULES.keys() - {"trimmed_mean"}:
+    for name in SERVER_RULES.keys() - {"trimmed_mean", "krum"}:
         make_rule(name).check(clients)
 
 
@@ -344,5 +345,5 @@ def test_rules_have_names():
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="server_rule='medain' is unknown; did you mean 'median'"):
         make_rule("medain")
-    with pytest.raises(ValueError, match="server_rule='krum' is unknown; choose one of mean, median, "):
-        make_rule("krum")
+    with pytest.raises(ValueError, match="server_rule='bulyan' is unknown; choose one of mean, median, "):
+        make_rule("bulyan")

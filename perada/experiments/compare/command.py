@@ -19,7 +19,6 @@ from perada.experiments.compare.results import Results, choose
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
 from perada.experiments.compare.workers import CarryOut, Workers, in_process
-from perada.results.report import SCORES
 
 
 class Comparison:
@@ -190,8 +189,9 @@ def _add_options(parser: ArgumentParser) -> None:
         "--choose_by",
         nargs="+",
         default=list(CHOSEN_BY),
-        choices=SCORES,
-        help="Scores on the held-out images whose mean chooses (default: those of the personal models).",
+        metavar="SCORE",
+        help="Scores on the held-out images whose mean chooses (default: those of the personal models), such as "
+        "global/global_test or personal/local_test_worst.",
     )
     parser.add_argument(
         "--vary",

@@ -29,7 +29,7 @@ class Entry:
         An algorithm of the class ``given``, the recipe's own, keeps the arguments that the recipe gives it; any other
         has its own defaults, and not another algorithm's arguments of the same name.
         """
-        reset = [] if _made(self.base)[0] is given else ["--federated.algorithm=null"]
+        reset = [] if class_of(self.base)[0] is given else ["--federated.algorithm=null"]
         return [*reset, *algorithm_words(self.base), *self.options, *(self.paper if paper else ())]
 
     def check(self, made: Any) -> None:  # noqa: ANN401  # a namespace of jsonargparse
@@ -38,7 +38,7 @@ class Entry:
         Raises:
             ValueError: If so.
         """
-        kind, arguments = _made(self.base)
+        kind, arguments = class_of(self.base)
         other = made.class_path if made.class_path != f"{kind.__module__}.{kind.__qualname__}" else ""
         changed = other or next(
             (f"{name}={made.init_args[name]}" for name in arguments if made.init_args[name] != arguments[name]), ""
@@ -56,14 +56,14 @@ def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
     >>> algorithm_words("perada_no_kd")
     ['--federated.algorithm=perada.algorithms.perada.PerAda', '--federated.algorithm.distill=false']
     """
-    kind, arguments = _made(name)
+    kind, arguments = class_of(name)
     own = [
         f"{key}.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in arguments.items()
     ]
     return [f"{key}={kind.__module__}.{kind.__qualname__}", *own]
 
 
-def _made(name: str) -> tuple[type[Algorithm], dict[str, Any]]:
+def class_of(name: str) -> tuple[type[Algorithm], dict[str, Any]]:
     """Class of a named algorithm, and the arguments that tell it from other names of that class."""
     kind, own = _bound(NAMED[name])
     defaults = inspect.signature(kind).parameters

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
 
+import difflib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +42,7 @@ class Job:
     args: list[str]  # options of `perada fit`
     variant: list[str]  # what the user asked for beside recipe and algorithm, to tell rows of one file apart
     digest: str  # of the recipe's content
-    chosen_by: list[str]  # names of the scores whose mean, on validation images, chooses from the grid
+    chosen_by: list[str]  # scores whose mean, on validation images, chooses; with a minus, the lower one is better
     varied: Point  # values of what ``--vary`` names
 
     def __str__(self) -> str:
@@ -177,6 +178,7 @@ class Plan:
             for name, grid in grids.items()
         }
         self.grids, self.chosen_by = grids, list(chosen_by)
+        self.signed = self.chosen_by
         self.given: dict[str, tuple[type[Algorithm], str]] = {}
         for recipe in recipes:
             cli = make_cli(["--config", recipe])
@@ -188,11 +190,11 @@ class Plan:
             raise ValueError(f"--{twice[0]} is given for every run, and tuned or varied: leave one of them out")
         for row in self.rows:
             cli = make_cli(self.job(row, self.seeds[0], "run", {}).args)
-            if self.points[row[1]] and "global/global_test" in chosen_by and not cli.loop.algorithm.global_model:
+            shared = [name for name in chosen_by if name.startswith("global/")]
+            if self.points[row[1]] and shared and not cli.loop.algorithm.global_model:
                 name = row[1] or type(cli.loop.algorithm).__name__
-                raise ValueError(
-                    f"--choose_by global/global_test: {name} has no global model; leave it or the score out"
-                )
+                raise ValueError(f"--choose_by {shared[0]}: {name} has no global model; leave it or the score out")
+            self._sign(cli.model.score_names)
             if row[1]:
                 ENTRIES[row[1]].check(cli.config.federated.algorithm)
             if cli.loop.test_mode:
@@ -231,7 +233,21 @@ class Plan:
         choice = [f"--choose_by={','.join(self.chosen_by)}"] if tuned and self.chosen_by != list(CHOSEN_BY) else []
         variant = [*(["--paper"] if self.paper else []), *self.overrides, *words(dict(varied)), *tuned, *choice]
         label += named(dict(varied))
-        return Job(label, recipe, seed, stage, point, args, variant, digest, self.chosen_by, dict(varied))
+        return Job(label, recipe, seed, stage, point, args, variant, digest, self.signed, dict(varied))
+
+    def _sign(self, scores: dict[str, bool]) -> None:
+        """Put a minus before the scores to choose by of which the lower one is the better."""
+        if unknown := [name for name in self.chosen_by if name not in scores]:
+            close = difflib.get_close_matches(unknown[0], scores, n=3) or [
+                name for name in scores if "_test_" not in name
+            ]
+            raise ValueError(
+                f"--choose_by {unknown[0]}: no such score with this --model.metric; did you mean {', '.join(close)}?"
+            )
+        signed = ["-" * scores[name] + name for name in self.chosen_by]
+        if self.signed not in (self.chosen_by, signed):
+            raise ValueError("--choose_by: of a score the lower is better in some recipes only; give all one metric")
+        self.signed = signed
 
     def tuning(self, row: Row) -> list[Job]:
         """The runs of the grid for a row."""

@@ -88,9 +88,12 @@ def choose(records: Sequence[tuple[Point, Record | None]]) -> tuple[Point, float
 def score(record: Record | None) -> float | None:
     """What the grid is judged by: the mean of the scores in ``chosen_by``; None for a run that failed or diverged.
 
-    A run has diverged where a training loss or a score became NaN or infinite.
+    A name with a minus before it counts negative, since the lower score is the better one. A run has diverged where a
+    training loss or a score became NaN or infinite.
     """
     if record is None or "failed" in record or record["diverged"]:
         return None
-    names = record.get("chosen_by", CHOSEN_BY)
-    return None if any(record.get(name) is None for name in names) else fmean(record[name] for name in names)
+    signs = {name.removeprefix("-"): -1 if name.startswith("-") else 1 for name in record.get("chosen_by", CHOSEN_BY)}
+    if any(record.get(name) is None for name in signs):
+        return None
+    return fmean(sign * record[name] for name, sign in signs.items())

@@ -220,7 +220,7 @@ def _shifts(record: Record, prefix: str) -> Section:
     header = ["shift", "kind", "severity", "model", "score"]
     tables = [Table(f"{prefix}shifts", "By kind of corruption and severity", header, rows)] if rows else []
     names = shift_names(name for row in record.rounds for name in row if row[name] == row[name])
-    names = [name for name in names if name != "global/local_test"]
+    names = [name for name in names if not name.partition("/")[2].startswith(("local_test", "global_test"))]
     if names:
         means: list[list[Cell]] = [[name, record.last(name), record.last(f"{name}_std")] for name in names]
         header = ["score", "mean over clients", "std over clients"]

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics that models can be scored by: two of perada's own, and any classification metric of torchmetrics."""
+
+import difflib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchmetrics
+import torchmetrics.classification
+from torch import Tensor
+from torchmetrics.functional.classification import binary_auroc
+
+MetricChoice = str | Sequence[str | Mapping[str, Any]]
+"""What can be asked for: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
+OWN = ("accuracy", "auroc", "balanced_accuracy")
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "f1_macro": ("F1Score", {"average": "macro"}),
+    "f1_weighted": ("F1Score", {"average": "weighted"}),
+    "f1_per_class": ("F1Score", {"average": "none"}),
+    "precision_macro": ("Precision", {"average": "macro"}),
+    "precision_per_class": ("Precision", {"average": "none"}),
+    "recall_macro": ("Recall", {"average": "macro"}),
+    "recall_per_class": ("Recall", {"average": "none"}),
+    "average_precision": ("AveragePrecision", {"average": "macro"}),
+    "ece": ("CalibrationError", {"n_bins": 15, "norm": "l1"}),
+    "mcc": ("MatthewsCorrCoef", {}),
+    "kappa": ("CohenKappa", {}),
+}
+"""Metrics of torchmetrics by short names: the class without ``Multiclass`` or ``Multilabel``, and its options."""
+CLASSES = ("num_classes", "num_labels")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of a run.
+
+    Attributes:
+        name: As scores are logged.
+        compute: Score of predictions (B, K), which are probabilities, and classes (B,) or labels (B, K); a number, or
+            one for each class (K,), NaN for a class that does not occur. ``None`` for accuracy, which is counted.
+        falls: Whether a lower score is the better one.
+    """
+
+    name: str
+    compute: Callable[[Tensor, Tensor], Tensor] | None
+    falls: bool = False
+
+
+def metric_names(choice: MetricChoice) -> list[str]:
+    """Names of the metrics in a choice, in order; those of ``auto`` depend on the data.
+
+    Raises:
+        ValueError: If one is unknown, or given twice.
+
+    >>> metric_names(["accuracy", {"MulticlassFBetaScore": {"beta": 2.0, "name": "f2"}}])
+    ['accuracy', 'f2']
+    """
+    names = [_entry(entry)[0] for entry in _entries(choice)]
+    if not names:
+        raise ValueError("metric=[] names nothing to score models by; give 'accuracy', or 'auto'")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"metric has {twice[0]!r} twice; leave one out, or give one another name, {{CLASS: {{name: …}}}}"
+        )
+    if "auto" in names and len(names) > 1:
+        raise ValueError("metric='auto' cannot be one of several; write 'accuracy' or 'auroc'")
+    return names
+
+
+def score_names(choice: MetricChoice) -> dict[str, bool]:
+    """Names of the scores of personal and global models, and whether the lower score is the better one.
+
+    >>> [name for name, falls in score_names(["accuracy", "ece"]).items() if falls and name.startswith("global/")]
+    ['global/global_test_ece']
+    """
+    found: dict[str, bool] = {}
+    for place, (entry, metric) in enumerate(zip(_entries(choice), metric_names(choice), strict=True)):
+        kind = _entry(entry)[1]
+        made = _torchmetrics(f"Multiclass{NAMED[kind][0]}" if kind in NAMED else kind)
+        falls = made is not None and made.higher_is_better is False
+        for name in ("personal/local_test", "personal/global_test", "global/global_test"):
+            full = f"{name}_{metric}" if place else name
+            found[full] = falls
+            if name != "global/global_test":
+                found |= {f"{full}_std": True, f"{full}_worst": falls, f"{full}_p10": falls}
+            if name == "personal/local_test":
+                found[f"{full}_weighted"] = falls
+    return found
+
+
+def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[Metric]:
+    """The metrics of a choice, for data with so many classes, or labels an image.
+
+    Raises:
+        ValueError: If one is unknown, is not for such data, or its options are not torchmetrics'.
+    """
+    metric_names(choice)
+    return [_make(*_entry(entry), multilabel, classes) for entry in _entries(choice)]
+
+
+def _entries(choice: MetricChoice) -> list[str | Mapping[str, Any]]:
+    return [choice] if isinstance(choice, str) else list(choice)
+
+
+def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
+    """Name, metric and options of an entry."""
+    options: dict[str, Any] = {}
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((kind, given),) = entry.items()
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(
+                f"metric {kind!r} has the options {given!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}"
+            )
+        options = dict(given or {})
+    else:
+        kind = entry
+    known = [*OWN, *NAMED, "auto"]
+    if not isinstance(kind, str) or not (kind in known or _torchmetrics(kind)):
+        close = difflib.get_close_matches(str(kind), [*known, *dir(torchmetrics.classification)], n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
+        raise ValueError(f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)")
+    if options and kind in known:
+        raise ValueError(f"metric {kind!r} takes no options; name the class of torchmetrics that has them")
+    return str(options.pop("name", kind)), kind, options
+
+
+def _torchmetrics(name: str) -> type[torchmetrics.Metric] | None:
+    found = getattr(torchmetrics.classification, name, None) if name.startswith(("Multiclass", "Multilabel")) else None
+    return found if inspect.isclass(found) and issubclass(found, torchmetrics.Metric) else None
+
+
+def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, classes: int) -> Metric:
+    if kind == "auto":
+        name = kind = "auroc" if multilabel else "accuracy"
+    if kind == "accuracy":
+        return Metric(name, None)
+    if kind == "auroc":
+        return Metric(name, macro_auroc)
+    if kind == "balanced_accuracy":
+        if multilabel:
+            raise ValueError("metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'")
+        return Metric(name, balanced_accuracy)
+    prefix, count = ("Multilabel", "num_labels") if multilabel else ("Multiclass", "num_classes")
+    base, defaults = NAMED.get(kind, (kind, {}))
+    made = _torchmetrics(prefix + base if kind in NAMED else kind)
+    if made is None or not made.__name__.startswith(prefix):
+        data = "several labels" if multilabel else "one class"
+        raise ValueError(f"metric={kind!r} is not for data with {data} an image; choose another")
+    metric_class, options = made, defaults | options | {count: classes}
+
+    def compute(predictions: Tensor, labels: Tensor) -> Tensor:
+        metric = metric_class(**options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # of a class
+            metric.update(predictions, labels.long())
+            value: Tensor = metric.compute()
+        if not value.dim():
+            return value
+        occurs = labels.sum(0) if multilabel else labels.bincount(minlength=classes)
+        return value.where(occurs > 0, math.nan)
+
+    try:
+        example = torch.eye(classes).repeat(2, 1)
+        score = compute(example, example if multilabel else example.argmax(1))
+        if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([classes])):
+            raise TypeError("it gives neither a number nor one for each class")
+    except Exception as error:  # every metric refuses in its own way
+        reason = " ".join(str(error).split())
+        raise ValueError(f"metric {kind!r} cannot be used: {reason}; correct its options, or choose another") from error
+    return Metric(name, compute, metric_class.higher_is_better is False)
+
+
+def macro_auroc(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Mean AUROC of the classes that occur both ways, of predictions (B, K) and labels (B,) or (B, K); else NaN."""
+    truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
+    positives = truth.sum(0)
+    both = ((positives > 0) & (positives < len(truth))).nonzero().flatten().tolist()
+    if not both:
+        return torch.tensor(math.nan)
+    return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()
+
+
+def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Mean share of right predictions over the classes that occur, of predictions (B, K) and classes (B,).
+
+    >>> float(balanced_accuracy(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 0, 1])))
+    0.5
+    """
+    right = (predictions.argmax(1) == labels).double()
+    return torch.stack([right[labels == k].mean() for k in labels.unique()]).mean()
+
+
+def spread(name: str, values: Tensor, falls: bool = False, sizes: Tensor | None = None) -> dict[str, float]:
+    """What is said of the clients' scores (M,), NaN where a client has none: mean, deviation, and the badly off.
+
+    Args:
+        name: Of the mean.
+        values: The scores.
+        falls: Whether lower scores are better.
+        sizes: Images (M,) that each client was scored on; its weights.
+
+    Returns:
+        The mean, ``_std``, ``_worst``, ``_p10`` (the score that a tenth of the clients do not reach) and, with
+        ``sizes``, ``_weighted``; all NaN where no client has a score.
+    """
+    known = ~values.isnan()
+    own = values[known]
+    found = {name: float(own.mean()), f"{name}_std": float(own.std(correction=0)) if len(own) else math.nan}
+    worst, tenth = (1.0, 0.9) if falls else (0.0, 0.1)
+    for ending, share in (("_worst", worst), ("_p10", tenth)):
+        found[name + ending] = float(own.double().quantile(share)) if len(own) else math.nan
+    if sizes is not None:
+        weights = sizes[known].double()
+        found[f"{name}_weighted"] = float((own * weights).sum() / weights.sum()) if len(own) else math.nan
+    return found

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server rules that compare clients' updates as a whole, and so withstand some that are wrong or hostile."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from perada.core.checks import check_number, check_whole
+from perada.core.states import State
+from perada.server.aggregate import client_weights, double, mean
+from perada.server.rule_base import Aggregation, ComposedRule, ServerRule
+
+_STEPS = 1000
+_TOLERANCE = 1e-12
+
+
+class Krum(ServerRule):
+    """The mean of the updates that have close neighbours (multi-Krum; Blanchard et al., NeurIPS 2017).
+
+    Of C clients, f are suspected. A client's score is the sum of the squared distances to its C − f − 2 closest others;
+    those with the lowest scores are averaged. The distances are those of all floating-point tensors together.
+
+    Args:
+        suspected: Share of the clients that may be hostile: f is ``floor(suspected * C)``, and C at least 2 f + 3.
+        keep: How many are averaged. Default: C − f. With 1 it is Krum.
+    """
+
+    weighted = False
+
+    def __init__(self, suspected: float = 0.2, keep: int | None = None) -> None:
+        check_number("suspected", suspected, above=0, below=0.5, hint="the share of the clients that may be hostile")
+        check_whole("keep", keep, optional=True)
+        self.suspected, self.keep = suspected, keep
+
+    def check(self, clients: int) -> None:
+        """Refuse so few clients a round that none is suspected, or that the suspected ones could be close together."""
+        suspects = int(self.suspected * clients)
+        if not suspects or clients < 2 * suspects + 3:
+            raise ValueError(
+                f"suspected={self.suspected!r} suspects {suspects} of {clients} clients a round; Krum must suspect one "
+                f"at least, and needs {2 * max(1, suspects) + 3} clients for that; sample more, or change suspected"
+            )
+
+    def __call__(self, given: Aggregation) -> State:
+        """Aggregate."""
+        distances = squared_distances(inner_products(given)).nan_to_num(torch.inf)
+        clients = len(distances)
+        suspects = int(self.suspected * clients)
+        distances.fill_diagonal_(torch.inf)  # no neighbour of its own
+        scores = distances.sort(1)[0][:, : max(1, clients - suspects - 2)].sum(1)
+        kept = clients - suspects if self.keep is None else min(self.keep, clients)
+        chosen = scores.argsort(stable=True)[:kept].sort()[0]
+        return mean(_rows(given, chosen), client_weights("uniform", [1] * kept))
+
+
+class GeometricMedian(ServerRule):
+    """The state whose weighted sum of distances to the clients' is smallest (RFA; Pillutla et al., IEEE TSP 2022).
+
+    It withstands clients of less than half of the weight. The distances are those of all floating-point tensors
+    together. It is found by Weiszfeld's steps, smoothed as in the paper.
+
+    Args:
+        smoothing: Distances below it count as it, as a share of the median distance.
+    """
+
+    def __init__(self, smoothing: float = 1e-6) -> None:
+        check_number("smoothing", smoothing, above=0, most=1)
+        self.smoothing = smoothing
+
+    def __call__(self, given: Aggregation) -> State:
+        """Aggregate."""
+        products = inner_products(given)
+        sound = products.diagonal().isfinite()
+        if not sound.any():
+            return mean(given.updates, given.weights)
+        chosen = sound.nonzero().flatten()
+        products = products[chosen][:, chosen]
+        own = given.weights.to(products)[chosen]
+        first = (squared_distances(products).clamp(min=0).sqrt() @ own).argmin()  # a far update would blur the mean
+        share = torch.eye(len(own), dtype=own.dtype)[first]
+        for _ in range(_STEPS):  # the state is a mean of the updates, so its distances follow from their products
+            squares = products.diagonal() - 2 * products @ share + share @ products @ share
+            distances = squares.clamp(min=0).sqrt()
+            least = self.smoothing * distances.median()
+            pull = own / distances.clamp(min=least) if least > 0 else own * (distances <= 0)
+            before, share = share, pull / pull.sum()
+            if (share - before).abs().max() <= _TOLERANCE:
+                break
+        return mean(_rows(given, chosen), share.cpu())
+
+
+class NormClipping(ComposedRule):
+    """Shortens each client's change to a norm, and aggregates what is left (Sun et al., 2019).
+
+    The norm is that of all parameters together. Running statistics are shortened by themselves, to the median of their
+    norms: honest ones may be far longer than any change of parameters.
+
+    Args:
+        max_norm: The largest norm of a change of parameters. Default: the median of the round's.
+        aggregate: What is done with the shortened updates. Default: the mean.
+    """
+
+    def __init__(self, max_norm: float | None = None, aggregate: ServerRule | None = None) -> None:
+        super().__init__(aggregate)
+        check_number("max_norm", max_norm, above=0, optional=True)
+        self.max_norm = max_norm
+
+    def __call__(self, given: Aggregation) -> State:
+        """Aggregate."""
+        updates = dict(given.updates)
+        floating = {key for key in updates if updates[key].is_floating_point() and key in given.previous}
+        for names, limit in ((floating & given.parameters, self.max_norm), (floating - given.parameters, None)):
+            norms = inner_products(given, names).diagonal().clamp(min=0).sqrt()
+            most = norms.nanmedian() if limit is None else limit
+            scale = (most / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
+            updates |= {key: _shortened(updates[key], given.previous[key], scale) for key in names}
+        return self._aggregate(replace(given, updates=updates))
+
+
+def inner_products(given: Aggregation, names: Collection[str] | None = None) -> Tensor:
+    """Inner products (C, C) of the clients' changes in double precision, of all floating-point tensors together.
+
+    ``names`` are those that count, all by default.
+    """
+    clients = len(given.weights)
+    found = torch.zeros(clients, clients, dtype=torch.float64)
+    for key, value in given.updates.items():
+        if value.is_floating_point() and key in given.previous and (names is None or key in names):
+            # From the state before the round: between rows far from zero, differences would be lost.
+            change = (double(value) - double(given.previous[key]).to(value.device)).flatten(1)
+            with torch.autocast(value.device.type, enabled=False):
+                found += (change @ change.T).to("cpu", torch.float64)
+    return found
+
+
+def squared_distances(products: Tensor) -> Tensor:
+    """Squared distances (C, C) of vectors whose inner products (C, C) are given."""
+    squares = products.diagonal()
+    return squares[:, None] + squares - 2 * products
+
+
+def _rows(given: Aggregation, chosen: Tensor) -> State:
+    return {key: value[chosen.to(value.device)] for key, value in given.updates.items()}
+
+
+def _shortened(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:
+    start = double(previous).to(value.device)
+    share = scale.to(start).view(-1, *[1] * start.dim())
+    change = (double(value) - start).where(share > 0, 0)  # of what is not finite, nothing is left
+    return (start + share * change).to(value.dtype)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--help` shows of the commands that run recipes."""
+
+import inspect
+
+import pytest
+
+from perada import FederatedClassifier, FederatedLoop
+from perada.cli import main
+from perada.cli.help import FIRST, LIGHTNING
+from perada.cli.keys import SHORT
+from perada.cli.runs import make_cli
+from perada.data import FederatedDataModule
+
+
+def shown(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def options(text):
+    """The names that stand at the beginning of a line."""
+    lines = [line for line in text.splitlines() if line.startswith("  -")]
+    return [word.strip(",").removeprefix("--") for line in lines for word in line.split() if word.startswith("-")]
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_help_is_short_and_has_every_option_of_ours(command, capsys):
+    text = shown(capsys, command, "--help")
+    assert len(text.splitlines()) < 300
+    assert "torch.nn.modules" not in text
+    own = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
+    wanted = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
+    linked = {"model.image_size", "federated.seed", "federated.privacy", "federated.client_privacy", "data.data"}
+    assert wanted - linked <= set(options(text))
+    assert set(SHORT) - {name for name in SHORT if SHORT[name].count(".") > 1} <= set(options(text))
+
+
+def test_what_most_need_comes_first(capsys):
+    found = options(shown(capsys, "fit", "--help"))
+    assert [name for name in found if name in FIRST] == FIRST
+    assert max(found.index(name) for name in FIRST) < min(map(found.index, {*found} & {"model.momentum", "data.flip"}))
+
+
+def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
+    every = shown(capsys, "fit", "--help=all")
+    assert "--trainer.sync_batchnorm" in every
+    assert "--trainer.sync_batchnorm" not in shown(capsys, "fit", "--help", "--config", "quickstart")
+    assert options(shown(capsys, "fit", "--help", "lr_local")) == ["lr_local", "model.lr_local"]
+    assert options(shown(capsys, "fit", "--help", "sync_b")) == ["trainer.sync_batchnorm"]
+
+
+def test_what_is_explained_here_is_an_option_and_a_word_in_no_name_is_refused(capsys):
+    known = {action.dest for action in make_cli(["--config", "quickstart"], run=False).parser._actions}
+    assert {*LIGHTNING, *FIRST} <= known
+    with pytest.raises(ValueError, match="--help xyzzy: no option has that in its name"):
+        main(["fit", "--help", "xyzzy"])

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`perada init` and `perada schema`: recipes that run, and what editors say of recipes."""
+
+import copy
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from perada.cli import main
+from perada.cli.init import QUESTIONS, recipe
+from perada.cli.runs import make_cli
+from perada.cli.words import RECIPES
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(path):
+    return yaml.safe_load(Path(path).read_text())
+
+
+def write_images(*folders):
+    for number, name in enumerate(folders):
+        (path := Path(name)).mkdir(parents=True)
+        for image in range(10):
+            pixels = np.full((8, 8, 3), 20 * number + image, np.uint8)
+            Image.fromarray(pixels).save(path / f"{image}.png")
+
+
+@pytest.fixture(scope="module")
+def validator():
+    from perada.cli.schema import recipe_schema
+
+    jsonschema.Draft202012Validator.check_schema(recipe_schema())
+    return jsonschema.Draft202012Validator(recipe_schema())
+
+
+SMALL = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--local_steps=1", "--data.train_limit=120"]
+SMALL += ["--data.test_limit=20", "--trainer.enable_progress_bar=false"]
+
+
+PRIVATE = ["--algorithm", "fedavg", "--epsilon", "8"]
+
+
+@pytest.mark.parametrize("words", [[], pytest.param(PRIVATE, marks=pytest.mark.slow)], ids=["perada", "private"])
+def test_what_init_writes_runs(words, capsys, validator):
+    main(["init", "--yes", "--rounds", "1", "--output", "new/my.yaml", *words])
+    assert "perada fit --config new/my.yaml" in capsys.readouterr().out
+    written = read("new/my.yaml")
+    assert (written["rounds"], "privacy" in written) == (1, bool(words))
+    assert [*validator.iter_errors(written)] == []
+    few = ["--data.partition.num_clients=4", *([] if words else ["--distill_steps=1"])]
+    main(["fit", "--config", "new/my.yaml", *SMALL, *few])
+    assert "mean ± std" in capsys.readouterr().out
+
+
+def test_answers_are_asked_for(monkeypatch):
+    asked, answers = [], iter(["", "ditto", "7", ""])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    main(["init"])
+    assert len(asked) == len(QUESTIONS) == 4
+    written = read("recipe.yaml")
+    assert (written["algorithm"], written["rounds"], "public_fraction" in written["data"]) == ("ditto", 7, False)
+    with pytest.raises(FileExistsError, match=r"'recipe.yaml' exists already; choose another --output or add --force"):
+        main(["init", "--yes"])
+
+
+@pytest.mark.parametrize(
+    ("folders", "clients", "layout"),
+    [
+        (["it's mine/north/cat", "it's mine/north/dog", "it's mine/south/cat"], 2, "{client}/{class}/*"),
+        (["it's mine/cat", "it's mine/dog"], 3, "{class}/*"),
+    ],
+)
+def test_folders_are_understood(folders, clients, layout):
+    write_images(*folders)
+    (path := Path("mine.yaml")).write_text(recipe("it's mine", "perada", "3", ""))
+    assert read(path)["data"]["dataset"]["init_args"] == {"root": "it's mine", "layout": layout}
+    words = [] if clients == 2 else ["--data.partition.num_clients=3"]  # there are few images
+    cli = make_cli(["--config", "mine.yaml", "--data.public_fraction=0", "--pretrained=false", *words], run=False)
+    assert len(cli.datamodule.partition_dict()["train"]) == clients
+
+
+def test_tables_are_understood():
+    for name, header in (("clients.csv", "path,label,client"), ("plain.csv", "path,label")):
+        Path(name).write_text(f"{header}\n")
+        data = yaml.safe_load(recipe(name, "fedavg", "3", ""))["data"]
+        assert data["dataset"] == {"class_path": "ImageTable", "init_args": {"table": name}}
+        assert data["partition"]["class_path"] == ("ByDomain" if "client" in header else "Dirichlet")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"images": "nowhere"}, "images='nowhere' is not there; give a folder or a table"),
+        ({"algorithm": "dito"}, "algorithm='dito' is unknown; did you mean 'ditto'?"),
+        ({"rounds": "many"}, "rounds='many' cannot be used; give a whole number"),
+        ({"epsilon": "-1"}, "epsilon=-1.0 cannot be used; give a finite number above 0"),
+    ],
+)
+def test_answers_that_cannot_be_used(answer, message):
+    words = [f"--{name}={value}" for name, value in answer.items()]
+    with pytest.raises((ValueError, FileNotFoundError), match=message.replace("?", r"\?")):
+        main(["init", "--yes", *words])
+
+
+def test_shipped_recipes_fit_the_schema(validator):
+    paths = sorted(RECIPES.rglob("*.yaml"))
+    assert len(paths) > 40
+    wrong = {path.name: error.message for path in paths for error in validator.iter_errors(read(path))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["trainer", "rounds"], 3),
+        (["rounds"], "many"),
+        (["model", "optimizer"], "lion"),
+        (["model", "lr_locl"], 0.1),
+        (["data", "partition", "class"], "Dirichlet"),
+        (["federated", "algorithm"], "fedagv"),
+        (["federated", "distillation", "stesp"], 3),
+        (["privacy"], {"epsilon": 3}),
+    ],
+)
+def test_the_schema_refuses_what_is_wrong(validator, keys, value):
+    content = read(RECIPES / "quickstart.yaml")
+    assert validator.is_valid(content)
+    inner = changed = copy.deepcopy(content)
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    assert not validator.is_valid(changed)
+
+
+def test_the_schema_explains_options_by_both_names(capsys):
+    main(["schema"])
+    shown = json.loads(capsys.readouterr().out)["properties"]
+    assert shown["lr_local"] == shown["model"]["properties"]["lr_local"]
+    assert shown["rounds"]["description"] == "Communication rounds."
+    assert "learning rate" in shown["lr_local"]["description"].lower()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of options: short ones in recipes and on the command line, and what is proposed for a wrong one."""
+
+import inspect
+import json
+
+import pytest
+import yaml
+
+import perada
+from perada.algorithms import Algorithm, make_algorithm
+from perada.cli.keys import ELSEWHERE, SHORT
+from perada.cli.messages import one_line
+from perada.cli.runs import make_cli
+
+TINY = {
+    "trainer": {"accelerator": "cpu"},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head"},
+    "data": {
+        "dataset": "Digits",
+        "partition": {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha": 1.0}},
+        "public_fraction": 0.1,
+        "image_size": 16,
+    },
+    "federated": {"distillation": {"steps": 1}},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+
+
+def config(*words, recipe=None):
+    """The configuration that words and a recipe over the tiny one make."""
+    overlay = []
+    if recipe is not None:
+        with open("overlay.yaml", "w") as file:
+            yaml.safe_dump(recipe, file)
+        overlay = ["--config", "overlay.yaml"]
+    return make_cli(["--config", "tiny.yaml", *overlay, *words], run=False)
+
+
+def refused(*words, recipe=None):
+    with pytest.raises(Exception) as caught:  # of the parser's own kinds
+        config(*words, recipe=recipe)
+    return one_line(caught.value)
+
+
+def test_short_names_are_those_of_the_python_call():
+    own = {"data", "trainer", "trainer_kwargs", "algorithm_options"}  # what Python alone has
+    alike = {"privacy", "client_privacy", "ckpt_path"}  # the same name everywhere
+    assert set(SHORT) == set(inspect.signature(perada.finetune).parameters) - own - alike
+
+
+def test_every_full_name_is_an_option():
+    known = {action.dest for action in config().parser._actions}
+    for name in {*SHORT.values(), *(target for targets in ELSEWHERE.values() for target in targets)}:
+        above = name.rpartition(".")[0]
+        assert name in known or above in known, name
+    assert set(ELSEWHERE) & set(SHORT) == set()
+
+
+@pytest.mark.parametrize("where", ["words", "recipe"])
+def test_short_names_work_in_recipes_and_on_the_command_line(where):
+    given = {"rounds": 7, "lr_local": 0.5, "distill_steps": 3, "seed": 5, "batch_size": 9, "algorithm": "ditto"}
+    given |= {"prox_strength": 0.25, "server_rule": "median"}
+    cli = config(recipe=given) if where == "recipe" else config(*(f"--{name}={value}" for name, value in given.items()))
+    assert (cli.trainer.max_epochs, cli.model.lr["local"], cli.loop.seed) == (7, 0.5, 5)
+    assert (cli.loop.distillation.steps, cli.datamodule.batch_size) == (3, 9)
+    assert (type(cli.loop.algorithm), cli.loop.algorithm.prox_strength) == (perada.algorithms.Ditto, 0.25)
+    assert type(cli.loop.server_rule).__name__ == "Median"
+
+
+@pytest.mark.parametrize("name", ["perada_no_kd", "fedavg_ft", "fedsim_adapter"])
+def test_algorithms_have_their_names_in_recipes(name):
+    made, wanted = config(recipe={"federated": {"algorithm": name}}).loop.algorithm, make_algorithm(name)
+    assert type(made) is type(wanted)
+    assert vars(made) == vars(wanted)
+
+
+def test_an_ensemble_names_its_base():
+    recipe = {"algorithm": {"class_path": "fed_ensemble", "init_args": {"base": "perada_no_kd", "modes": 2}}}
+    made = config(recipe=recipe).loop.algorithm
+    assert (made.modes, type(made.base).__name__, made.base.distill) == (2, "PerAda", False)
+    assert isinstance(made, Algorithm)
+
+
+def test_both_names_of_an_option_are_refused():
+    recipe = {"rounds": 3, "trainer": {"max_epochs": 4}}
+    assert refused(recipe=recipe) == "rounds and trainer.max_epochs are the same option; give it once"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "meant"),
+    [
+        ({"trainer": {"rounds": 3}}, "trainer.max_epochs"),
+        ({"trianer": {"max_epochs": 3}}, "trainer.max_epochs"),
+        ({"round": 3}, "rounds"),
+        ({"max_epochs": 3}, "trainer.max_epochs"),
+        ({"epochs": 3}, "trainer.max_epochs or federated.local_epochs"),
+        ({"model": {"lr": 1}}, "model.lr_local or model.lr_personal"),
+        ({"model": {"learning_rate": 1}}, "model.lr_local or model.lr_personal"),
+        ({"model": {"lr_locl": 1}}, "model.lr_local"),
+        ({"data": {"dataest": "Digits"}}, "data.dataset"),
+        ({"federated": {"clients": 3}}, "data.partition.num_clients"),
+        ({"federated": {"distillation": {"stesp": 3}}}, "federated.distillation.steps"),
+        ({"federated": {"distillation": {"learning_rate": 3}}}, "federated.distillation.lr"),
+        (
+            {"federated": {"algorithm": {"class_path": "Ditto", "init_args": {"lambda": 3}}}},
+            "federated.algorithm.prox_strength",
+        ),
+        ({"data": {"partition": {"init_args": {"alhpa": 3}}}}, "data.partition.alpha"),
+        ({"privacy": {"sigma": 3}}, "privacy.noise_multiplier"),
+        ({"client_privacy": {"epsilon": 3}}, "client_privacy.target_epsilon"),
+    ],
+    ids=json.dumps,
+)
+def test_a_wrong_key_of_a_recipe_proposes_the_nearest(recipe, meant):
+    assert refused(recipe=recipe).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--num_rounds 3", "--trainer.max_epochs"),
+        ("--trainer.rounds=3", "--trainer.max_epochs"),
+        ("--lerning_rate=3", "--model.lr_local or --model.lr_personal or --federated.distillation.lr"),
+        ("--modl.adapter=head", "--model.adapter"),
+        ("--clients 4", "--data.partition.num_clients"),
+        ("--lambda=3", "--federated.algorithm.prox_strength"),
+    ],
+)
+def test_a_wrong_option_proposes_the_nearest(words, meant):
+    assert refused(*words.split()).endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize("words", ["--xyzzy=3", "--model.xyzzy=3"])
+def test_nothing_is_proposed_for_what_is_like_nothing(words):
+    assert "did you mean" not in refused(words)

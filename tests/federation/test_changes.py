@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients whose updates are unlike the others': they are named, and what is not finite does not reach the server."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import perada
+from perada.algorithms import FedAvg
+
+ORDER: list[int] = []
+"""The clients of the last round, in the order of the rows."""
+
+
+class Hostile(FedAvg):
+    """Multiplies the change that a client sends, after all training."""
+
+    def __init__(self, factor=1.0, client=1):
+        super().__init__()
+        self.factor, self.client = factor, client
+
+    def broadcast(self, given):
+        ORDER[:] = given.clients
+        return super().broadcast(given)
+
+    def close(self, trained, kept, received, slot):
+        kept, update = super().close(trained, kept, received, slot)
+        update, place = {key: value.clone() for key, value in update.items()}, ORDER.index(self.client)
+        for key in slot.parameters:
+            start = received[key][place]
+            update[key][place] = start + self.factor * (update[key][place] - start)
+        return kept, update
+
+
+def finetune(tiny, algorithm, **options):
+    given = {"algorithm": algorithm, "rounds": 2, "clients_per_round": None}
+    return perada.finetune(tiny.net(), tiny.data(), **tiny.options | given | options)
+
+
+def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
+    with pytest.warns(UserWarning, match=r"round 0: .*client 1\b"):
+        run = finetune(tiny, Hostile(float("nan")), rounds=1)
+    assert all(value.isfinite().all() for value in run.state("global").values())
+    honest = finetune(tiny, "fedavg", rounds=1, server_rule="mean")
+    initial = finetune(tiny, "fedavg", rounds=0)
+    moved = [key for key, value in run.state("global").items() if not torch.equal(value, initial.state("global")[key])]
+    assert moved  # the round went on without it
+    assert any(not torch.equal(run.state("global")[key], honest.state("global")[key]) for key in moved)
+
+
+@pytest.mark.parametrize("factor", [1e3, -1e6])
+def test_the_client_that_sends_a_long_change_is_named(tiny, factor):
+    with pytest.warns(UserWarning, match=r"round 0: client 1 sent a change [\d,]+ times as long as the median"):
+        finetune(tiny, Hostile(factor), rounds=1, lr_local=1e-3)
+
+
+def test_nobody_is_named_among_honest_clients(tiny):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*times as long as.*")
+        finetune(tiny, "fedavg")
+
+
+def test_norms_and_cosines_are_logged(tiny):
+    """Against the states that a rule of the test's own is given."""
+    seen = []
+
+    class Looking(perada.server.Mean):
+        def __call__(self, given):
+            names = sorted(given.parameters)
+            clients = len(given.weights)
+            rows = [given.updates[key].double().reshape(clients, -1).numpy() for key in names]
+            start = [given.previous[key].double().reshape(1, -1).numpy() for key in names]
+            seen.append(np.concatenate(rows, 1) - np.concatenate(start, 1))
+            return super().__call__(given)
+
+    run = finetune(tiny, Hostile(-3.0), server_rule=Looking(), diagnostics=["update_norms"])
+    assert len(run.metrics["rounds"]) == 2
+    for record, changes in zip(run.metrics["rounds"], seen[-2:], strict=True):
+        norms, mean = np.linalg.norm(changes, axis=1), changes.mean(0)
+        cosines = changes @ mean / (norms * np.linalg.norm(mean))
+        middle = np.sort(norms)[(len(norms) - 1) // 2]
+        expected = [middle, norms.max(), ORDER[norms.argmax()], cosines.min(), ORDER[cosines.argmin()]]
+        names = ["norm_median", "norm_max", "norm_max_client", "cosine_min", "cosine_min_client"]
+        np.testing.assert_allclose([record[f"updates/{name}"] for name in names], expected, rtol=1e-6)
+        assert record["updates/cosine_min_client"] == 1
+
+
+@pytest.mark.parametrize("rule", ["median", "krum", "geometric_median", "norm_clipping"])
+def test_robust_rules_keep_the_model_near_the_honest_one(tiny, rule):
+    """One of five sends its change a thousand times over: a robust rule ends near the honest mean, the mean far off."""
+    honest, initial = finetune(tiny, "fedavg"), finetune(tiny, "fedavg", rounds=0)
+
+    def distance(run, other):
+        pairs = zip(run.state("global").values(), other.state("global").values(), strict=True)
+        return sum(float((a.double() - b.double()).square().sum()) for a, b in pairs if a.is_floating_point()) ** 0.5
+
+    moved = distance(honest, initial)
+    with pytest.warns(UserWarning, match="times as long as"):
+        attacked = finetune(tiny, Hostile(1e3), server_rule=rule)
+    assert distance(attacked, honest) < 2 * moved
+    with pytest.warns(UserWarning, match="times as long as"):
+        assert distance(finetune(tiny, Hostile(1e3)), honest) > 20 * moved

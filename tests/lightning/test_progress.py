@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of its progress where there is no terminal, and what a refused one leaves behind."""
+
+import re
+import sys
+
+import pytest
+
+import perada
+from perada.lightning import RoundLines, RoundProgressBar, round_progress
+
+
+def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
+    options = tiny.options | {"enable_progress_bar": True, "default_root_dir": tmp_path, "eval_every": 2}
+    run = perada.finetune(tiny.net(), tiny.data(), rounds=4, **options)
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    lines = [line for line in said.splitlines() if line.startswith("Round ")]
+    assert [line.split(":")[0] for line in lines] == [f"Round {n}/3" for n in range(4)]
+    assert all(re.match(r"Round \d/3: \d+\.\d s", line) for line in lines)
+    assert [" left" in line for line in lines] == [True, True, True, False]
+    for line, record in zip(lines, run.metrics["rounds"], strict=True):
+        shown = dict(re.findall(r"(\S+/\S+) ([\d.]+) %", line))
+        wanted = {name: value for name, value in record.items() if name.startswith(("personal/", "global/"))}
+        wanted = {name: f"{100 * value:.2f}" for name, value in wanted.items() if not name.endswith("_std")}
+        assert shown == wanted
+    assert ["personal/local_test" in line for line in lines] == [False, True, False, True]
+
+
+def test_a_terminal_and_a_notebook_get_bars(monkeypatch):
+    assert isinstance(round_progress(), RoundLines)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert isinstance(round_progress(), RoundProgressBar)
+    monkeypatch.delitem(sys.modules, "ipykernel")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert isinstance(round_progress(), RoundProgressBar)
+
+
+def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
+    options = tiny.options | {"default_root_dir": tmp_path}
+    with pytest.raises(ValueError, match="clients_per_round=9 cannot be used"):
+        perada.finetune(tiny.net(), tiny.data(), rounds=1, **options | {"clients_per_round": 9})
+    assert [*tmp_path.iterdir()] == []
+    perada.finetune(tiny.net(), tiny.data(), rounds=1, **options)
+    with pytest.raises(ValueError, match="clients_per_round=9 cannot be used"):
+        perada.finetune(tiny.net(), tiny.data(), rounds=1, **options | {"clients_per_round": 9})
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]

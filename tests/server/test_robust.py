@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Robust server rules against the definitions of their papers, as plain loops, and against scipy's minimiser."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from perada.server import Aggregation, GeometricMedian, Krum, Mean, Median, NormClipping, client_weights
+
+FLOATING = ("w", "running_var")
+
+
+def uploads(seed, clients):
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(clients, 3, 2, generator=random, dtype=torch.float64),
+        "running_var": torch.rand(clients, 4, generator=random, dtype=torch.float64),
+        "seen": torch.randint(0, 99, (clients,), generator=random),
+    }
+
+
+PREVIOUS = {key: value[0] + 1 for key, value in uploads(99, 1).items()}
+
+
+def given(updates, weights=None):
+    clients = len(updates["w"])
+    weights = client_weights("samples", range(1, clients + 1)) if weights is None else weights
+    return Aggregation(updates, weights, PREVIOUS, frozenset({"w"}), 0)
+
+
+def points(updates):
+    """What each client sent, as one vector (C, n)."""
+    return np.concatenate([updates[key].numpy().reshape(len(updates[key]), -1) for key in FLOATING], 1)
+
+
+def vector(state):
+    return np.concatenate([state[key].numpy().ravel() for key in FLOATING])
+
+
+@pytest.mark.parametrize(("clients", "suspected", "keep"), [(7, 0.2, None), (7, 0.29, 1), (9, 0.34, 3), (12, 0.1, 5)])
+def test_krum_is_its_definition(clients, suspected, keep):
+    updates = uploads(clients, clients)
+    rows, suspects = points(updates), int(suspected * clients)
+    scores = []
+    for own in range(clients):
+        squares = sorted(float(((rows[own] - rows[other]) ** 2).sum()) for other in range(clients) if other != own)
+        scores.append(sum(squares[: clients - suspects - 2]))
+    chosen = sorted(range(clients), key=scores.__getitem__)[: keep or clients - suspects]
+    out = Krum(suspected, keep)(given(updates))
+    np.testing.assert_allclose(vector(out), rows[chosen].mean(0), rtol=1e-12)
+    assert int(out["seen"]) == int(updates["seen"][chosen].max())
+
+
+def test_krum_says_how_many_clients_it_needs():
+    Krum(0.2).check(5)
+    Krum(0.4).check(15)
+    for suspected, clients, text in (
+        (0.2, 4, "suspects 0 of 4 clients a round; Krum must suspect one at least, and needs 5 clients"),
+        (0.4, 10, "suspects 4 of 10 clients a round; .* needs 11 clients"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Krum(suspected).check(clients)
+    for options in ({"suspected": 0.5}, {"suspected": 0}, {"keep": 0}):
+        with pytest.raises(ValueError, match="cannot be used"):
+            Krum(**options)
+
+
+@pytest.mark.parametrize("clients", [1, 2, 5, 8])
+def test_geometric_median_minimises_the_distances(clients):
+    updates = uploads(clients, clients)
+    rows, weights = points(updates), np.arange(1, clients + 1) / sum(range(1, clients + 1))
+
+    def total(x):
+        return float(weights @ np.sqrt(((rows - x) ** 2).sum(1)))
+
+    found = vector(GeometricMedian()(given(updates)))
+    best = minimize(total, rows.mean(0), method="Nelder-Mead", options={"maxiter": 40_000, "maxfev": 40_000})
+    assert total(found) <= min(best.fun, *map(total, rows)) * (1 + 1e-6)
+
+
+def test_geometric_median_of_numbers_is_their_median():
+    numbers = {"w": torch.tensor([[5.0], [1.0], [7.0], [2.0], [100.0]], dtype=torch.float64)}
+    state = Aggregation(numbers, client_weights("uniform", [1] * 5), {"w": torch.zeros(1)}, frozenset({"w"}), 0)
+    np.testing.assert_allclose(GeometricMedian()(state)["w"].numpy(), [5.0], rtol=1e-4)
+
+
+def test_geometric_median_is_where_most_are():
+    updates = uploads(0, 5)
+    for key in FLOATING:
+        updates[key][:3] = updates[key][0]
+    uniform = client_weights("uniform", [1] * 5)
+    np.testing.assert_allclose(vector(GeometricMedian()(given(updates, uniform))), points(updates)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+@pytest.mark.parametrize("aggregate", [None, Median()])
+def test_norm_clipping_shortens_each_change(max_norm, aggregate):
+    updates = uploads(3, 5)
+    start, parts = vector(PREVIOUS), []
+    for key, limit in (("w", max_norm), ("running_var", None)):
+        own = PREVIOUS[key].numpy().ravel()
+        changes = updates[key].numpy().reshape(5, -1) - own
+        norms = np.linalg.norm(changes, axis=1)
+        most = np.median(norms) if limit is None else limit
+        parts.append(own + changes * np.minimum(1, most / norms)[:, None])
+    shortened = np.concatenate(parts, 1)
+    if aggregate is None:
+        expected = np.average(shortened, axis=0, weights=range(1, 6))
+    else:
+        expected = np.median(shortened, axis=0)
+    np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(given(updates))), expected, rtol=1e-12)
+    same = {key: value.clone() for key, value in updates.items()}
+    for key in FLOATING:
+        same[key][:] = PREVIOUS[key]  # nobody moved
+    np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(given(same))), start, rtol=1e-15)
+
+
+@pytest.mark.parametrize("nonsense", [math.inf, -math.inf, math.nan, 1e30, -1e6])
+@pytest.mark.parametrize("rule", [Krum(0.2), Krum(0.2, keep=1), GeometricMedian(), NormClipping()])
+def test_one_client_that_sends_nonsense_moves_the_result_little(rule, nonsense):
+    updates = uploads(0, 6)
+    honest = points(updates)[[0, 1, 3, 4, 5]]
+    updates["w"][2] = nonsense
+    out = vector(rule(given(updates, client_weights("uniform", [1] * 6))))
+    centre = honest.mean(0)
+    farthest = np.linalg.norm(honest - centre, axis=1).max()
+    assert np.linalg.norm(out - centre) <= farthest
+    plain = vector(Mean()(given(updates)))
+    assert not np.linalg.norm(plain - centre) <= 1e3
+
+
+@pytest.mark.parametrize("rule", [Krum(0.2), GeometricMedian(), NormClipping()])
+def test_far_from_zero_small_changes_are_still_told_apart(rule):
+    """All states are near 1e6: the rules look at what changed."""
+    updates = uploads(1, 6)
+    far = {key: value + 1e6 if key in FLOATING else value for key, value in updates.items()}
+    before = {key: value + 1e6 if key in FLOATING else value for key, value in PREVIOUS.items()}
+    near = rule(given(updates))
+    moved = rule(Aggregation(far, given(updates).weights, before, frozenset({"w"}), 0))
+    np.testing.assert_allclose(vector(moved) - 1e6, vector(near), atol=1e-7)
