@@ -132,6 +132,7 @@ class FederatedClassifier(pl.LightningModule):
         self.metrics: list[Metric] = []
         self.scores: dict[str, float] = {}
         self.shifted: dict[str, Any] = {}
+        self.details: dict[str, Any] = {}
         self.federation: Federation | None = None
 
     def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
@@ -260,12 +261,14 @@ class FederatedClassifier(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log mean and standard deviation over clients."""
         self.score()
+        self.log("round", float(self.trainer.current_epoch))
         for name, value in self.scores.items():
             self.log(name, value, prog_bar=not (name.endswith(SPREADS) or name in self.shifted.get("scores", {})))
 
     def score(self) -> None:
-        """Compute ``scores`` and ``per_client`` of what the validation steps have counted."""
+        """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""
         self.scores, self.per_client = self._evaluation.result()
+        self.details = self._evaluation.details()
         self.per_class = self._evaluation.per_class
         self.add_shifted()
 

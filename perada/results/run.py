@@ -5,7 +5,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from perada.results.inference import Predictions, client_index, predict
 from perada.results.privacy_card import is_test_mode, privacy_card
 from perada.results.report import TEST_MODE
 from perada.results.run_file import RunFile, read_run, write_run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Average = Literal["logits", "probabilities"]
 
@@ -50,7 +53,11 @@ class Run:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
-            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
+            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``. Where known:
+            ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
+            "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
+            client's test images; ``partition``, images (M, K) of each client and class by ``train`` and ``test``;
+            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.tally.Tally.record` gives.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
@@ -121,6 +128,24 @@ class Run:
         if len(members) == 1:
             return members[0]
         return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
+
+    def history(self) -> "DataFrame":
+        """The rounds as a pandas frame: a row for each, by its number ``round`` from 0, and a column for each metric.
+
+        A metric that a round lacks, such as a score where nothing was evaluated, is NaN.
+
+        Raises:
+            ModuleNotFoundError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Run.history needs pandas, which is not installed ({error}); pip install 'perada[report]', or use "
+                "Run.metrics['rounds']"
+            ) from error
+        rounds = self.metrics["rounds"]
+        return pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
 
     @property
     def preprocessing(self) -> Preprocessing:
