@@ -10,7 +10,16 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "LICENSE", "docs/**/*.md", "docs/**/*.png", "recipes/**/*.yaml", "perada/models/weights/*.md")
+PAGES = (
+    "*.md",
+    "LICENSE",
+    "docs/**/*.md",
+    "docs/**/*.png",
+    "docs/example_report/*.html",
+    "docs/example_report/*.csv",
+    "recipes/**/*.yaml",
+    "perada/models/weights/*.md",
+)
 
 # Pages of these packages show what they hand on, under that name. Others show each object in its own module only.
 FACES = {f"perada.{name}" for name in ("algorithms", "data", "lightning", "privacy", "server")}

@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
-from perada.core.checks import check_whole
+from perada.core.checks import check_options, check_whole
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine.engine import EngineName
 from perada.federation.cohort import ClientOptimizer
@@ -169,6 +169,7 @@ def finetune(
     """
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
     check_whole("eval_every", eval_every, hint="give test=[] in the data for no evaluation")
+    check_options("algorithm_options", {} if algorithm_options is None else algorithm_options, "{'modes': 5}")
     options = (algorithm_options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
     if options and isinstance(algorithm, Algorithm):
         name = next(iter(options))

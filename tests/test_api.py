@@ -76,7 +76,7 @@ def test_run_folder(call, tmp_path, tiny):
     run = call(rounds=1, adapter=config, algorithm=perada.make_algorithm("perada", prox_strength=0.5), max_time=None)
     folder = tmp_path / "lightning_logs" / "version_0"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert found == {"config.yaml", "metrics.csv", "partition.json", "checkpoints/last.ckpt"}
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "results.json", "checkpoints/last.ckpt"}
     written = yaml.safe_load((folder / "config.yaml").read_text())
     assert written["trainer"]["max_epochs"] == 1
     assert written["trainer"]["accelerator"] == "cpu"

@@ -97,6 +97,8 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     """
     if isinstance(name, Algorithm):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm")
     if name not in ALGORITHMS:
         longer = [known for known in ALGORITHMS if name and known.startswith(f"{name}_")]
         close = longer or get_close_matches(name, ALGORITHMS, 1)

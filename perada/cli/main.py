@@ -53,7 +53,7 @@ COMMANDS: Tree = {
         "perada.cli.joining:join",
         "Train a model for a new client of a finished run, which stays as it is.",
     ),
-    "report": ("perada.cli.main:report", "Print the metrics of a run as a table."),
+    "report": ("perada.cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
     "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
@@ -98,10 +98,10 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
     """Carry out a subcommand of LightningCLI, whose own parser reads the words."""
-    words = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
+    spelt = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
     from perada.cli.runs import make_cli
 
-    make_cli([parser.prog.split()[-1], *words])
+    make_cli([parser.prog.split()[-1], *spelt], command=[*parser.prog.split(), *words])
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:
@@ -138,11 +138,36 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def report(parser: ArgumentParser, words: list[str]) -> None:
-    """Print a run's rounds and clients."""
+    """Print the rounds of runs, or write a page on them."""
+    text = "Run folders, such as lightning_logs/version_0, folders of Run.save, or JSON files of `perada compare`."
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    parser.add_argument("--output", type=Path, help="Folder for a page, index.html, with its figures and tables.")
+    given = parser.parse_args(words)
+    if given.output is None:
+        print("\n\n".join((f"{path}\n\n" if len(given.runs) > 1 else "") + _tables(path) for path in given.runs))
+        return
+    from perada.experiments.report.page import check_page, write_page
+    from perada.results.record import read_records
+
+    check_page(given.output)
+    records = [record for path in given.runs for record in read_records(path)]
+    print(f"Page: {write_page(given.output, records)}")
+
+
+def _tables(path: Path) -> str:
+    """A run or a comparison as text."""
+    if path.is_file():
+        from perada.experiments.compare.results import Results
+        from perada.experiments.compare.table import curve_tables, summary
+
+        try:
+            records = Results(path).records
+            return "\n\n".join(filter(None, [curve_tables(records), summary(records)]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} is no file of `perada compare` ({error!r}); give another") from error
     from perada.results.report import run_report
 
-    parser.add_argument("run", help="Run folder, for example lightning_logs/version_0.")
-    print(run_report(Path(parser.parse_args(words).run)))
+    return run_report(path)
 
 
 def entry_point() -> None:

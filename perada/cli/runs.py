@@ -28,7 +28,7 @@ from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
 from perada.lightning.restore import lacks_info
-from perada.lightning.run_folder import no_trace_if_refused
+from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_lines
@@ -51,6 +51,8 @@ class SaveConfig(SaveConfigCallback):
             if isinstance(logger, CSVLogger):
                 _ = logger.experiment  # warns of a folder that is not empty
         super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            log_options(trainer, yaml.safe_load(self.parser.dump(self.config)))
 
 
 class RecipeParser(LightningArgumentParser):
@@ -73,8 +75,8 @@ class PeradaCLI(LightningCLI):
 
     _parsers: ClassVar[dict[object, dict[str, Any]]] = {}
 
-    def __init__(self, *, run: bool, **kwargs: Any) -> None:
-        self.runs = run
+    def __init__(self, *, run: bool, command: Sequence[str] = (), **kwargs: Any) -> None:
+        self.runs, self.command = run, list(command)
         super().__init__(run=run, **kwargs)
 
     def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
@@ -162,6 +164,10 @@ class PeradaCLI(LightningCLI):
                 known = [action.dest for action in own._actions]
                 raise ArgumentError(None, with_proposal(str(error), known)) from error
 
+    def before_fit(self) -> None:
+        """Keep what was asked for, for the run's record."""
+        self.loop.measured.command = self.command
+
     def after_fit(self) -> None:
         """Print the table of clients, and say where the run is."""
         self.after_validate()
@@ -194,8 +200,11 @@ class PeradaCLI(LightningCLI):
             print(f"Predictions: {self.predictions.path}")
 
 
-def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
-    """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out."""
+def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ()) -> PeradaCLI:
+    """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out.
+
+    ``command`` is what was typed, for the run's record.
+    """
     words = spelt_out(args)
     import_named(words)
     return PeradaCLI(
@@ -210,6 +219,7 @@ def make_cli(args: Sequence[str], run: bool = True) -> PeradaCLI:
         load_from_checkpoint_support=False,
         args=words,
         run=run,
+        command=command,
     )
 
 

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 
 
@@ -98,3 +98,14 @@ def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> N
 
 def _ending(hint: str) -> str:
     return f" ({hint})" if hint else ""
+
+
+def check_options(name: str, value: object, hint: str) -> None:
+    """Refuse, by a ValueError, what is no dictionary of options by name; ``hint`` is an example.
+
+    >>> check_options("adapter_options", 3, "{'r': 8}")
+    Traceback (most recent call last):
+    ValueError: adapter_options=3 cannot be used; give a dictionary of options, such as {'r': 8}
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{name}={value!r} cannot be used; give a dictionary of options, such as {hint}")

@@ -22,7 +22,7 @@ from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
 from perada.data.batches.samples import MapStore, Samples, Store, TensorStore, length
 from perada.data.batches.schedule import Schedule
-from perada.data.federated import Checked, FederatedData, check
+from perada.data.federated import Checked, FederatedData, check, class_counts
 from perada.data.overlap import check_overlap
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
@@ -345,6 +345,12 @@ class FederatedDataModule(pl.LightningDataModule):
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
         self.setup()
         return self._record
+
+    def class_counts(self) -> dict[str, list[list[int]]]:
+        """Images (M, K) of each client and class by ``train`` and ``test``, where no image must be read to know."""
+        stores = {"train": self._ready.train, "test": self._ready.test}
+        counts = {part: store and class_counts(store, self.num_classes) for part, store in stores.items()}
+        return {part: rows for part, rows in counts.items() if rows}
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
         """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""

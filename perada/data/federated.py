@@ -30,6 +30,8 @@ from perada.data.sets.checks import class_names
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
 # checked as they are used.
 SCAN_LIMIT = 50_000
+COUNT_LIMIT = 200_000
+"""Numbers of samples by client and class that a run keeps, at most."""
 
 
 @dataclass
@@ -188,6 +190,23 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tens
                 known = torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
             labels.append(known)
     return labels
+
+
+def class_counts(store: Store, num_classes: int) -> list[list[int]] | None:
+    """Samples (M, K) of each client and class; with several labels a sample, those that have each.
+
+    None where no sample's label is known before it is read, or where these would be more than ``COUNT_LIMIT`` numbers.
+    """
+    if len(store.sizes) * num_classes > COUNT_LIMIT:
+        return None
+    clients = store.client_labels() if isinstance(store, TensorStore) else list(map(_targets, store.datasets))
+    counts = []
+    for labels in clients:
+        if labels is None:
+            return None
+        one = labels.long().sum(0) if labels.ndim > 1 else labels.bincount(minlength=num_classes)
+        counts.append(one.tolist())
+    return counts
 
 
 def _targets(dataset: Dataset[Any]) -> Tensor | None:

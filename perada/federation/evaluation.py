@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from perada.core.states import send
 from perada.engine.ensembles import ensemble
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, spread
+from perada.federation.tally import Tally
 
 GROUP = 32
 """Clients whose states are gathered at once."""
@@ -166,6 +167,8 @@ class Evaluation:
         self._sizes = torch.zeros(self.clients, dtype=torch.int64)
         self.per_class: dict[str, Tensor] = {}
         self._entropies: list[Tensor] = []
+        self._shared_local = Scores(metrics[:1], self.multilabel, groups=self.clients)
+        self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
 
     def _scores(self, models: int = 1, groups: int = 1) -> Scores:
         return Scores(self.metrics, self.multilabel, models, groups)
@@ -178,11 +181,12 @@ class Evaluation:
             members = federation.engine.shared_logits(self._states, batch.x)
             shared = ensemble(members, ensemble_of(federation.settings.algorithm).average, self.multilabel)
             self._global.update(shared.unsqueeze(0), batch.y)
+            self._tallies["global"].update(shared, batch.y, owner)
             if len(members) > 1:
                 self._members.update(members, batch.y)
                 self._entropies.append(predictive_entropy(shared, self.multilabel))
-            if not federation.personalized:
-                self._local.update(shared.unsqueeze(0), batch.y, owner)
+            of_clients = self._shared_local if federation.personalized else self._local
+            of_clients.update(shared.unsqueeze(0), batch.y, owner)
         if federation.personalized:
             own = self._run_everywhere(batch, owner)
             if len(self.everywhere) < self.clients:
@@ -190,6 +194,7 @@ class Evaluation:
             if own is not None:
                 counted = None if federation.ranks.size == 1 else send(self._owned, owner.device)[owner]
                 self._local.update(own.unsqueeze(0), batch.y, owner, counted=counted)
+                self._tallies["personal"].update(own, batch.y, owner, counted)
 
     def _run_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
         """Run personal models on a whole batch; return the logits (B, K) of each image's owner's, where that ran."""
@@ -236,6 +241,21 @@ class Evaluation:
             entropies = [entropy.cpu() for entropy in self._entropies]
             found["global/entropy"] = float(torch.cat([one for own in ranks.gather(entropies) for one in own]).mean())
         return found, per_client
+
+    def details(self) -> dict[str, Any]:
+        """What all processes have counted besides the scores, in plain types; all of them call it, once.
+
+        Returns:
+            ``predictions``, by ``personal`` and ``global`` what :meth:`.Tally.record` gives, and ``global/local_test``,
+            the global model's score on the test images of each client (M,), where clients have models of their own.
+        """
+        ranks, shared = self.federation.ranks, self._states is not None
+        names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
+        found: dict[str, Any] = {"predictions": {name: self._tallies[name].record(ranks) for name in names}}
+        if len(names) == 2:
+            self._shared_local.merge(ranks)
+            found["global/local_test"] = self._shared_local.compute()[0].tolist()
+        return found
 
     def _one(self, name: str, scores: Tensor, axes: int) -> Tensor:
         """Scores with so many axes; of those for each class, which are kept, the mean of the classes that occur."""

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows the last round: the clients' own fine-tuning, where the algorithm ends so, and the last scores."""
 
-from itertools import islice
-
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.data import FederatedDataModule
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.results import run_evaluation
 from perada.lightning.shift_scores import score_shifts, scored_shifts
 from perada.lightning.steps import federation_of, prepared, progress, warn_broken
 
@@ -65,14 +63,9 @@ def score(
 
     The scores are logged, and added to the last record of the history, if it has one.
     """
-    batches, limit = data.val_dataloader(), trainer.limit_val_batches
-    count = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
-    if not count:
-        return False
     module.on_validation_epoch_start()
-    with torch.no_grad(), trainer.precision_plugin.forward_context():
-        for index, batch in enumerate(islice(batches, count)):
-            module.validation_step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
+    if not run_evaluation(trainer, data, module, module.validation_step):
+        return False
     module.score()
     _record(trainer, module, history)
     return True
@@ -84,7 +77,7 @@ def _record(trainer: pl.Trainer, module: FederatedClassifier, history: list[dict
         record |= module.scores
     round = history[-1]["round"] if history else 0
     for logger in trainer.loggers:
-        logger.log_metrics({"epoch": round, **module.scores}, step=max(0, trainer.global_step - 1))
+        logger.log_metrics({"epoch": round, "round": round, **module.scores}, step=max(0, trainer.global_step - 1))
 
 
 def save_again(trainer: pl.Trainer) -> None:

@@ -91,6 +91,8 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     """
     if ckpt_path is None:
         return None
+    if not isinstance(ckpt_path, str | Path):
+        raise ValueError(f"ckpt_path={ckpt_path!r} cannot be used; give a checkpoint's path, or 'last'")
     if ckpt_path == "last":
         return str(newest_checkpoint(root))
     if not Path(ckpt_path).is_file():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from perada.algorithms import Algorithm, EnsembleAlgorithm
 from perada.algorithms.trial import is_own, try_rounds
+from perada.core.checks import check_number, check_whole
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
@@ -70,6 +71,18 @@ def check_precision(precision: object) -> None:
         raise ValueError(
             f"precision={precision!r} cannot be used: it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'"
         )
+
+
+def check_rounds(
+    clients_per_round: object, local_epochs: object, local_steps: object, seed: object, resume_allow: object
+) -> None:
+    """Refuse, by a ValueError, options of the rounds that are out of range or of another type."""
+    check_whole("clients_per_round", clients_per_round, optional=True)
+    check_whole("local_steps", local_steps, optional=True)
+    check_number("local_epochs", local_epochs, above=0, optional=True)
+    check_whole("seed", seed, 0)
+    if resume_allow is not None and not isinstance(resume_allow, list | tuple):
+        raise ValueError(f"resume_allow={resume_allow!r} cannot be used; give a list of options, such as ['lr_local']")
 
 
 def keep_clients_apart(module: FederatedClassifier, x: Tensor) -> None:

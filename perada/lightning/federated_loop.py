@@ -3,12 +3,11 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytorch_lightning as pl
 
 from perada.algorithms import Algorithm, PerAda, ensemble_of
-from perada.core.checks import check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
@@ -23,6 +22,7 @@ from perada.lightning.checks import (
     check_batch_norm,
     check_distillation,
     check_images,
+    check_rounds,
     check_trainer,
     keep_clients_apart,
     try_own,
@@ -32,12 +32,12 @@ from perada.lightning.checks import (
 from perada.lightning.growth import grown
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
+from perada.lightning.results import Measured
 from perada.lightning.run_folder import (
     journal_rounds_to_come,
     journals_of,
     keep_journal,
     log_history,
-    run_folder,
     storage,
     write_description,
 )
@@ -51,7 +51,6 @@ from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
 
-T = TypeVar("T")
 CHECKPOINT_KEY = "perada"
 """Where the loop keeps its tensors in a checkpoint."""
 ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
@@ -89,6 +88,7 @@ class FederatedLoop(pl.Callback):
         history: What every round measured: its number ``round``, its last optimiser ``step``, and its metrics by name.
         num_clients: M, known after set-up.
         settings: How the rounds go, known after set-up.
+        measured: What is known of each client besides its last scores.
         config: What the ``config.yaml`` in the run's folder is to hold, where no command line writes one.
 
     Raises:
@@ -112,7 +112,7 @@ class FederatedLoop(pl.Callback):
         seed: int = 0,
     ) -> None:
         client_weights(weighting, [1])
-        check_whole("clients_per_round", clients_per_round, optional=True)
+        check_rounds(clients_per_round, local_epochs, local_steps, seed, resume_allow)
         self.server_rule = server_rule or Mean()
         if weighting == "samples" and not self.server_rule.weighted:
             raise ValueError(
@@ -134,10 +134,10 @@ class FederatedLoop(pl.Callback):
         self.settings: Settings | None = None
         self.protection: Protection | None = None
         self.config: dict[str, Any] = {}
+        self.measured = Measured()
         self._module: FederatedClassifier | None = None
         self._data: FederatedDataModule | None = None
-        self._began = False
-        self._step = 0
+        self._began, self._step = False, 0
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
 
@@ -271,6 +271,7 @@ class FederatedLoop(pl.Callback):
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
+            module.details = self.measured.load_state_dict(self._loaded.get("measured", {}))
             module.per_class = self._loaded.get("per_class", {})
             restore_shifts(data, module, self._loaded.get("shifted", {}))
             self._loaded = None
@@ -288,13 +289,10 @@ class FederatedLoop(pl.Callback):
         data, module = parts(trainer, pl_module)
         if exhausted(trainer, federation_of(module)):
             self._finish(trainer, module)
+        self.measured.begin(trainer, data, module)
         module.train()  # the engine sets the mode of every pass; Lightning would warn of a frozen backbone in eval mode
-        folder = run_folder(trainer)
-        if folder is not None:
-            log_history(trainer, self.history)
-            if not trainer.is_global_zero:
-                return
-            write_description(folder, data.partition_dict(), self.config)
+        log_history(trainer, self.history)
+        write_description(trainer, data.partition_dict(), self.config)
 
     def _finish(self, trainer: pl.Trainer, module: FederatedClassifier) -> None:
         """End a resumed run that has nothing to train, as it would have ended."""
@@ -332,10 +330,8 @@ class FederatedLoop(pl.Callback):
         with trainer.precision_plugin.forward_context():
             report = federation.close(data, lambda steps: progress(trainer, steps, f"Distil {plan.round}"))
         warn_report(plan.round, report, self.server_rule, self.algorithm)
-        shown = {name: value for name, value in report.metrics.items() if name in ON_THE_BAR}
-        module.log_dict(shown, on_step=False, on_epoch=True, batch_size=1, prog_bar=True)
-        rest = {name: value for name, value in report.metrics.items() if name not in shown}
-        module.log_dict(rest, on_step=False, on_epoch=True, batch_size=1)
+        for name, value in {"round": float(plan.round), **report.metrics}.items():
+            module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)
         self._step = trainer.global_step
         self.history.append({"round": plan.round, "step": self._step, **report.metrics})
         trainer.should_stop |= not anyone_left(federation, plan.clients)
@@ -352,15 +348,17 @@ class FederatedLoop(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
-        _, module = parts(trainer, pl_module)
+        data, module = parts(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
             self.history[-1] |= module.scores
+            self.measured.write(trainer, data, module, self.algorithm, self.history)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
         data, module = parts(trainer, pl_module)
         federation_of(module).cohort = None  # of a round that was stopped in the middle, and counts as not begun
         finish(trainer, data, module, self.history)
+        self.measured.write(trainer, data, module, self.algorithm, self.history)
         federation_of(module).collect()
 
     def on_save_checkpoint(
@@ -376,6 +374,7 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
+            "measured": self.measured.state_dict() | {"details": module.details, "partition": data.class_counts()},
             "per_class": module.per_class,
             "shifted": module.shifted,
             "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),

@@ -154,6 +154,7 @@ def personalize(
             "before": before,
             "after": _score(module.per_client),
         },
+        {part: rows[0] for part, rows in served.class_counts().items()},
     )
     return run.with_client(joined)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perada.core.batches import AnyBatch
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_number, check_options, check_whole
 from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
 from perada.core.text import SPREADS
@@ -112,6 +112,10 @@ class FederatedClassifier(pl.LightningModule):
         check_whole("lr_every", lr_every)
         check_whole("clients_per_chunk", clients_per_chunk, optional=True)
         check_whole("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
+        check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
+        check_options("torch_compile", {} if isinstance(torch_compile, bool) else torch_compile, "{'dynamic': True}")
+        if not isinstance(pretrained, bool | str):
+            raise ValueError(f"pretrained={pretrained!r} cannot be used; give True, False, or where the weights are")
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter, self.adapter_options = adapter, adapter_options or {}
@@ -132,6 +136,7 @@ class FederatedClassifier(pl.LightningModule):
         self.metrics: list[Metric] = []
         self.scores: dict[str, float] = {}
         self.shifted: dict[str, Any] = {}
+        self.details: dict[str, Any] = {}
         self.federation: Federation | None = None
 
     def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
@@ -260,12 +265,14 @@ class FederatedClassifier(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log mean and standard deviation over clients."""
         self.score()
+        self.log("round", float(self.trainer.current_epoch))
         for name, value in self.scores.items():
             self.log(name, value, prog_bar=not (name.endswith(SPREADS) or name in self.shifted.get("scores", {})))
 
     def score(self) -> None:
-        """Compute ``scores`` and ``per_client`` of what the validation steps have counted."""
+        """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""
         self.scores, self.per_client = self._evaluation.result()
+        self.details = self._evaluation.details()
         self.per_class = self._evaluation.per_class
         self.add_shifted()
 

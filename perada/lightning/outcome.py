@@ -7,6 +7,7 @@ from perada.core.states import State, unstack
 from perada.federation.federation import Federation
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.results import metrics_of
 from perada.lightning.run_info import run_info
 from perada.lightning.steps import parts
 from perada.results.run import Run
@@ -28,20 +29,10 @@ def outcome(module: FederatedClassifier, loop: FederatedLoop) -> Run:
     clients = loop.num_clients
     data = parts(module.trainer, module)[0]
     protection = federation.protection
-    spent = protection.epsilons(clients)
     return Run(
         module.adapted,
         *states_of(federation),
         clients,
-        {
-            "rounds": loop.history,
-            "clients": {name: scores.tolist() for name, scores in module.per_client.items()} | spent,
-        }
-        | (
-            {"per_class": {name: scores.tolist() for name, scores in module.per_class.items()}}
-            if module.per_class
-            else {}
-        )
-        | ({"shifts": module.shifted["kinds"]} if module.shifted.get("kinds") else {}),
+        metrics_of(module, data, loop.history, loop.measured),
         run_info(module, data, loop.algorithm, None if protection.test_mode else loop.seed),
     )

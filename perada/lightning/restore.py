@@ -71,9 +71,16 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     if "privacy" not in info and (ledgers.get("images") or ledgers.get("clients")):
         info = info | {PRIVATE: "not read"}
     assert module.adapted is not None
-    metrics = {"rounds": saved["history"], "clients": _of_clients(saved["per_client"], info.get("privacy") or {})}
-    if saved["shifted"].get("kinds"):
-        metrics["shifts"] = saved["shifted"]["kinds"]
+    measured = saved.get("measured", {})
+    kept: dict[str, Any] = {
+        "rounds": saved["history"],
+        "clients": _of_clients(saved["per_client"], info.get("privacy") or {}),
+        "per_class": {name: scores.tolist() for name, scores in saved.get("per_class", {}).items()},
+        "shifts": saved["shifted"].get("kinds"),
+        **{name: measured.get(name) for name in ("initial", "by_round", "partition")},
+        **measured.get("details", {}),
+    }
+    metrics = {name: value for name, value in kept.items() if value or name in ("rounds", "clients")}
     return Run(module.adapted, *states_of(module.federation), clients, metrics, info)
 
 

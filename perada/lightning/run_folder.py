@@ -16,7 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import yaml
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.federation.federation import Federation
@@ -52,8 +52,13 @@ def no_trace_if_refused(trainer: pl.Trainer) -> Iterator[None]:
         raise
 
 
-def write_description(folder: Path, partition: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write who has which images, and the configuration if there is one, into a run's folder."""
+def write_description(trainer: pl.Trainer, partition: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write who has which images, and the configuration if there is one, into the run's folder, and tell loggers."""
+    if config:
+        log_options(trainer, config)
+    folder = run_folder(trainer)  # all processes ask, rank 0 writes
+    if folder is None or not trainer.is_global_zero:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "partition.json").write_text(json.dumps(partition))
     if config:
@@ -61,12 +66,21 @@ def write_description(folder: Path, partition: dict[str, Any], config: dict[str,
         (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
+def log_options(trainer: pl.Trainer, config: dict[str, Any]) -> None:
+    """Tell loggers what the run was asked for; beside CSV files ``config.yaml`` says it."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(config, {})  # without its metric hp_metric
+        elif not isinstance(logger, CSVLogger):
+            logger.log_hyperparams(config)
+
+
 def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
     """Give CSV files the rounds before a resumed one too, so that the run's folder holds them all."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             for record in history:
-                values = {name: value for name, value in record.items() if name not in ("round", "step")}
+                values = {name: value for name, value in record.items() if name != "step"}
                 logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client that is removed from what a saved run stores."""
 
-import math
 import shutil
 from pathlib import Path
 
 from perada.results.inference import client_index
+from perada.results.per_client import without_client
 from perada.results.run_file import read_run, write_run
 
 NOT_UNDONE = (
@@ -41,8 +41,7 @@ def forget(folder: Path, client: int | str) -> int:
         info["clients"][number] = f"(forgotten {number})"
     info["joined"] = [record for record in info.get("joined", []) if record["client"] != number]
     info["forgotten"] = sorted({*info.get("forgotten", []), number})
-    for values in (values for name, values in saved.metrics["clients"].items() if not name.startswith("privacy/")):
-        values[number] = math.nan
+    saved.metrics = without_client(saved.metrics, number)
     write_run(folder, saved)
     shutil.rmtree(folder / f"client_{number}", ignore_errors=not (folder / f"client_{number}").exists())
     return number

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run says of a client that joined it."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from perada.core.states import State
+from perada.results.per_client import with_client
 from perada.results.privacy_card import joined_record
 
 
@@ -14,7 +14,7 @@ from perada.results.privacy_card import joined_record
 class Joined:
     """A client that joined a run: its state, its scores and ε by the name of the metric, and how it came.
 
-    ``privacy`` is the record of it alone, as in ``Run.info``.
+    ``privacy`` is the record of it alone, as in ``Run.info``; ``counts`` are its images of each class, by part.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Joined:
     metrics: dict[str, float]
     privacy: dict[str, Any] | None
     record: dict[str, Any]
+    counts: dict[str, list[int]]
 
 
 def with_joined(
@@ -33,8 +34,4 @@ def with_joined(
     told = dict(info) | {"clients": [*names, joined.name], "joined": [*info.get("joined", []), record]}
     if told.get("privacy"):
         told["privacy"] = joined_record(told["privacy"], joined.privacy)
-    clients = {}
-    for name, values in metrics["clients"].items():
-        absent = 0.0 if name == "privacy/client_epsilon" else math.nan  # it sends nothing
-        clients[name] = [*values, joined.metrics.get(name, absent)]
-    return told, dict(metrics) | {"clients": clients}
+    return told, with_client(metrics, joined.metrics, joined.record["before"], joined.counts)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what a run measured, as Markdown."""
 
-import csv
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from perada.core.text import SPREADS, printable
+from perada.results.record import read_records, rounds_of_csv
 
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
@@ -127,30 +127,21 @@ def _spread(name: str, values: Sequence[float]) -> str:
 
 
 def run_report(folder: Path) -> str:
-    """The rounds of a run, from its ``metrics.csv``.
+    """The rounds of a run, from its ``metrics.csv`` or, without one, from ``results.json`` or ``run.json``.
 
     Raises:
-        FileNotFoundError: If there is none in ``folder``.
-        ValueError: If it holds no rounds.
+        FileNotFoundError: If there is none of them in ``folder``.
+        ValueError: If they hold no rounds.
     """
     path = folder / "metrics.csv"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{str(folder)!r} holds no metrics.csv; give a run folder, for example lightning_logs/version_0"
-        )
-    rounds: dict[int, dict[str, str]] = {}
-    with path.open(encoding="utf-8") as file:
-        lines = csv.DictReader(file)
-        if "epoch" not in (lines.fieldnames or ()):
-            raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
-        for row in lines:
-            rounds.setdefault(int(row["epoch"]), {}).update({name: value for name, value in row.items() if value})
+    found = rounds_of_csv(path) if path.is_file() else read_records(folder)[0].rounds
+    rounds = {int(row["round"]): row for row in found}
     names = {name for values in rounds.values() for name in values}
     shown = [name for name in (*SCORES, *MODES, *shift_names(names), *ROUND_EPSILONS) if name in names]
     losses = sorted(name for name in names if name.startswith("train/"))
     shown += sorted(name for name in names if name.startswith(THEORY))
     body = [
-        [str(round), *(_cell(name, float(values[name])) if name in values else "" for name in [*losses, *shown])]
+        [str(round), *(_cell(name, values[name]) if name in values else "" for name in [*losses, *shown])]
         for round, values in sorted(rounds.items())
     ]
     header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]

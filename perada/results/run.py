@@ -5,7 +5,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
-from perada.models.backbones import AdaptedModel, build_backbone
+from perada.models.backbones import AdaptedModel
 from perada.models.unwrapping import IMAGE
 from perada.results.averaged import Ensemble
 from perada.results.export import (
@@ -27,13 +27,18 @@ from perada.results.export import (
     save_adapter,
     save_backbone,
 )
+from perada.results.frames import rounds_frame
 from perada.results.hub import push, shared_part
 from perada.results.inference import Predictions, client_index, predict
 from perada.results.joined import Joined, with_joined
 from perada.results.model_card import Subject, write_card
 from perada.results.privacy_card import is_test_mode
+from perada.results.rebuilding import rebuilt
 from perada.results.report import TEST_MODE
 from perada.results.run_file import RunFile, read_run, write_run
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class Run:
@@ -43,7 +48,11 @@ class Run:
         num_clients: M.
         metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
             clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
-            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``.
+            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``. Where known:
+            ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
+            "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
+            client's test images; ``partition``, images (M, K) of each client and class by ``train`` and ``test``;
+            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.tally.Tally.record` gives.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
@@ -130,6 +139,16 @@ class Run:
         if len(members) == 1:
             return members[0]
         return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
+
+    def history(self) -> "DataFrame":
+        """The rounds as a pandas frame: a row for each, by its number ``round`` from 0, and a column for each metric.
+
+        A metric that a round lacks, such as a score where nothing was evaluated, is NaN.
+
+        Raises:
+            ModuleNotFoundError: If pandas is not installed.
+        """
+        return rounds_frame(self.metrics["rounds"])
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -336,11 +355,7 @@ class Run:
             repo: Name of the repository.
             revision: A branch, a tag or a commit.
             token: Of the Hub.
-            backbone: The network, where the run was made with one of your own.
-
-        Raises:
-            FileNotFoundError: If the repository holds no run.
-            ValueError: If a file of it is broken.
+            backbone: As in :meth:`load`, which also says what is refused.
         """
         from huggingface_hub import snapshot_download
 
@@ -361,22 +376,7 @@ class Run:
         folder = Path(folder)
         saved = read_run(folder)
         info, clients, models = saved.info, saved.num_clients, saved.global_models
-        if info["backbone"] is None and backbone is None:
-            raise ValueError(
-                f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as "
-                "backbone="
-            )
-        random = not info["pretrained"] or info["backbone"] is None
-        if random and not (folder / BACKBONE_FILE).is_file():
-            raise FileNotFoundError(
-                f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
-                "the whole folder"
-            )
-        within = (folder / BACKBONE_FILE).is_file() and own_weights(info)
-        pretrained = False if within else info["pretrained"]
-        network = info["backbone"] if backbone is None else backbone
-        size = info["built_for"] if "built_for" in info else info["image_size"]  # runs of before have one size
-        built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=size)
+        built = rebuilt(folder, info, backbone)
         if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
             raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
         alone = models == 1 and not (folder / "global").is_dir() and (folder / "adapter_config.json").is_file()

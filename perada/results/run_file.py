@@ -3,6 +3,8 @@
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
 RUN_FILE = "run.json"
+RESULTS_FILE = "results.json"
+"""Info and metrics as in :data:`RUN_FILE`, in the folder that a fit writes into while it runs."""
 FORMAT = 1
 
 
@@ -42,12 +46,20 @@ def write_run(folder: Path, content: RunFile) -> None:
         "num_clients": content.num_clients,
         "global_models": content.global_models,
         "shared": content.shared,
-        "info": _replace(content.info, _to_json),
-        "metrics": _replace(content.metrics, _to_json),
+        "info": content.info,
+        "metrics": content.metrics,
     }
-    partial = folder / f".{RUN_FILE}.partial"
-    partial.write_text(json.dumps(written, indent=2) + "\n")
-    partial.replace(folder / RUN_FILE)
+    write_json(folder / RUN_FILE, written)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file, whole or not at all: NaN becomes null, infinity a word, and a list of numbers is one line."""
+    text = json.dumps(_replace(content, _to_json), indent=2, allow_nan=False)
+    # No string of JSON holds a line break, so that only what is between values is taken out.
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n *", " ", found[0]), text)
+    part = path.with_name(f".{path.name}.partial")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, path)
 
 
 def read_run(folder: Path) -> RunFile:

@@ -282,7 +282,7 @@ def make_rule(name: str | ServerRule) -> ServerRule:
     """
     if isinstance(name, ServerRule):
         return name
-    if name not in SERVER_RULES:
+    if not isinstance(name, str) or name not in SERVER_RULES:
         close = get_close_matches(str(name), SERVER_RULES, 1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(SERVER_RULES)}, or a ServerRule"
         raise ValueError(f"server_rule={name!r} is unknown; {hint}")

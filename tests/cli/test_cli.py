@@ -88,7 +88,9 @@ def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     assert "Run folder: ./lightning_logs/version_0" in shown
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     saved = {"checkpoints/last.ckpt", "checkpoints/last.previous.ckpt"}
-    assert found == {"config.yaml", "metrics.csv", "partition.json"} | saved
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "results.json"} | saved
+    words = "perada fit --config tiny.yaml --federated.clients_per_round=3 --federated.distillation.steps=0".split()
+    assert json.loads((run / "results.json").read_text())["command"] == words
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["federated"]["clients_per_round"] == 3
     assert config["federated"]["distillation"]["steps"] == 0

@@ -144,7 +144,8 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
             evaluation.step(part, index)
         return evaluation
 
-    scores, per_client = counted(Ranks()).result()
+    alone = counted(Ranks())
+    (scores, per_client), details = alone.result(), alone.details()
     shared = {"barrier": threading.Barrier(2)}
     found = []
 
@@ -156,7 +157,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
 
     def finish(evaluation, ranks):
         evaluation.federation = Own(ranks)
-        found.append(evaluation.result())
+        found.append((*evaluation.result(), evaluation.details()))
 
     every = [Threads(rank, shared) for rank in range(2)]
     threads = [threading.Thread(target=finish, args=(counted(ranks), ranks)) for ranks in every]
@@ -165,7 +166,13 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
     for thread in threads:
         thread.join()
     assert len(found) == 2
-    for own_scores, own_clients in found:
+    for own_scores, own_clients, own_details in found:
+        for name, tally in details["predictions"].items():
+            confidence = own_details["predictions"][name]["calibration"].pop("confidence")
+            assert confidence == pytest.approx(tally["calibration"]["confidence"])
+            assert own_details["predictions"][name]["calibration"].items() <= tally["calibration"].items()
+            assert own_details["predictions"][name]["confusion"] == tally["confusion"]
+        assert own_details.get("global/local_test") == pytest.approx(details.get("global/local_test"), nan_ok=True)
         assert own_scores == pytest.approx(scores, nan_ok=True)
         assert own_clients.keys() == per_client.keys()
         for name, values in own_clients.items():

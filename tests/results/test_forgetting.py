@@ -36,7 +36,8 @@ def content(folder):
 
 
 def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys):
-    before, scores = content(copied), json.loads((copied / "run.json").read_text())["metrics"]["clients"]
+    before, measured = content(copied), json.loads((copied / "run.json").read_text())["metrics"]
+    scores = measured["clients"]
     main(["forget", str(copied), "--client", SECRET])
     assert "This does not undo what others learned" in capsys.readouterr().out
     after = content(copied)
@@ -46,6 +47,14 @@ def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys)
     left = json.loads(after["run.json"])["metrics"]["clients"]
     for name, values in scores.items():
         assert left[name] == [values[0], None, values[2]]
+    told = json.loads(after["run.json"])["metrics"]
+    assert measured["partition"]["train"][1] == [2, 2, 1]
+    assert told["partition"]["train"] == [measured["partition"]["train"][0], [0] * 3, measured["partition"]["train"][2]]
+    assert [row["personal/local_test"][1] for row in told["by_round"]] == [None]
+    assert told["initial"]["personal/local_test"][1] is told["global/local_test"][1] is None
+    rows = told["predictions"]["personal"]["confusion"]
+    assert rows == [row for row in measured["predictions"]["personal"]["confusion"] if row[0] != 1]
+    assert len(rows) < len(measured["predictions"]["personal"]["confusion"])
     run = perada.Run.load(copied, backbone=tiny.net())
     assert run.state("personal", "west").keys() == run.state("global").keys()
     assert len(run.states("personal")) == 2
@@ -88,7 +97,7 @@ def test_a_file_that_cannot_be_written_leaves_everything(copied, monkeypatch):
     def fails(*_):
         raise OSError("full")
 
-    monkeypatch.setattr(run_file.Path, "replace", fails)
+    monkeypatch.setattr(run_file.os, "replace", fails)
     with pytest.raises(OSError, match="full"):
         forget(copied, SECRET)
     assert before.items() <= content(copied).items()

@@ -20,7 +20,7 @@ def check_output(output: Path) -> None:
     check_drawing("this study")
 
 
-def check_drawing(who: str) -> None:
+def check_drawing(who: str, extra: str = "studies") -> None:
     """See that there is something to draw with, before anything is computed.
 
     Raises:
@@ -30,7 +30,7 @@ def check_drawing(who: str) -> None:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{who} draws with matplotlib, which is not installed ({error}); pip install 'perada[studies]'"
+            f"{who} draws with matplotlib, which is not installed ({error}); pip install 'perada[{extra}]'"
         ) from error
 
 

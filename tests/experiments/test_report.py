@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `perada report`: its numbers against plain loops, its files, and names that are hostile."""
+
+import csv
+import json
+import math
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import sem, ttest_rel
+
+import perada
+from perada.cli import main
+from perada.experiments.report.facts import expected_calibration_error, paired
+from perada.experiments.report.page import as_csv
+from perada.experiments.report.several import comparison, groups_of
+from perada.results.record import Record, read_records
+
+SCRIPT = "<script>alert(1)</script>"
+NAMES = [f"{SCRIPT}$x_1$", "=1+1", '"onload="x', "-->", "\x1b[31m赤", "six"]
+
+
+class Page(HTMLParser):
+    """What a page holds: its tags with their attributes, and the text in the cells of its tables."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.tables, self.text = [], {}, []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "table":
+            self.tables[len(self.tables)] = []
+        elif tag == "tr":
+            self.tables[len(self.tables) - 1].append([])
+        elif tag in ("td", "th"):
+            self.tables[len(self.tables) - 1][-1].append("")
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.tags and self.tags[-1][0] in ("td", "th") and data.strip():
+            self.tables[len(self.tables) - 1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """Folders of two seeds of PerAda and one of FedAvg, and what `perada.finetune` returned."""
+    root = tmp_path_factory.mktemp("runs")
+    made = []
+    data = tiny.data()
+    named = perada.data.FederatedData(data.train, data.test, data.public, classes=NAMES[:3], client_names=NAMES[1:])
+    for seed, algorithm in ((0, "perada"), (1, "perada"), (0, "fedavg")):
+        options = tiny.options | {"algorithm": algorithm, "seed": seed, "default_root_dir": root}
+        made.append(perada.finetune(tiny.net(), named, rounds=2, **options))
+    return [root / "lightning_logs" / f"version_{number}" for number in range(3)], made
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    output = tmp_path_factory.mktemp("page")
+    main(["report", str(runs[0][0]), "--output", str(output)])
+    return output
+
+
+def rows(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_page_loads_nothing_and_runs_nothing(page):
+    found = Page(page / "index.html")
+    assert {tag for tag, _ in found.tags} & {"script", "link", "iframe", "img", "object", "base"} == set()
+    for tag, attributes in found.tags:
+        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
+        for name in ("href", "src", "xlink:href"):
+            value = attributes.get(name) or "#"
+            assert value.startswith(("#", "data:image/png")) or (page / value).is_file(), value
+    assert "url(http" not in (page / "index.html").read_text()
+
+
+def test_names_are_text(page):
+    text = (page / "index.html").read_text(encoding="utf-8")
+    assert SCRIPT not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;$x_1$" in text
+    assert {row["client"] for row in rows(page / "clients.csv")} == {"'=1+1", "'-->", *NAMES[2:3], *NAMES[4:]}
+
+
+def test_ids_are_different_and_links_within_the_page_lead_somewhere(page):
+    tags = Page(page / "index.html").tags
+    ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = {
+        value[1:] for _, own in tags for value in (own.get("href"), own.get("xlink:href")) if value and value[0] == "#"
+    }
+    assert links
+    assert links <= set(ids)
+
+
+def test_everybody_is_told_what_a_figure_shows(page):
+    tags = Page(page / "index.html").tags
+    pictures = [attributes for tag, attributes in tags if tag == "svg"]
+    assert len(pictures) == len(list(page.glob("*.png"))) >= 8
+    assert all(one["role"] == "img" and len(one["aria-label"]) > 20 for one in pictures)
+    assert (
+        sum(tag == "table" for tag, _ in tags)
+        == sum(tag == "caption" for tag, _ in tags)
+        == len(list(page.glob("*.csv")))
+    )
+    assert ("html", {"lang": "en"}) in tags
+    names = [tag for tag, _ in tags if tag in ("h1", "h2", "h3")]
+    assert names[0] == "h1" and names.count("h1") == 1
+
+
+def test_each_client_is_there_before_and_after(page, runs):
+    run = runs[1][0]
+    found = rows(page / "clients.csv")
+    after, before = run.metrics["clients"]["personal/local_test"], run.metrics["initial"]["personal/local_test"]
+    assert [float(row["personal/local_test"]) for row in found] == pytest.approx(sorted(after), abs=1e-5)
+    order = [NAMES[1:].index(row["client"].removeprefix("'")) for row in found]
+    assert [float(row["before: personal/local_test"]) for row in found] == pytest.approx([before[i] for i in order])
+    shown = next(table for table in Page(page / "index.html").tables.values() if table[0][0] == "client")
+    place = shown[0].index("personal/local_test")
+    assert [row[place] for row in shown[1:]] == [f"{100 * value:.2f}" for value in sorted(after)]
+
+
+def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
+    found = rows(page / "partition_train.csv")
+    assert [int(row["all"]) for row in found] == list(tiny.sizes)
+    data, run = tiny.data(), runs[1][0]
+    for row in rows(page / "mistakes_personal.csv"):
+        client = NAMES[1:].index(row["client"].removeprefix("'"))
+        x, y = data.test[client].tensors
+        with torch.no_grad():
+            predicted = run.personal(client)(x).argmax(-1)
+        assert float(row["accuracy"]) == pytest.approx((predicted == y).float().mean().item(), abs=1e-5)
+        wrong = [(int(a), int(b)) for a, b in zip(y, predicted, strict=True) if a != b]
+        if wrong:
+            most = max(map(wrong.count, wrong))
+            assert row["most frequent mistake"].endswith(f": {most}")
+
+
+def test_a_paired_difference_is_that_of_scipy():
+    random = np.random.default_rng(0)
+    one, other = random.random((2, 30))
+    differences, mean, error = paired([*one, math.nan], [*other, 0.0])
+    assert len(differences) == 30
+    assert error == pytest.approx(sem(one - other))
+    assert mean / error == pytest.approx(ttest_rel(one, other).statistic)
+
+
+def test_runs_that_differ_in_the_seed_are_one_row(runs):
+    scores, differences = comparison([record for folder in runs[0] for record in read_records(folder)])
+    found = list(csv.DictReader(as_csv(scores.tables[0]).splitlines()))
+    assert [(row["run"], row["runs"], row["seeds"]) for row in found] == [("PerAda", "2", "0, 1"), ("FedAvg", "1", "0")]
+    values = [run.metrics["rounds"][-1]["personal/local_test"] for run in runs[1]]
+    assert float(found[0]["personal/local_test"]) == pytest.approx((values[0] + values[1]) / 2, abs=1e-5)
+    assert float(found[0]["± personal/local_test"]) == pytest.approx(abs(values[0] - values[1]) / 2, abs=1e-5)
+    each = [np.array(run.metrics["clients"]["personal/local_test"]) for run in runs[1]]
+    difference = each[2] - (each[0] + each[1]) / 2
+    (row,) = csv.DictReader(as_csv(differences.tables[0]).splitlines())
+    assert (row["run"], row["less"], row["clients"]) == ("FedAvg", "PerAda", "5")
+    assert float(row["mean difference"]) == pytest.approx(difference.mean(), abs=1e-5)
+    assert float(row["standard error"]) == pytest.approx(difference.std(ddof=1) / math.sqrt(5), abs=1e-5)
+
+
+def test_groups_are_named_by_what_differs(tmp_path):
+    def record(name, rate, seed):
+        config = f"seed_everything: {seed}\nmodel: {{lr_local: {rate}}}\n"
+        return Record(name, tmp_path, {"algorithm": "PerAda", "seed": seed}, config=config)
+
+    found = groups_of([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), Record("d", tmp_path)])
+    assert [group.name for group in found] == ["PerAda: lr_local=0.1", "PerAda: lr_local=0.2", "d"]
+    assert [len(group.runs) for group in found] == [2, 1, 1]
+
+
+def test_a_saved_run_and_a_comparison_have_pages_too(runs, tmp_path, capsys):
+    runs[1][0].save(tmp_path / "saved")
+    (record,), (folder,) = read_records(tmp_path / "saved"), read_records(runs[0][0])
+    assert (record.clients, record.confusion, record.by_round) == (folder.clients, folder.confusion, folder.by_round)
+    row = {"stage": "run", "label": SCRIPT, "variant": [], "personal/local_test": 0.5, "global/global_test": None}
+    curve = [{"round": 1, "personal/local_test": 0.25}, {"round": 2, "personal/local_test": 0.5}]
+    records = [row | {"seed": seed, "history": curve} for seed in (0, 1)] + [row | {"seed": 0, "label": "b"}]
+    records.append(row | {"seed": 0, "label": "c", "failed": "no", "point": {}})
+    (tmp_path / "compare.json").write_text(json.dumps(records))
+    main(["report", str(tmp_path / "compare.json"), "--output", str(tmp_path / "page")])
+    main(["report", str(tmp_path / "compare.json")])
+    assert capsys.readouterr().out.count("25.00") == 1  # the curve of both seeds
+    found = rows(tmp_path / "page" / "comparison.csv")
+    assert [(row["run"], row["runs"], row["personal/local_test"]) for row in found] == [
+        (SCRIPT, "2", "0.5"),
+        ("b", "1", "0.5"),
+    ]
+    assert SCRIPT not in (tmp_path / "page" / "index.html").read_text()
+
+
+def test_a_folder_of_an_earlier_perada_has_its_rounds(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,personal/local_test,step\n0,0.25,1\n1,0.5,3\n")
+    main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
+    assert [row["personal/local_test"] for row in rows(tmp_path / "page" / "rounds.csv")] == ["0.25", "0.5"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("metrics"),
+        lambda content: content.update(num_clients=10**12),
+        lambda content: content["metrics"]["clients"].update({"personal/local_test": [1.0]}),
+        lambda content: content["metrics"]["predictions"]["personal"].update(confusion=[[0, 99, 0, 1]]),
+        lambda content: content["metrics"]["partition"].update(train="x"),
+        lambda content: content["metrics"].update(by_round=[{"round": "x"}]),
+        lambda content: content["metrics"]["rounds"].append(3),
+        lambda content: content["info"].update(clients=[1, 2]),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
+    content = json.loads((runs[0][0] / "results.json").read_text())
+    change(content)
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"results.json' is not what perada wrote \(.*\); give another run") as caught:
+        main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_written_to_is_refused_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match=r"--output '.*file' is a file; give a folder"):
+        main(["report", "nowhere", "--output", str(tmp_path / "file")])
+    with pytest.raises(FileNotFoundError, match=r"holds no metrics.csv; give a run folder"):
+        main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
+
+
+def test_without_output_several_runs_are_tables(runs, capsys):
+    main(["report", *map(str, runs[0][:2])])
+    shown = capsys.readouterr().out
+    assert all(str(folder) in shown for folder in runs[0][:2])
+    assert shown.count("| round |") == 2
+
+
+def test_no_predictions_have_no_calibration_error():
+    assert math.isnan(expected_calibration_error({"count": [0], "right": [0], "confidence": [0.0]}))

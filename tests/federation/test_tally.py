@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Confusion and calibration counts, against torchmetrics and a plain loop."""
+
+import pytest
+import torch
+from torchmetrics.functional.classification import multiclass_calibration_error, multiclass_confusion_matrix
+
+from perada.core.ranks import Ranks
+from perada.federation.tally import BINS, Tally
+
+
+def test_counts_are_those_of_torchmetrics():
+    logits, y, owner = 2 * torch.randn(200, 4), torch.randint(0, 4, (200,)), torch.randint(0, 3, (200,))
+    tally = Tally(multilabel=False)
+    for rows in torch.arange(200).split(64):
+        tally.update(logits[rows], y[rows], owner[rows])
+    found = tally.record(Ranks())
+    counts = torch.zeros(3, 4, 4, dtype=torch.int64)
+    for client, true, predicted, count in found["confusion"]:
+        counts[client, true, predicted] = count
+    for client in range(3):
+        own = owner == client
+        wanted = multiclass_confusion_matrix(logits[own].argmax(-1), y[own], num_classes=4)
+        assert torch.equal(counts[client], wanted)
+    count, right, confidence = (torch.tensor(found["calibration"][name]) for name in ("count", "right", "confidence"))
+    assert (counts.sum(), right.sum()) == (200, counts.diagonal(dim1=1, dim2=2).sum())
+    error = (right - count * confidence).abs().sum() / count.sum()
+    wanted = multiclass_calibration_error(logits, y, num_classes=4, n_bins=BINS)
+    assert error.item() == pytest.approx(wanted.item(), abs=1e-5)
+
+
+def test_only_what_is_counted_counts():
+    logits, y, owner = torch.randn(9, 3), torch.arange(9) % 3, torch.arange(9) % 2
+    some, own = Tally(multilabel=False), Tally(multilabel=False)
+    some.update(logits, y, owner, owner == 1)
+    own.update(logits[1::2], y[1::2], owner[1::2])
+    assert some.record(Ranks()) == own.record(Ranks())
+
+
+def test_each_label_is_a_prediction_of_its_own():
+    logits, y = torch.randn(5, 3), torch.randint(0, 2, (5, 3)).float()
+    tally = Tally(multilabel=True)
+    tally.update(logits, y, torch.zeros(5, dtype=torch.int64))
+    found = tally.record(Ranks())
+    count, right, total = [0] * BINS, [0] * BINS, [0.0] * BINS
+    for p, truth in zip(logits.sigmoid().flatten().tolist(), y.flatten().tolist(), strict=True):
+        confidence = max(p, 1 - p)
+        place = int(confidence * BINS)
+        count[place] += 1
+        right[place] += (p > 0.5) == bool(truth)
+        total[place] += confidence
+    assert found.keys() == {"calibration"}
+    assert found["calibration"]["count"] == count
+    assert found["calibration"]["right"] == right
+    means = [one / max(1, n) for one, n in zip(total, count, strict=True)]
+    assert found["calibration"]["confidence"] == pytest.approx(means, abs=1e-5)
+
+
+def test_certainty_and_nan_have_a_bin():
+    tally = Tally(multilabel=False)
+    tally.update(torch.tensor([[1000.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]), torch.tensor([0, 0]))
+    assert tally.record(Ranks())["calibration"]["count"] == [1, *[0] * (BINS - 2), 1]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run keeps of each client, and the file in its folder that holds it."""
+
+import json
+
+import pytest
+import torch
+from pytorch_lightning.loggers import CSVLogger
+
+import perada
+
+
+def fit(tiny, path, rounds=2, **options):
+    options = tiny.options | {"rounds": rounds, "default_root_dir": path} | options
+    return perada.finetune(tiny.net(), options.pop("data", None) or tiny.data(), **options)
+
+
+def saved(path, version=0):
+    return json.loads((path / "lightning_logs" / f"version_{version}" / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def ran(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    return fit(tiny, path), path
+
+
+def test_the_runs_folder_holds_the_metrics(ran):
+    run, path = ran
+    content = saved(path)
+    assert content["metrics"] == run.metrics
+    assert content["info"] == run.info
+    assert content["command"] == []
+    names = {"rounds", "clients", "initial", "by_round", "partition", "predictions", "global/local_test"}
+    assert set(run.metrics) == names
+
+
+def test_before_is_what_the_initial_models_score(ran, tiny, tmp_path):
+    untrained, data = fit(tiny, tmp_path, rounds=0), tiny.data()
+    wanted = []
+    for client, own in enumerate(data.test):
+        x, y = own.tensors
+        with torch.no_grad():
+            wanted.append((untrained.personal(client)(x).argmax(-1) == y).float().mean().item())
+    assert ran[0].metrics["initial"] == {"personal/local_test": pytest.approx(wanted, abs=1e-5)}
+
+
+def test_every_evaluation_is_kept(ran):
+    rounds = ran[0].metrics["by_round"]
+    assert [own["round"] for own in rounds] == [0, 1]
+    assert rounds[-1]["personal/local_test"] == pytest.approx(
+        ran[0].metrics["clients"]["personal/local_test"], abs=1e-5
+    )
+    for own, record in zip(rounds, ran[0].metrics["rounds"], strict=True):
+        mean = sum(own["personal/local_test"]) / 5
+        assert mean == pytest.approx(record["personal/local_test"], abs=1e-5)
+
+
+def test_counts_of_classes_are_those_of_the_data(ran, tiny):
+    sizes = {"train": tiny.sizes, "test": (6,) * 5}
+    wanted = {part: [[len(range(k, n, 3)) for k in range(3)] for n in own] for part, own in sizes.items()}
+    assert ran[0].metrics["partition"] == wanted
+
+
+@pytest.mark.parametrize("who", ["personal", "global"])
+def test_confusion_gives_the_accuracies(ran, who):
+    right, every = [0] * 5, [0] * 5
+    for client, true, predicted, count in ran[0].metrics["predictions"][who]["confusion"]:
+        right[client] += count * (true == predicted)
+        every[client] += count
+    assert every == [6] * 5
+    metrics = ran[0].metrics
+    wanted = metrics["clients"]["personal/local_test"] if who == "personal" else metrics["global/local_test"]
+    assert [one / 6 for one in right] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_resumed_run_knows_what_was_before(ran, tiny, tmp_path):
+    fit(tiny, tmp_path, rounds=1)
+    checkpoint = tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
+    resumed = fit(tiny, tmp_path, ckpt_path=str(checkpoint))
+    assert resumed.metrics == ran[0].metrics
+    assert saved(tmp_path, 1)["metrics"] == ran[0].metrics
+
+
+def test_without_test_images_only_the_partition_is_known(tiny, tmp_path):
+    run = fit(tiny, tmp_path, data=tiny.data(test=False))
+    assert set(run.metrics) == {"rounds", "clients", "partition"}
+
+
+def test_a_fine_tuned_model_replaces_the_last_evaluation(tiny, tmp_path):
+    run = fit(tiny, tmp_path, algorithm="fedavg_ft")
+    assert [own["round"] for own in run.metrics["by_round"]] == [0, 1]
+    assert run.metrics["by_round"][-1]["personal/local_test"] == pytest.approx(
+        run.metrics["clients"]["personal/local_test"], abs=1e-5
+    )
+
+
+def test_labels_that_only_reading_would_tell_are_not_counted(tiny, tmp_path):
+    class Lazy(torch.utils.data.Dataset):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __len__(self):
+            return len(self.inner)
+
+        def __getitem__(self, index):
+            return self.inner[index]
+
+    data = tiny.data()
+    data = perada.data.FederatedData([Lazy(one) for one in data.train], data.test, data.public)
+    assert "train" not in fit(tiny, tmp_path, rounds=1, data=data).metrics.get("partition", {})
+
+
+def test_loggers_have_the_round(tiny, tmp_path):
+    fit(tiny, tmp_path, logger=CSVLogger(tmp_path))
+    header, *lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    place = [header.split(",").index(name) for name in ("round", "epoch")]
+    rounds = [[float(line.split(",")[column]) for column in place] for line in lines]
+    assert rounds
+    assert all(round == epoch for round, epoch in rounds)
+    assert {round for round, _ in rounds} == {0, 1}
+
+
+def test_the_history_is_a_frame(ran):
+    pandas = pytest.importorskip("pandas")
+    frame, rounds = ran[0].history(), ran[0].metrics["rounds"]
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame.index.tolist() == [0, 1]
+    assert frame["personal/local_test"].tolist() == [row["personal/local_test"] for row in rounds]
+    assert frame.loc[1, "step"] == rounds[1]["step"]
+
+
+def test_a_run_of_no_rounds_has_an_empty_history(tiny, tmp_path):
+    pytest.importorskip("pandas")
+    assert len(fit(tiny, tmp_path, rounds=0).history()) == 0
