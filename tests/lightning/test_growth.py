@@ -24,7 +24,7 @@ def equal(one, other):
     return all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("store", ["device", "disk"])
+@pytest.mark.parametrize("store", [pytest.param("device", marks=pytest.mark.slow), "disk"])
 def test_the_former_clients_keep_their_states_and_others_begin_with_the_global_one(tiny, tmp_path, store):
     first = run(tiny, tmp_path, named(tiny, list("bdf")), 2, client_store=store)
     more = named(tiny, list("abcdf"))  # in between, so that numbers change

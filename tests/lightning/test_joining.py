@@ -16,6 +16,10 @@ from perada.privacy import Privacy
 SIZE = 10
 
 
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def newcomer(size=SIZE, test=6, **options):
     random = torch.Generator().manual_seed(7)
     y = torch.arange(size + test) % 3
@@ -47,7 +51,7 @@ def batches(rounds, steps, size=SIZE, batch=4):
             yield item.x[0], item.y[0]
 
 
-@pytest.mark.parametrize("algorithm", ["perada", "ditto", "mtl", "pfedme"])
+@pytest.mark.parametrize("algorithm", ["perada", *slow("ditto", "mtl", "pfedme")])
 def test_the_client_minimises_its_loss_and_the_pull_towards_the_global_state(tiny, algorithm):
     run = finished(tiny, algorithm, prox_strength=0.7)
     joined = perada.personalize(run, newcomer(), "late", rounds=3, accelerator="cpu")
@@ -119,7 +123,7 @@ def test_without_personal_models_the_global_one_is_fine_tuned(tiny):
     assert torch.equal(joined.state("personal", 2)["6.weight"], run.state("global")["6.weight"])
 
 
-@pytest.mark.parametrize("algorithm", ["fedrep", "lg_fedavg", "fedsim_output"])
+@pytest.mark.parametrize("algorithm", ["fedrep", *slow("lg_fedavg", "fedsim_output")])
 def test_where_a_part_is_shared_the_other_is_trained(tiny, algorithm):
     run = finished(tiny, algorithm)
     joined = perada.personalize(run, newcomer(), "late", rounds=1, accelerator="cpu")
@@ -130,7 +134,7 @@ def test_where_a_part_is_shared_the_other_is_trained(tiny, algorithm):
     assert {key for key in start if not torch.equal(found[key], start[key])} == private
 
 
-@pytest.mark.parametrize("algorithm", ["apfl", "standalone", "fedavg_ft"])
+@pytest.mark.parametrize("algorithm", ["apfl", *slow("standalone", "fedavg_ft")])
 def test_other_algorithms_train_a_model_of_the_clients_own(tiny, algorithm):
     run = finished(tiny, algorithm)
     joined = perada.personalize(run, newcomer(), "late", rounds=20, accelerator="cpu")

@@ -23,7 +23,9 @@ def data(size):
     return FederatedData([TensorDataset(images, torch.arange(8) % 3)], num_classes=3)
 
 
-@pytest.mark.parametrize(("backbone", "adapter"), ADAPTERS)
+@pytest.mark.parametrize(
+    ("backbone", "adapter"), [ADAPTERS[0], *(pytest.param(*names, marks=pytest.mark.slow) for names in ADAPTERS[1:])]
+)
 def test_another_run_begins_with_the_same_logits_and_trains(backbone, adapter):
     size = 32 if backbone == "test_resnet" else 160
     own = {**OPTIONS, "algorithm": "fedavg", "adapter": adapter}

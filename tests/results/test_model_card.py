@@ -59,7 +59,12 @@ def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("adapter", "pretrained"), [("residual", False), ("lora", False), ("head", "perada:fashion_test_resnet")]
+    ("adapter", "pretrained"),
+    [
+        ("residual", False),
+        pytest.param("lora", False, marks=pytest.mark.slow),
+        ("head", "perada:fashion_test_resnet"),
+    ],
 )
 def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapter, pretrained):
     run = made(adapter, pretrained)
@@ -73,6 +78,7 @@ def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapt
         torch.testing.assert_close(loaded["model"](x), run.personal("south")(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_somebody_wrote_stays(tmp_path):
     run = made()
     run.save(tmp_path)
@@ -87,6 +93,7 @@ def test_what_somebody_wrote_stays(tmp_path):
     assert ModelCard.load(path).data["license"] == "mit"
 
 
+@pytest.mark.slow
 def test_a_trained_backbone_is_in_the_adapters_own_folder(tmp_path, monkeypatch):
     run = made(train_backbone=True)
     run.save(tmp_path)

@@ -22,7 +22,9 @@ def images():
     return FederatedData([TensorDataset(x, torch.arange(8) % 3)], num_classes=3)
 
 
-@pytest.mark.parametrize("adapter", ["residual", "lora", "head"])
+@pytest.mark.parametrize(
+    "adapter", ["residual", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "head"))]
+)
 def test_a_saved_backbone_is_one_of_timm_and_of_perada(tmp_path, adapter):
     run = perada.finetune("test_resnet", images(), adapter=adapter, algorithm="ditto", pretrained=False, **OPTIONS)
     run.save(tmp_path)
