@@ -37,7 +37,7 @@ def unwrapped(network: nn.Module) -> nn.Module:
     """
     model = copy.deepcopy(network)
     for name in ("peft_config", "_hf_peft_config_loaded"):
-        if hasattr(model, name):
+        if name in vars(model):  # transformers has the second as an attribute of the class too
             delattr(model, name)
     for path, module in reversed(list(model.named_modules())):  # what is inside first
         plain = _plain(module)

@@ -65,13 +65,11 @@ def test_what_is_saved_predicts_what_was_trained(algorithm, tmp_path):
     back = perada.Run.load(tmp_path)
     for m in range(3):
         assert torch.equal(back.personal(m)(x), run.personal(m)(x))
-    # With PEFT alone: the backbone beside the adapter, then the adapter.
-    plain = PeftModel.from_pretrained(
-        build_backbone("test_resnet", 4, pretrained=False).model, str(tmp_path / "client_1")
-    ).eval()
+    # With PEFT alone: the backbone's weights, then the adapter.
     tensors = load_file(tmp_path / "backbone.safetensors") | load_file(tmp_path / "client_1" / "backbone.safetensors")
-    missing = plain.get_base_model().load_state_dict(tensors, strict=False)
-    assert missing.unexpected_keys == []
+    network = build_backbone("test_resnet", 4, pretrained=False).model
+    assert network.load_state_dict(tensors, strict=False).unexpected_keys == []
+    plain = PeftModel.from_pretrained(network, str(tmp_path / "client_1")).eval()
     torch.testing.assert_close(plain(x), run.personal(1)(x))
     (tmp_path / "client_1" / "backbone.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="the backbone's trained weights; copy the whole folder"):

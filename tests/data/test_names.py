@@ -150,10 +150,8 @@ def test_exported_adapters_have_the_names_of_classes(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backbone.safetensors", "client_1"]
     x = torch.rand(2, 3, 32, 32)
     plain = timm.create_model("test_resnet", num_classes=3)
+    plain.load_state_dict(load_file(tmp_path / "backbone.safetensors"), strict=False)
     model = PeftModel.from_pretrained(plain, str(tmp_path / "client_1")).eval()
-    weights = model.get_base_model().state_dict()
-    for name, value in load_file(tmp_path / "backbone.safetensors").items():
-        weights[name].copy_(value)
     assert torch.equal(model(x), made.personal("hospital_b")(x))
 
 

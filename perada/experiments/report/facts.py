@@ -14,7 +14,7 @@ def expected_calibration_error(bins: Mapping[str, Sequence[float]]) -> float:
 
     Source: Guo et al., ICML 2017, https://arxiv.org/abs/1706.04599, equation 3.
 
-    >>> expected_calibration_error({"count": [1, 3], "right": [0, 3], "confidence": [0.5, 0.9]})
+    >>> round(expected_calibration_error({"count": [1, 3], "right": [0, 3], "confidence": [0.5, 0.9]}), 6)
     0.2
     """
     total = sum(bins["count"])
