@@ -23,6 +23,7 @@ from perada.data.batches.private import PrivateRoundBatches
 from perada.data.batches.samples import MapStore, Samples, Store, TensorStore, length
 from perada.data.batches.schedule import Schedule
 from perada.data.federated import Checked, FederatedData, check, class_counts
+from perada.data.items import as_pairs, check_datasets
 from perada.data.overlap import check_overlap
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
@@ -159,8 +160,12 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._division is not None:
             data, self._record = self._division.share_out()
         assert data is not None
+        if self._data is not None:
+            check_datasets(data)
         if self._holdout[0]:
             data, self._record = hold_out(data, self._record, *self._holdout)
+        if self._data is not None:
+            data = as_pairs(data, self._num_classes)
         checked = check(data, self._num_classes, self.image_size)
         if self.evaluates_on == "test":
             self.conditions = conditions(self.shifts, checked, self.image_size)

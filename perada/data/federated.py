@@ -41,12 +41,13 @@ class FederatedData:
     Args:
         train: One map-style dataset per client, items (image, label). Images are uint8 (Ch, H, W) or (H, W), PIL, or
             floating point that is ready for the model; texts are int64 tokens (L,). Labels are classes, or float
-            vectors (K,) for several labels.
+            vectors (K,) for several labels. Items may be dicts instead, with ``image``, ``img`` or ``pixel_values`` and
+            ``label`` or ``labels``, and labels words, which are numbered in sorted order over all clients.
         test: One per client, or an empty list for no evaluation. A client's test set may be empty.
         public: Images without labels, for the server. Of items (image, anything) the second part is never looked at.
         server_validation: Labelled data on the server, for an optional early stop of the distillation.
         num_classes: Inferred from the labels when None.
-        classes: Names of the classes, in the order of their numbers.
+        classes: Names of the classes, in the order of their numbers; None takes labels that are words.
         client_names: Names of the clients, in the order of ``train``.
     """
 

@@ -4,7 +4,8 @@
 import difflib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,7 +53,8 @@ def build_backbone(
 
     Args:
         backbone: A timm name, ``"hf:"`` and a transformers name or folder, or a network of the caller's own, which is
-            copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at. ``"char_lstm"`` is a
+            copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at. Where it returns a
+            tuple or an object, the logits are the one tensor (B, K) in it, or its ``logits``. ``"char_lstm"`` is a
             :class:`~perada.models.char_lstm.CharLSTM` for texts, ``"char_lstm_64"`` one with 64 hidden units.
         num_classes: Number of classes K; None keeps the number that the backbone comes with.
         pretrained: True takes the weights from the hub or its cache, False starts from random weights. A string is a
@@ -96,7 +98,7 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
             f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs: "
             f"build the network with {num_classes} outputs, or leave num_classes out"
         )
-    _return_logits(model)
+    _return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
 
 
@@ -199,7 +201,7 @@ def _from_transformers(
         raise ValueError(f"backbone {name!r} has no nn.Linear with {config.num_labels} outputs: choose another model")
     if pretrained is not False:
         _check_loaded(name, heads[-1], report)
-    _return_logits(model)
+    _return_logits(model, config.num_labels)
     return Backbone(model, name, heads[-1], _transformers_image_config(source, where, size, in_chans))
 
 
@@ -276,11 +278,24 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
     return ImageConfig((in_chans, height, width), mean, std)
 
 
-def _return_logits(model: nn.Module) -> None:
-    """Let a transformers model return its logits alone, so that no name in it changes."""
-    if hasattr(model, "config") and hasattr(model.config, "num_labels"):
-        model.register_forward_hook(_logits)
+def _return_logits(model: nn.Module, classes: int) -> None:
+    """Let a model that returns a tuple, or an object with its logits, return these alone, so that no name changes."""
+    model.register_forward_hook(partial(_logits, classes))
 
 
-def _logits(module: nn.Module, arguments: tuple[object, ...], output: object) -> Tensor:
-    return cast(Tensor, getattr(output, "logits", output))
+def _logits(classes: int, module: nn.Module, arguments: tuple[object, ...], output: Any) -> Tensor:  # noqa: ANN401
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "logits" in output:
+        return cast(Tensor, output["logits"])
+    if hasattr(output, "logits"):
+        return cast(Tensor, output.logits)
+    parts = list(output) if isinstance(output, tuple | list) else []
+    fitting = [part for part in parts if isinstance(part, Tensor) and part.ndim == 2 and part.shape[1] == classes]
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = ", ".join(str(tuple(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in parts)
+    raise TypeError(
+        f"backbone {type(module).__name__!r} returns a {type(output).__name__}{f' of {shown}' if shown else ''}, and "
+        f"{len(fitting)} of its parts are logits (B, {classes}): return the logits, or an object with .logits"
+    )

@@ -2,6 +2,7 @@
 """Reads rows of the clients' datasets: by one gather where they are tensors, item by item otherwise."""
 
 import random
+import reprlib
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
@@ -41,7 +42,12 @@ def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
     >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
     (torch.int64, torch.float32)
     """
-    labels = torch.as_tensor(values)
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # None, words, lists of unequal lengths
+        raise TypeError(
+            f"labels are {reprlib.repr(values)}: give integer classes, or float vectors (K,) of several labels"
+        ) from None
     if labels.is_floating_point() and labels.ndim > 0:
         return labels.float()
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:

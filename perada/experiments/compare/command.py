@@ -14,11 +14,27 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Point, Row, parse_grid, parse_grids, words
-from perada.experiments.compare.results import Results, choose
+from perada.experiments.compare.plan import (
+    CHOSEN_BY,
+    Job,
+    MakeCLI,
+    Plan,
+    Point,
+    Row,
+    Sampler,
+    Trials,
+    parse_grid,
+    parse_grids,
+    words,
+)
+from perada.experiments.compare.ranges import ends, inside, propose, ranges, require_optuna
+from perada.experiments.compare.results import Results, choose, score
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
 from perada.experiments.compare.workers import CarryOut, Workers, in_process
+
+TRIALS = 10
+"""Settings that are tried where ``--tune`` has a range."""
 
 
 class Comparison:
@@ -31,7 +47,7 @@ class Comparison:
         self.plan, self.results, self.threads, self.jobs, self.carry_out = plan, results, threads, jobs, carry_out
         self.began = time.monotonic()
         self.started = self.failed = 0
-        runs = {row: len(plan.points[row[1]]) + len(plan.seeds) for row in plan.rows}
+        runs = {row: plan.count(row[1]) + len(plan.seeds) for row in plan.rows}
         self.left = {plan.job(row, 0, "run", {}).label: count for row, count in runs.items()}
         self.total = sum(runs.values())
 
@@ -40,10 +56,28 @@ class Comparison:
         tuning = {row: self.plan.tuning(row) for row in self.plan.rows}
         tried = list(chain.from_iterable(tuning.values()))
         self._run(tried, tried)
+        for number in range(self.plan.trials.number):  # one of each row at a time: a trial follows from those before
+            sampled = [row for row in self.plan.rows if row[1] in self.plan.trials.ends]
+            jobs = {row: self._trial(row, number, tuning[row]) for row in sampled}
+            for row, job in jobs.items():
+                tuning[row].append(job)
+            tried = list(chain.from_iterable(tuning.values()))
+            self._run([*jobs.values()], tried)
         final = self.plan.final(self._choose(tuning))
         self._run(final, tried + final)
         self.results.arrange(tried + final)
         return self.failed
+
+    def _trial(self, row: Row, number: int, before: list[Job]) -> Job:
+        """The next trial of a row: one that the file of results has, as long as there are any, or a new one."""
+        seed, grid = self.plan.seeds[0], self.plan.grids[row[1]]
+        for record in self.results.records:
+            if record["stage"] == "tune" and inside(grid, record["point"]):
+                job = self.plan.job(row, seed, "tune", record["point"])
+                if job.args == record["args"] and all(job.point != one.point for one in before):
+                    return job
+        told = [(job.point, score(self.results.find(job))) for job in before]
+        return self.plan.job(row, seed, "tune", propose(grid, told, number, self.plan.trials.sampler, seed))
 
     def _choose(self, tuning: dict[Row, list[Job]]) -> dict[Row, Point]:
         """The best point of each row; a row without one is left out."""
@@ -126,13 +160,30 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
         raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
     if given.paper and not algorithms:
         raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
+    if ranges(vary):
+        raise ValueError(f"--vary {next(iter(ranges(vary)))}: a range cannot be varied, give values")
+    sampled = {name: ends(grid) for name, grid in grids.items() if ranges(grid)}
+    if sampled:
+        require_optuna()
+    elif given.trials is not None:
+        raise ValueError(f"--trials {given.trials} is for ranges: give --tune NAME=lo..hi, or leave --trials out")
+    trials = Trials(sampled, (given.trials or TRIALS) if sampled else 0, given.sampler)
     results = Results(given.output)
     with quiet():
         plan = Plan(
-            make_cli, given.recipes, algorithms, given.seeds, grids, vary, given.choose_by, given.paper, overrides
+            make_cli,
+            given.recipes,
+            algorithms,
+            given.seeds,
+            grids,
+            vary,
+            given.choose_by,
+            given.paper,
+            overrides,
+            trials,
         )
     results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
-    counts = {name: len(points) for name, points in plan.points.items()}
+    counts = {name: plan.count(name) for name in plan.points}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"Not every algorithm is given the same number of settings: {listed}", file=sys.stderr)
@@ -183,7 +234,16 @@ def _add_options(parser: ArgumentParser) -> None:
         metavar="[ALGORITHMS:]NAME=V1,V2",
         help="Values of an option of `perada fit`. Each is first tried with the first seed, on images that the clients "
         "hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several "
-        "--tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only.",
+        "--tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only. NAME=lo..hi is a "
+        "range, of which --trials settings are tried; it needs perada[tune].",
+    )
+    parser.add_argument(
+        "--trials",
+        type=PositiveInt,
+        help=f"Settings tried of each algorithm whose --tune has a range (default: {TRIALS}).",
+    )
+    parser.add_argument(
+        "--sampler", type=Sampler, default="tpe", help="How settings are drawn from ranges: tpe or random."
     )
     parser.add_argument(
         "--choose_by",

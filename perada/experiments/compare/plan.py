@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from perada.algorithms import Algorithm
 from perada.experiments.compare.entries import ENTRIES
@@ -19,6 +19,7 @@ Point = dict[str, str]
 """A point of the grid: values by the names that ``--tune`` gave."""
 Grid = dict[str, list[str]]
 """Values by name; several options joined with ``+`` get the same value."""
+Sampler = Literal["tpe", "random"]
 Row = tuple[str, str, tuple[tuple[str, str], ...]]
 """A row of the table: recipe, algorithm, and the values of what ``--vary`` names."""
 
@@ -28,6 +29,15 @@ CHOSEN_BY = ("personal/local_test", "personal/global_test")
 """The scores whose mean, on validation images, chooses from the grid where nothing else is asked for."""
 HOLD_OUT = "--data.client_validation=0.2"
 VALIDATE = "--data.evaluate_on=validation"
+
+
+@dataclass(frozen=True)
+class Trials:
+    """How the grids that have a range are gone through: the two ends of each, how many points are tried, by what."""
+
+    ends: dict[str, list[Point]]
+    number: int
+    sampler: Sampler
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,7 @@ class Plan:
         chosen_by: Scores whose mean, on validation images, chooses from the grid.
         paper: Whether each algorithm trains what its paper trains.
         overrides: Options of ``perada fit`` for every run.
+        trials: Of the grids that have a range.
 
     Raises:
         ValueError: If a run's options cannot be parsed: nothing has been run by then.
@@ -167,14 +178,18 @@ class Plan:
         chosen_by: Sequence[str],
         paper: bool,
         overrides: Sequence[str],
+        trials: Trials | None = None,
     ) -> None:
         self.recipes, self.seeds, self.paper, self.overrides = recipes, list(dict.fromkeys(seeds)), paper, overrides
         # The last name's values change fastest.
         varied = [tuple(zip(vary, values, strict=True)) for values in product(*vary.values())]
         self.rows: list[Row] = list(dict.fromkeys(product(recipes, algorithms or [""], varied)))
-        # Where nothing is tuned there is no point.
+        self.trials = trials or Trials({}, 0, "tpe")
+        # Where nothing is tuned there is no point; those of ranges are found as results come.
         self.points: dict[str, list[Point]] = {
             name: [dict(zip(grid, values, strict=True)) for values in product(*grid.values()) if values]
+            if name not in self.trials.ends
+            else []
             for name, grid in grids.items()
         }
         self.grids, self.chosen_by = grids, list(chosen_by)
@@ -191,7 +206,7 @@ class Plan:
         for row in self.rows:
             cli = make_cli(self.job(row, self.seeds[0], "run", {}).args)
             shared = [name for name in chosen_by if name.startswith("global/")]
-            if self.points[row[1]] and shared and not cli.loop.algorithm.global_model:
+            if self.grids[row[1]] and shared and not cli.loop.algorithm.global_model:
                 name = row[1] or type(cli.loop.algorithm).__name__
                 raise ValueError(f"--choose_by {shared[0]}: {name} has no global model; leave it or the score out")
             self._sign(cli.model.score_names)
@@ -203,7 +218,8 @@ class Plan:
                     "its results: the noise would follow from it; leave secure_rng out"
                 )
             tried: set[str] = set()
-            for job in self.tuning(row):
+            ends = [self.job(row, self.seeds[0], "tune", point) for point in self.trials.ends.get(row[1], ())]
+            for job in self.tuning(row) + ends:
                 if tried.issuperset(words(job.point)):
                     continue
                 tried.update(words(job.point))
@@ -230,6 +246,8 @@ class Plan:
             *([VALIDATE] if tunes else []),
         ]
         tuned = [f"--tune={name}={','.join(values)}" for name, values in self.grids[algorithm].items()]
+        if algorithm in self.trials.ends:
+            tuned += [f"--trials={self.trials.number}", f"--sampler={self.trials.sampler}"]
         choice = [f"--choose_by={','.join(self.chosen_by)}"] if tuned and self.chosen_by != list(CHOSEN_BY) else []
         variant = [*(["--paper"] if self.paper else []), *self.overrides, *words(dict(varied)), *tuned, *choice]
         label += named(dict(varied))
@@ -249,8 +267,12 @@ class Plan:
             raise ValueError("--choose_by: of a score the lower is better in some recipes only; give all one metric")
         self.signed = signed
 
+    def count(self, algorithm: str) -> int:
+        """How many settings of an algorithm are tried."""
+        return self.trials.number if algorithm in self.trials.ends else len(self.points[algorithm])
+
     def tuning(self, row: Row) -> list[Job]:
-        """The runs of the grid for a row."""
+        """The runs of the grid for a row; none where it has a range."""
         return [self.job(row, self.seeds[0], "tune", point) for point in self.points[row[1]]]
 
     def final(self, chosen: dict[Row, Point]) -> list[Job]:

@@ -102,8 +102,34 @@ def _plain(text: str) -> str:
 
 
 def grid_table(records: Records) -> str:
-    """The scores of the grid, one row for each label, in the order in which they were run."""
-    tried = [record for record in records if record["stage"] == "tune"]
+    """The scores of the grid, one row for each label, or for each trial of a range, in the order in which they ran."""
+    every = [record for record in records if record["stage"] == "tune"]
+    drawn = [record for record in every if any(word.startswith("--trials=") for word in record["variant"])]
+    tables = [_trial_table(drawn)] if drawn else []
+    listed = [record for record in every if record not in drawn]
+    return _plain("\n\n".join([*([_value_table(listed)] if listed else []), *tables, _note(every), *_failures(every)]))
+
+
+def _trial_table(tried: Records) -> str:
+    names = list(dict.fromkeys(name for record in tried for name in record["point"]))
+    rows = []
+    for group in dict.fromkeys(map(_untuned, tried)):
+        own = [record for record in tried if _untuned(record) == group]
+        best = choose([(record["point"], record) for record in own])
+        for record in own:
+            chosen = "chosen" if best and record["point"] == best[0] else ""
+            rows.append([group[0], *(record["point"].get(name, "") for name in names), _score(record), chosen])
+    return table(["", *names, "score", ""], rows)
+
+
+def _note(tried: Records) -> str:
+    names = list(dict.fromkeys(name for record in tried for name in record["point"]))
+    by = dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY))
+    what = f"mean of {' and '.join(by)}" if len(by) > 1 else next(iter(by), "")
+    return f"Scores of {' and '.join(names)} in %: {what} on held-out validation images."
+
+
+def _value_table(tried: Records) -> str:
     names = list(dict.fromkeys(name for record in tried for name in record["point"]))
     points = list(dict.fromkeys(tuple(record["point"].get(name, "") for name in names) for record in tried))
     everywhere = all({*record["point"]} == {*names} for record in tried)
@@ -121,11 +147,7 @@ def grid_table(records: Records) -> str:
         cells = [_score(found[point]) if point in found else "" for point in points]
         row = " ".join([label, *options]) if several else label
         rows.append([row, *cells, ", ".join(best[0].values()) if best else "–"])
-    by = dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY))
-    what = f"mean of {' and '.join(by)}" if len(by) > 1 else next(iter(by), "")
-    note = f"Scores of {' and '.join(names)} in %: {what} on held-out validation images."
-    failures = _failures(tried)
-    return _plain("\n\n".join([table(["", *heads, "chosen"], rows), note, *failures]))
+    return table(["", *heads, "chosen"], rows)
 
 
 def curve_tables(records: Records) -> str:
@@ -147,7 +169,9 @@ def curve_tables(records: Records) -> str:
 def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Label and options, but for the grid's own: a grid may be extended by a later command."""
     return record["label"], tuple(
-        word for word in record["variant"] if not word.startswith(("--tune=", "--choose_by="))
+        word
+        for word in record["variant"]
+        if not word.startswith(("--tune=", "--choose_by=", "--trials=", "--sampler="))
     )
 
 

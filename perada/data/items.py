@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets as they come: items that are dicts, such as those of Hugging Face's datasets, and labels that are words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from perada.data.batches.samples import as_labels, isolated_randomness, length, tensor_source
+from perada.data.federated import SCAN_LIMIT, FederatedData
+from perada.data.sets.base import ImageSet
+
+IMAGE_KEYS = ("image", "img", "pixel_values")
+LABEL_KEYS = ("label", "labels")
+
+
+class Pairs(Dataset[Any]):
+    """A dataset whose items are (image, label), made of one whose items are dicts or whose labels are words.
+
+    Args:
+        dataset: The one given.
+        who: What messages call it.
+        keys: Of the image and of the label in a dict; None for items that are pairs. Without a label's key, items are
+            images alone.
+        numbers: The class of each word; None where labels are numbers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        who: str,
+        keys: tuple[str, str | None] | None,
+        numbers: dict[str, int] | None = None,
+    ) -> None:
+        self.dataset, self.who, self.keys, self.numbers = dataset, who, keys, numbers
+        self.targets: Tensor | None = None  # all labels, (N,) or (N, K), where they are known
+
+    def __len__(self) -> int:
+        return length(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 - an image, or an image and its label
+        image, label = self._entries(index)
+        if self.keys is not None and self.keys[1] is None:
+            return image
+        return image, label if self.numbers is None else self.number(label)
+
+    def label(self, index: int) -> Any:  # noqa: ANN401 - whatever the dataset gives
+        """One label as the dataset has it."""
+        return self._entries(index)[1]
+
+    def number(self, word: Any) -> int:  # noqa: ANN401
+        """The class of a word; a ValueError if it is none of those known."""
+        assert self.numbers is not None
+        if not isinstance(word, str) or word not in self.numbers:
+            some = ", ".join(map(repr, list(self.numbers)[:5]))
+            raise ValueError(
+                f"{self.who} has the label {word!r}, and the classes are {some}"
+                f"{', …' if len(self.numbers) > 5 else ''}: correct the label, or name all classes in classes"
+            )
+        return self.numbers[word]
+
+    def _entries(self, index: int) -> tuple[Any, Any]:
+        item = self.dataset[index]
+        if self.keys is None:
+            return item[0], item[1]
+        wanted = [key for key in self.keys if key is not None]
+        if not isinstance(item, Mapping) or not all(key in item for key in wanted):
+            raise ValueError(
+                f"{self.who}, sample {index}: the item is {_shown(item)}, and the first one is a dict with "
+                f"{' and '.join(map(repr, wanted))}: give all items the same keys"
+            )
+        return item[wanted[0]], item[wanted[1]] if len(wanted) > 1 else None
+
+
+@dataclass
+class _Part:
+    """A dataset, what messages call it, what its first item shows, and all labels, where they are known."""
+
+    who: str
+    dataset: Dataset[Any]
+    labelled: bool
+    keys: tuple[str, str | None] | None = None
+    label: Any = None
+    labels: list[Any] | None = None
+
+    @property
+    def pairs(self) -> Pairs:
+        return Pairs(self.dataset, self.who, self.keys)
+
+
+def check_datasets(data: FederatedData) -> None:
+    """Refuse what is no map-style dataset, before any is opened.
+
+    Raises:
+        TypeError: If a client's or the server's dataset is a DataLoader, a dict of datasets or a stream, or the
+            clients' datasets are not in a list.
+    """
+    for name, sets in (("train", data.train), ("test", data.test)):
+        if not isinstance(sets, Sequence):
+            raise TypeError(
+                f"FederatedData.{name} is a {type(sets).__name__}, and no list: give a list with one dataset per client"
+            )
+    for part in _parts(data):
+        kind, base = type(part.dataset).__name__, _base(part.dataset)
+        if isinstance(base, DataLoader):
+            raise TypeError(f"{part.who} is a {kind}, which has batches and no items: give its .dataset")
+        if isinstance(base, Mapping):
+            raise TypeError(f"{part.who} is a {kind} with {_keys(base)}, and no dataset: give one of its entries")
+        numbered = hasattr(type(base), "__len__") and hasattr(type(base), "__getitem__")
+        if not numbered or isinstance(base, IterableDataset):
+            raise TypeError(
+                f"{part.who} is a {kind}, whose items have no numbers: give a dataset with len() and [index], such as "
+                "a list of its items"
+            )
+
+
+def as_pairs(data: FederatedData, num_classes: int | None = None) -> FederatedData:
+    """Give every dataset items that are (image, label), or images alone for the public set, with labels in numbers.
+
+    Of a dict, the image is the entry ``image``, ``img`` or ``pixel_values`` and the label is ``label`` or ``labels``.
+    Words become their places in ``classes``, or in their sorted order over all clients, which then is ``classes``.
+    The names of classes that Hugging Face's datasets carry are taken over, unless ``num_classes`` is another number.
+
+    Raises:
+        ValueError: If a dict lacks an entry, labels are words at some clients alone, or names of classes differ.
+        TypeError: If an item is neither a pair nor a dict.
+    """
+    parts = _parts(data)
+    with isolated_randomness():
+        for part in parts:
+            _look(part)
+        first = next((part for part in parts if isinstance(part.label, str)), None)
+        if first is None and all(part.keys is None for part in parts):
+            return data
+        for part in parts:
+            part.labels = _declared(part.dataset, part.keys and part.keys[1]) if part.labelled else None
+        if first is None:
+            classes = data.classes or _names(parts, num_classes or data.num_classes)
+        else:
+            _check_words(parts, first)
+            classes = data.classes or _words(parts)
+    numbers = None if first is None else {word: number for number, word in enumerate(classes or ())}
+    made = iter([_made(part, numbers) for part in parts])
+    train, test = ([next(made) for _ in sets] for sets in (data.train, data.test))
+    public, validation = (None if one is None else next(made) for one in (data.public, data.server_validation))
+    return replace(data, train=train, test=test, public=public, server_validation=validation, classes=classes)
+
+
+def _parts(data: FederatedData) -> list[_Part]:
+    """All datasets, in the order of the fields."""
+    parts = [_Part(f"client {client}: the training set", one, True) for client, one in enumerate(data.train)]
+    parts += [_Part(f"client {client}: the test set", one, True) for client, one in enumerate(data.test)]
+    parts += [] if data.public is None else [_Part("the public set", data.public, False)]
+    return parts + (
+        [] if (one := data.server_validation) is None else [_Part("the server's validation set", one, True)]
+    )
+
+
+def _base(dataset: Any) -> Any:  # noqa: ANN401
+    """What Subsets are of."""
+    return _base(dataset.dataset) if type(dataset) is Subset else dataset
+
+
+def _look(part: _Part) -> None:
+    """Find the keys and the kind of label of a dataset by its first item; tensors and image sets have none of these."""
+    if not length(part.dataset) or isinstance(_base(part.dataset), ImageSet) or tensor_source(part.dataset, False):
+        return
+    item: Any = part.dataset[0]
+    if isinstance(item, Mapping):
+        label = _key(part.who, item, "label", LABEL_KEYS) if part.labelled else None
+        part.keys = _key(part.who, item, "image", IMAGE_KEYS), label
+    elif not part.labelled:
+        return
+    elif not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
+        raise TypeError(f"{part.who}, sample 0: the item is {_shown(item)}: give (image, label), or a dict of both")
+    part.label = part.pairs.label(0) if part.labelled else None
+
+
+def _key(who: str, item: Mapping[str, Any], what: str, usual: tuple[str, ...]) -> str:
+    """The key of an image or of a label."""
+    here = [key for key in usual if key in item]
+    if len(here) != 1:
+        has = f"more than one {what}, {' and '.join(map(repr, here))}" if here else f"no {what}"
+        raise ValueError(
+            f"{who}, sample 0: the item is {_shown(item)}, which has {has}: name one entry "
+            f"{', '.join(usual[:-1])} or {usual[-1]}"
+        )
+    return here[0]
+
+
+def _shown(item: Any) -> str:  # noqa: ANN401
+    if isinstance(item, Mapping):
+        return f"a dict with {_keys(item)}"
+    return f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
+
+
+def _keys(entries: Mapping[str, Any]) -> str:
+    return f"the keys {', '.join(map(repr, entries))}" if entries else "no keys"
+
+
+def _declared(dataset: Any, key: str | None) -> list[Any] | None:  # noqa: ANN401
+    """All labels, where they are had without an image: of a column or of ``targets``; else None."""
+    if type(dataset) is Subset:
+        inner = _declared(dataset.dataset, key)
+        return None if inner is None else [inner[index] for index in dataset.indices]
+    if key is None:
+        values = None if getattr(dataset, "target_transform", None) is not None else getattr(dataset, "targets", None)
+    else:  # a function that makes the items may make the labels too
+        column = key in (getattr(dataset, "column_names", None) or ()) and dataset.format["type"] != "custom"
+        values = dataset[key] if column else None
+    return None if values is None or len(values) != length(dataset) else list(values[:])
+
+
+def _check_words(parts: list[_Part], first: _Part) -> None:
+    """Refuse labels that are numbers at some and words at others."""
+    for part in parts:
+        if part.labelled and length(part.dataset) and not isinstance(part.label, str):
+            label = "" if part.label is None else f" such as {part.label!r}"
+            raise ValueError(
+                f"{part.who} has labels that are no words{label}, and {first.who} has words such as {first.label!r}: "
+                "give words to all, or numbers to all"
+            )
+        if part.labels is not None and not all(isinstance(label, str) for label in part.labels):
+            part.labels = None  # targets are not what the items have
+
+
+def _words(parts: list[_Part]) -> list[str]:
+    """All words in their order; read sample by sample, within SCAN_LIMIT, where they are not declared."""
+    unknown = [part for part in parts if part.labelled and part.labels is None]
+    count = sum(length(part.dataset) for part in unknown)
+    if count > SCAN_LIMIT:
+        raise ValueError(
+            f"{unknown[0].who} has words as labels and declares none, and {count} samples are too many to read them "
+            "all: give classes, or the datasets an attribute targets"
+        )
+    for part in unknown:
+        part.labels = [part.pairs.label(index) for index in range(length(part.dataset))]
+    given = [(part.who, label) for part in parts for label in part.labels or ()]
+    wrong = next(((who, label) for who, label in given if not isinstance(label, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong[0]} has the label {wrong[1]!r} among words: give a word to every sample")
+    return sorted({label for _, label in given})
+
+
+def _names(parts: list[_Part], num_classes: int | None) -> list[str] | None:
+    """The names that Hugging Face's datasets carry, where they are as many as there are classes."""
+    found: list[tuple[str, list[str]]] = []
+    for part in parts:
+        features = getattr(_base(part.dataset), "features", None)
+        if part.labelled and part.keys is not None and isinstance(features, Mapping):
+            names = getattr(features.get(part.keys[1]), "names", None)
+            found += [] if names is None else [(part.who, list(names))]
+    for who, names in found:
+        if names != found[0][1]:
+            raise ValueError(
+                f"{who} has the classes {names}, and {found[0][0]} has {found[0][1]}: number them alike, or give "
+                "words as labels"
+            )
+    return found[0][1] if found and num_classes in (None, len(found[0][1])) else None
+
+
+def _made(part: _Part, numbers: dict[str, int] | None) -> Dataset[Any]:
+    """The dataset as it is where nothing is to be done, or its pairs."""
+    if part.keys is None and (numbers is None or not part.labelled):
+        return part.dataset
+    pairs = Pairs(part.dataset, part.who, part.keys, numbers if part.labelled else None)
+    if part.labels is not None:
+        pairs.targets = as_labels(part.labels if numbers is None else [pairs.number(word) for word in part.labels])
+    return pairs
