@@ -42,7 +42,7 @@ $(VENV)/.installed-dev: pyproject.toml
 
 # One thread: its batches are small, and threads that wait for one another on a busy machine cost more than they give.
 quickstart: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/perada compare quickstart --algorithms fedavg standalone perada
+	OMP_NUM_THREADS=1 $(BIN)/perada compare quickstart --algorithms fedavg standalone perada --jobs 2
 
 # Tests read nothing from a hub: a name that is not on this machine fails at once instead of after retries. Their models
 # are so small that two processes of one thread each are much faster than one process of two threads.
