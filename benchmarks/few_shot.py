@@ -89,7 +89,7 @@ def _world(seed: int, device: torch.device, quick: bool, test: bool) -> _World:
     return _World(fit(rounds=1 if quick else 60), fit(rounds=0), newcomers, train, scored)
 
 
-def _labels(images: ImageSet) -> Any:  # noqa: ANN401  # an array (N,)
+def _labels(images: ImageSet) -> "np.ndarray[Any, Any]":
     assert images.labels is not None
     return images.labels.numpy()
 

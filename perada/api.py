@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python call: the same objects as a recipe's, built from arguments."""
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -20,13 +15,14 @@ from perada.engine.engine import EngineName
 from perada.federation.cohort import ClientOptimizer
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.store import StoreKind
-from perada.lightning import FederatedLoop, RoundCheckpoint, round_progress
+from perada.lightning import FederatedLoop
 from perada.lightning.checkpoint import find_checkpoint, plain_data
-from perada.lightning.checks import check_precision, check_trainer
+from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.outcome import outcome
+from perada.lightning.plain import as_plain
 from perada.lightning.run_folder import no_trace_if_refused
-from perada.lightning.strategies import choose_strategy, device_defaults
+from perada.lightning.trainer import make_trainer
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
@@ -34,6 +30,8 @@ from perada.results.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
+
+__all__ = ["finetune", "make_trainer"]
 
 
 def finetune(
@@ -289,61 +287,3 @@ def _distillation(
             rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
         fields["steps"] = 0
     return options_of(Distillation, "distillation", given) or Distillation(**fields)
-
-
-def as_plain(value: Any) -> Any:  # noqa: ANN401  # whatever an option is
-    """An option as it stands in a recipe; what has no place in one as a string that shows what it is.
-
-    >>> as_plain(make_algorithm("ditto", prox_strength=0.5))
-    {'class_path': 'perada.algorithms.ditto.Ditto', 'init_args': {'prox_strength': 0.5}}
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): as_plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(one) for one in value]
-    if isinstance(value, Distillation | Privacy | ClientPrivacy):
-        return asdict(value)
-    if isinstance(value, Algorithm | ServerRule):
-        names = [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
-        options = {name: as_plain(getattr(value, name)) for name in names}
-        return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": options}
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 500 else f"{text[:497]}..."
-
-
-def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
-    """A trainer for ``rounds`` rounds with perada's defaults: one device, CSV logs, a checkpoint after every round.
-
-    Under torchrun it has as many devices as processes were started. Without a logger there is no run folder, and no
-    checkpoint unless a callback writes one.
-
-    Raises:
-        ValueError: If an option cannot be used.
-    """
-    check_precision(options.get("precision"))
-    given = options.pop("callbacks", None) or []
-    callbacks = [loop, *(given if isinstance(given, list) else [given])]
-    own = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    if not own:
-        options.setdefault("enable_checkpointing", options.get("logger") is not False)
-        if options["enable_checkpointing"]:
-            callbacks.append(RoundCheckpoint())
-    if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
-        callbacks.append(round_progress())
-    defaults: dict[str, Any] = {
-        **device_defaults(),
-        "max_epochs": rounds,
-        "check_val_every_n_epoch": eval_every,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,
-        "enable_model_summary": False,
-    }
-    if options.get("logger", True) is True:
-        options["logger"] = CSVLogger(options.get("default_root_dir") or ".")
-    options = defaults | options
-    options["strategy"] = choose_strategy(options.get("strategy"), options["devices"], options.get("num_nodes", 1))
-    trainer = pl.Trainer(callbacks=callbacks, **options)
-    check_trainer(trainer)
-    return trainer

@@ -14,6 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import perada
 from perada.cli import main
 from perada.privacy import ClientPrivacy, Privacy
+from tests.recipes import recipe
 
 CONTROL = "\x1b]0;owned\x07\x1b[2J"
 SCRIPT = "<script>alert(1)</script>"
@@ -57,18 +58,7 @@ def test_a_checkpoint_runs_no_code(tiny, tmp_path, place):
     assert not (tmp_path / "owned").exists()
 
 
-RECIPE = {
-    "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
-    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head"},
-    "data": {
-        "dataset": "Digits",
-        "partition": {"class_path": "IID", "init_args": {"num_clients": 3}},
-        "train_limit": 60,
-        "test_limit": 30,
-        "image_size": 16,
-    },
-    "federated": {"algorithm": "Ditto", "local_steps": 1},
-}
+RECIPE = recipe(federated={"algorithm": "Ditto"})
 
 
 def test_the_program_runs_no_code_of_a_checkpoint(tmp_path, monkeypatch):

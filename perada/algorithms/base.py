@@ -230,3 +230,21 @@ class Algorithm(Options):
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """What every client trains alone from the final global state after the last round, and for how long."""
         return None
+
+
+class Around(Algorithm):
+    """An algorithm that changes what another one keeps or sends, and trains as that one does.
+
+    Attributes:
+        base: The other one.
+    """
+
+    base: Algorithm
+
+    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+        """The names that the other one trains."""
+        return self.base.trained(role, phase, slot)
+
+    def client_step(self, step: ClientStep) -> None:
+        """The other one's step."""
+        self.base.client_step(step)

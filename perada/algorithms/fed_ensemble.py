@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.apfl import APFL
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Slot, Stacks
 from perada.algorithms.ensemble import EnsembleAlgorithm
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.feddyn import FedDyn
@@ -25,7 +25,7 @@ UNREPEATABLE = (APFL, FedDyn, MTL, EnsembleAlgorithm)
 """Algorithms with several global models, or whose clients keep what belongs to the only one."""
 
 
-class FedEnsemble(EnsembleAlgorithm):
+class FedEnsemble(Around, EnsembleAlgorithm):
     """K global models (modes) in one federation: a layer over another algorithm's local updates and server step.
 
     Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age of K rounds,
@@ -133,14 +133,6 @@ class FedEnsemble(EnsembleAlgorithm):
         """As the base."""
         states = {key: value for key, value in received.items() if key not in (MODE, BEST)}
         return self.base.open(kept, states, slot)
-
-    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
-        """As the base."""
-        return self.base.trained(role, phase, slot)
-
-    def client_step(self, step: ClientStep) -> None:
-        """As the base."""
-        self.base.client_step(step)
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """As the base. The number of the mode goes back too."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import perada.algorithms as known
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.ensemble import ensemble_of
 from perada.algorithms.fedsim import FedSim
 from perada.algorithms.mtl import MTL
@@ -18,7 +18,7 @@ from perada.core.rounds import Phase
 from perada.core.states import State
 
 
-class Joining(Algorithm):
+class Joining(Around):
     """One client's side of an algorithm: it sends nothing, and the server's state stays as it is.
 
     Args:
@@ -49,19 +49,11 @@ class Joining(Algorithm):
         """What the algorithm trains."""
         return self.base.open(kept, received, slot)
 
-    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
-        """The names that the algorithm trains."""
-        return self.base.trained(role, phase, slot)
-
-    def client_step(self, step: ClientStep) -> None:
-        """The algorithm's own."""
-        self.base.client_step(step)
-
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """Keep what the algorithm keeps, send nothing."""
         return self.base.close(trained, kept, received, slot)[0], {}
 
-    def server_step(self, server: Any) -> State:  # noqa: ANN401  # never used
+    def server_step(self, server: ServerStep) -> State:
         """Nothing changes."""
         return {}
 

@@ -20,11 +20,10 @@ from perada.data.batches.feature_cache import FeatureCache
 from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
 from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
-from perada.data.batches.samples import MapStore, Samples, Store, TensorStore, length
+from perada.data.batches.samples import MapStore, Samples, Store, length
 from perada.data.batches.schedule import Schedule
-from perada.data.federated import Checked, FederatedData, check, class_counts
+from perada.data.federated import Checked, FederatedData, check
 from perada.data.items import as_pairs, check_datasets
-from perada.data.overlap import check_overlap
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
 from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
@@ -277,8 +276,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def public_size(self) -> int:
         """Number of public images; 0 if there are none."""
-        store = self._ready.public
-        return 0 if store is None else store.sizes[0]
+        return _size(self._ready.public)
 
     @property
     def tokens(self) -> bool:
@@ -292,21 +290,16 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def extreme_tokens(self) -> list[int]:
         """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
-        stores = (self._ready.train, self._ready.test, self._ready.public)
-        texts = [store.images for store in stores if isinstance(store, TensorStore) and len(store.images)]
-        return sorted({int(token) for images in texts for token in images.aminmax()})
+        return self._ready.extreme_tokens()
 
     @property
     def validation_size(self) -> int:
         """Number of labelled images on the server; 0 if there are none."""
-        store = self._ready.server_validation
-        return 0 if store is None else store.sizes[0]
+        return _size(self._ready.server_validation)
 
     def check_public_overlap(self) -> None:
         """Refuse images of the server's that clients train on; images in files are all read for it."""
-        for name, store in (("public", self._ready.public), ("server_validation", self._ready.server_validation)):
-            if store is not None:
-                check_overlap(self._ready.train, store, name)
+        self._ready.check_overlap()
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.
@@ -325,15 +318,11 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
-        if self._ready.server_validation is not None:
-            for x, y, _ in self._in_order(self._ready.server_validation):
-                yield self.prepare(send(x, device)), send(y, device)
+        return self._labelled(self._ready.server_validation, device)
 
     def test_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images that clients are evaluated on, prepared, and their labels, on ``device``; each once."""
-        if self._ready.test is not None:
-            for x, y, _ in self._in_order(self._ready.test):
-                yield self.prepare(send(x, device)), send(y, device)
+        return self._labelled(self._ready.test, device)
 
     @property
     def evaluates_on(self) -> EvaluateOn:
@@ -353,9 +342,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def class_counts(self) -> dict[str, list[list[int]]]:
         """Images (M, K) of each client and class by ``train`` and ``test``, where no image must be read to know."""
-        stores = {"train": self._ready.train, "test": self._ready.test}
-        counts = {part: store and class_counts(store, self.num_classes) for part, store in stores.items()}
-        return {part: rows for part, rows in counts.items() if rows}
+        return self._ready.class_counts()
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
         """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""
@@ -386,6 +373,11 @@ class FederatedDataModule(pl.LightningDataModule):
 
         self._features = encode and FeatureCache(encode, size, self.device_cache_mb * 10**6, suits)
 
+    def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
+        if store is not None:
+            for x, y, _ in self._in_order(store):
+                yield self.prepare(send(x, device)), send(y, device)
+
     def _in_order(self, store: Store) -> DataLoader[EvalBatch]:
         served = self._served(store)
         return loader(EvalBatches(served, self.eval_batch_size, self._seed), served, self.num_workers)
@@ -398,3 +390,7 @@ class FederatedDataModule(pl.LightningDataModule):
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
         augmented = store is self._ready.train and self._preparation.augments
         return store if self._features is None or augmented else self._features(store)
+
+
+def _size(store: Store | None) -> int:
+    return 0 if store is None else store.sizes[0]

@@ -24,6 +24,7 @@ from perada.data.batches.samples import (
     length,
     make_store,
 )
+from perada.data.overlap import check_overlap
 from perada.data.sets.base import ImageSet
 from perada.data.sets.checks import class_names
 
@@ -84,6 +85,24 @@ class Checked:
                     f"convert them to {channels} (uint8 images of 1 are repeated), or give a network of your own for "
                     f"{found[0][0]} as backbone"
                 )
+
+    def check_overlap(self) -> None:
+        """Refuse images of the server's that clients train on."""
+        for name, store in (("public", self.public), ("server_validation", self.server_validation)):
+            if store is not None:
+                check_overlap(self.train, store, name)
+
+    def extreme_tokens(self) -> list[int]:
+        """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
+        stores = (self.train, self.test, self.public)
+        texts = [store.images for store in stores if isinstance(store, TensorStore) and len(store.images)]
+        return sorted({int(token) for images in texts for token in images.aminmax()})
+
+    def class_counts(self) -> dict[str, list[list[int]]]:
+        """Images (M, K) of each client and class by ``train`` and ``test``, where no image must be read to know."""
+        stores = {"train": self.train, "test": self.test}
+        counts = {part: store and class_counts(store, self.num_classes) for part, store in stores.items()}
+        return {part: rows for part, rows in counts.items() if rows}
 
 
 def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan
+from perada.core.rounds import RoundPlan, Shares
 from perada.core.states import State
 from perada.server.aggregate import double
 
@@ -17,6 +17,22 @@ FAR = 50.0
 
 Of honest clients with two images, changes were 20 times as long.
 """
+
+
+def look_at(
+    names: Sequence[str],
+    sent: State,
+    received: State,
+    shares: Shares,
+    good: Sequence[int],
+    ranks: Ranks,
+    shown: bool,
+) -> tuple[dict[int, float], dict[str, float]]:
+    """The clients whose updates are far from the others', and the round's metrics of the updates where ``shown``."""
+    places, plan = shares.places, shares.plan
+    received = {key: value[: len(places)] for key, value in received.items()}
+    found = changes(names, sent, received, places, good, len(plan.clients), ranks, cosines=shown)
+    return far(found[0], plan), change_metrics(found, plan.clients) if shown else {}
 
 
 def changes(

@@ -16,7 +16,7 @@ from perada.core.states import State, clone, expand, is_finite, stack, to_device
 from perada.engine.engine import Engine
 from perada.engine.ensembles import compare
 from perada.engine.loss_scaling import KeptScales
-from perada.federation.changes import change_metrics, changes, far
+from perada.federation.changes import look_at
 from perada.federation.cohort import Cohort
 from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
@@ -130,14 +130,14 @@ class Federation:
 
         The distillation's steps are drawn through ``progress``, such as a progress bar.
         """
-        cohort, shares, self.cohort = self.cohort, self._shares, None
+        cohort, shares, settings, self.cohort = self.cohort, self._shares, self.settings, None
         assert cohort is not None
         trained = cohort.close()
         outcomes = gather_outcomes(cohort, trained, shares, self.ranks)
         real = torch.arange(len(trained.finite), device=trained.finite.device) < len(shares.places)  # no stand-in
         self.scales.close("clients", cohort.scales, trained.finite & real, self.ranks)
         report = RoundReport(outcomes.broken(shares.plan))
-        report.metrics = round_metrics(self.settings, self.slot, self.global_state, cohort, trained.sent, outcomes)
+        report.metrics = round_metrics(settings, self.slot, self.global_state, cohort, trained.sent, outcomes)
         self.store.scatter(shares.parts, report.broken, trained.kept)
         self.rounds_done = shares.plan.round + 1
         sent = {key: value[: len(shares.places)] for key, value in trained.sent.items()}  # without a stand-in's
@@ -146,21 +146,14 @@ class Federation:
             sent, good = self._privatized(sent, cohort.received), list(range(len(shares.plan.clients)))
         if good:
             if self.protection.clients is None:
-                self._look_at(sent, cohort.received, good, report)
+                shown = "update_norms" in settings.diagnostics
+                names, received = self.slot.parameters, cohort.received
+                report.far, found = look_at(names, sent, received, shares, good, self.ranks, shown)
+                report.metrics |= found
             updates = Updates(sent, shares.places, len(shares.plan.clients), self.ranks).part(good)
             self._server_step([shares.plan.clients[place] for place in good], updates, data, progress, report)
         report.metrics |= self._gradients | self.protection.metrics()
         return report
-
-    def _look_at(self, sent: State, received: State, good: Sequence[int], report: RoundReport) -> None:
-        """Find clients whose updates are unlike the others'."""
-        plan, places = self._shares.plan, self._shares.places
-        shown = "update_norms" in self.settings.diagnostics
-        received = {key: value[: len(places)] for key, value in received.items()}
-        names = self.slot.parameters
-        found = changes(names, sent, received, places, good, len(plan.clients), self.ranks, cosines=shown)
-        report.far = far(found[0], plan)
-        report.metrics |= change_metrics(found, plan.clients) if shown else {}
 
     def _privatized(self, sent: State, received: State) -> State:
         """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...)."""

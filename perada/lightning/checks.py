@@ -263,3 +263,27 @@ def use_features(image: Tensor, trainer: pl.Trainer, data: FederatedDataModule, 
 
     data.use_features(encode, prefix.size, tuple(prefix.image))
     return True
+
+
+def check_fresh(
+    fitted: bool,
+    own: tuple[FederatedClassifier | None, FederatedDataModule | None],
+    given: tuple[FederatedClassifier, FederatedDataModule],
+) -> None:
+    """Refuse, by a ValueError, a loop's second fit, and ``given`` objects of another run than its ``own``."""
+    (module, data), another = own, given[0] is not own[0]
+    if fitted:
+        raise ValueError(
+            "this FederatedLoop has been fitted: its rounds would begin once more, and with them the noise and the "
+            "ledgers of a private run; make a new FederatedLoop and FederatedClassifier, and resume from a "
+            "checkpoint (ckpt_path)"
+        )
+    if given[0].federation is not None and another:
+        raise ValueError(
+            "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
+        )
+    if module is not None and (another or given[1] is not data):
+        raise ValueError(
+            f"this FederatedLoop belongs to another {'FederatedClassifier' if another else 'FederatedDataModule'}, "
+            "with which it was used before; make a new one"
+        )

@@ -21,6 +21,7 @@ from perada.lightning.checkpoint_io import write_whole
 from perada.lightning.checks import (
     check_batch_norm,
     check_distillation,
+    check_fresh,
     check_images,
     check_rounds,
     check_trainer,
@@ -149,7 +150,7 @@ class FederatedLoop(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = parts(trainer, pl_module)
-        self._check_fresh(stage, data, module)
+        check_fresh(stage == "fit" and self._began, (self._module, self._data), (module, data))
         if sum(isinstance(callback, FederatedLoop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
             raise ValueError("the Trainer has several FederatedLoops among its callbacks; give it one")
         check_trainer(trainer)
@@ -220,24 +221,6 @@ class FederatedLoop(pl.Callback):
             private=None if images is None else images.sampling(),
             eligible=self.protection.affordable if self.protection.limited else None,
         )
-
-    def _check_fresh(self, stage: str, data: FederatedDataModule, module: FederatedClassifier) -> None:
-        """Refuse objects of another run, and a second fit."""
-        if stage == "fit" and self._began:
-            raise ValueError(
-                "this FederatedLoop has been fitted: its rounds would begin once more, and with them the noise and the "
-                "ledgers of a private run; make a new FederatedLoop and FederatedClassifier, and resume from a "
-                "checkpoint (ckpt_path)"
-            )
-        if module.federation is not None and module is not self._module:
-            raise ValueError(
-                "the FederatedClassifier was trained by another FederatedLoop, whose adapters it holds; make a new one"
-            )
-        if self._module is not None and (module is not self._module or data is not self._data):
-            other = "FederatedDataModule" if module is self._module else "FederatedClassifier"
-            raise ValueError(
-                f"this FederatedLoop belongs to another {other}, with which it was used before; make a new one"
-            )
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""

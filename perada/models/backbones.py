@@ -4,8 +4,7 @@
 import difflib
 import json
 import logging
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,13 +12,14 @@ import timm
 import torch
 from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
-from torch import Tensor, nn
+from torch import nn
 
 import perada.models.peft_twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
+from perada.models.logits import return_logits
 from perada.models.twins import register_transformers
 from perada.models.unwrapping import IMAGE, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights, require_hub
@@ -98,7 +98,7 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
             f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs: "
             f"build the network with {num_classes} outputs, or leave num_classes out"
         )
-    _return_logits(model, layer.out_features)
+    return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
 
 
@@ -201,7 +201,7 @@ def _from_transformers(
         raise ValueError(f"backbone {name!r} has no nn.Linear with {config.num_labels} outputs: choose another model")
     if pretrained is not False:
         _check_loaded(name, heads[-1], report)
-    _return_logits(model, config.num_labels)
+    return_logits(model, config.num_labels)
     return Backbone(model, name, heads[-1], _transformers_image_config(source, where, size, in_chans))
 
 
@@ -276,26 +276,3 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
         said = (said["height"], said["width"]) if "height" in said else said.get("shortest_edge", 224)
     height, width = (said, said) if isinstance(said, int) else cast(tuple[int, int], said)
     return ImageConfig((in_chans, height, width), mean, std)
-
-
-def _return_logits(model: nn.Module, classes: int) -> None:
-    """Let a model that returns a tuple, or an object with its logits, return these alone, so that no name changes."""
-    model.register_forward_hook(partial(_logits, classes))
-
-
-def _logits(classes: int, module: nn.Module, arguments: tuple[object, ...], output: Any) -> Tensor:  # noqa: ANN401
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping) and "logits" in output:
-        return cast(Tensor, output["logits"])
-    if hasattr(output, "logits"):
-        return cast(Tensor, output.logits)
-    parts = list(output) if isinstance(output, tuple | list) else []
-    fitting = [part for part in parts if isinstance(part, Tensor) and part.ndim == 2 and part.shape[1] == classes]
-    if len(fitting) == 1:
-        return fitting[0]
-    shown = ", ".join(str(tuple(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in parts)
-    raise TypeError(
-        f"backbone {type(module).__name__!r} returns a {type(output).__name__}{f' of {shown}' if shown else ''}, and "
-        f"{len(fitting)} of its parts are logits (B, {classes}): return the logits, or an object with .logits"
-    )

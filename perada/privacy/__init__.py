@@ -4,8 +4,9 @@
 Opacus is imported when it is first needed, because that takes seconds.
 """
 
-from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, history_epsilon
+from perada.privacy.accounting import ACCOUNTANTS, calibrate, history_epsilon
 from perada.privacy.clipping import noisy_mean, sensitivity
+from perada.privacy.ledgers import Ledger, Ledgers
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.randomness import secure_permutation, secure_uniform
 from perada.privacy.sampling import expected_batch_size, passes, poisson_batches, shuffled_batches

@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from perada.core.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
-from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, check_plan, history_epsilon
+from perada.privacy.accounting import ROUNDING, calibrate, check_plan, history_epsilon
+from perada.privacy.ledgers import Ledgers
 from perada.privacy.options import Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes

@@ -19,8 +19,9 @@ from perada.core.checks import check_number
 from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import State
-from perada.privacy.accounting import ROUNDING, Ledger, check_plan, history_epsilon
+from perada.privacy.accounting import ROUNDING, check_plan, history_epsilon
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
+from perada.privacy.ledgers import Ledger
 from perada.privacy.options import ClientPrivacy
 
 Planned = Callable[[int], Sequence[int]]

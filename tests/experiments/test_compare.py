@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import perada
 from perada.algorithms import ALGORITHMS, make_algorithm
@@ -21,19 +22,10 @@ from perada.experiments.compare.results import Results, choose, score
 from perada.experiments.compare.running import epsilons, same_budget
 from perada.experiments.compare.table import curve_tables, grid_table, summary
 from perada.experiments.compare.workers import Workers
+from tests.recipes import recipe
 
-TINY = """
-trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false}
-model: {backbone: test_resnet, pretrained: false, adapter: head}
-data:
-  dataset: Digits
-  partition: {class_path: IID, init_args: {num_clients: 3}}
-  train_limit: 60
-  test_limit: 30
-  public_fraction: 0.2
-  image_size: 16
-federated: {clients_per_round: 2, local_steps: 1, distillation: {steps: 1, batch_size: 4}}
-"""
+DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
+TINY = yaml.safe_dump(recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
 GRID = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3,0.1"]
 
 

@@ -6,27 +6,19 @@ import math
 import random
 
 import pytest
+import yaml
 
 from perada.cli import main
 from perada.cli.runs import make_cli
 from perada.experiments.compare.ranges import Range, ends, inside, propose, ranges
+from tests.recipes import recipe
 
 RATE = "model.lr_local+model.lr_personal"
 
 
 OUT = ["--output", "out/r.json"]
-TINY = """
-trainer: {max_epochs: 1, accelerator: cpu, enable_progress_bar: false}
-model: {backbone: test_resnet, pretrained: false, adapter: head}
-data:
-  dataset: Digits
-  partition: {class_path: IID, init_args: {num_clients: 3}}
-  train_limit: 60
-  test_limit: 30
-  public_fraction: 0.2
-  image_size: 16
-federated: {clients_per_round: 2, local_steps: 1, distillation: {steps: 1, batch_size: 4}}
-"""
+DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
+TINY = yaml.safe_dump(recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
 
 
 def begun(text):

@@ -7,21 +7,14 @@ import pytest
 import yaml
 
 from perada.cli import main
+from tests.recipes import recipe
 
 WANDB = {"class_path": "WandbLogger", "init_args": {"offline": True}}
-RECIPE = {
-    "seed_everything": 3,
-    "trainer": {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False},
-    "model": {"backbone": "test_resnet", "adapter": "head", "pretrained": False},
-    "data": {
-        "dataset": "Digits",
-        "partition": {"class_path": "IID", "init_args": {"num_clients": 3}},
-        "train_limit": 60,
-        "test_limit": 30,
-        "image_size": 32,
-    },
-    "federated": {"algorithm": "FedAvg", "local_steps": 2},
-}
+RECIPE = recipe(
+    trainer={"max_epochs": 2, "devices": 1},
+    data={"image_size": 32},
+    federated={"algorithm": "FedAvg", "local_steps": 2},
+) | {"seed_everything": 3}
 
 
 @pytest.fixture

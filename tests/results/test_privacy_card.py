@@ -15,20 +15,13 @@ import yaml
 from perada.cli import main
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_card, privacy_lines
+from tests.recipes import recipe
 
 SERVER, RELEASE, CLIENT = [1.25, 2.0, 4.5, 0.75], [2.5, 3.0, 6.25, 1.5], [0.5, 0.625, 1.0, 0.25]
-TINY = {
-    "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
-    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head"},
-    "data": {
-        "dataset": "Digits",
-        "partition": {"class_path": "IID", "init_args": {"num_clients": 4}},
-        "train_limit": 80,
-        "test_limit": 40,
-        "image_size": 16,
-    },
-    "federated": {"algorithm": "Ditto", "clients_per_round": 2, "local_steps": 1},
-}
+TINY = recipe(
+    data={"partition": {"class_path": "IID", "init_args": {"num_clients": 4}}, "train_limit": 80, "test_limit": 40},
+    federated={"algorithm": "Ditto", "clients_per_round": 2},
+)
 
 
 def sample(**options):

@@ -23,6 +23,8 @@ INK = "#1f2328"
 COLOURS = ("#2f7de1", "#d9730d", "#0f9d76", "#a65fd6", "#d64f79", "#8f8a2a", "#5f7f99", "#b0603f")
 """For lines and points: they stand out from white as from black, and differ in lightness."""
 MARKERS = "osD^vPX*"
+NAMED = 40
+"""Clients up to this number have their names in a figure."""
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -136,3 +138,22 @@ def name_axis(axis: "XAxis | YAxis", names: Sequence[str], most: int = 45) -> No
     """Put names on an axis of a heat map, or as many as can be read."""
     step = -(-len(names) // most)
     axis.set_ticks(range(0, len(names), step), [label(name) for name in names[::step]])
+
+
+def line(axes: "Axes", place: int, x: Sequence[float], y: Sequence[float], text: str, size: float = 3) -> None:
+    """Draw the figure's line of that place, with a marker at each point."""
+    colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+    axes.plot(x, y, color=colour, marker=marker, markersize=size, label=text)
+
+
+def legend(figure: "Figure") -> None:
+    """Above the plot, where it covers nothing."""
+    if figure.axes[0].get_legend_handles_labels()[0]:
+        figure.legend(
+            loc="outside upper left", ncols=2, fontsize=8, columnspacing=1.0, handlelength=1.4, borderaxespad=0.2
+        )
+
+
+def cells(rows: Sequence[Sequence[float]]) -> Iterator[tuple[int, int, float]]:
+    """Row, column and value of each cell."""
+    return ((i, j, value) for i, row in enumerate(rows) for j, value in enumerate(row))

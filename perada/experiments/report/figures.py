@@ -1,38 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one run. Each function gives None where the run does not hold what it would show.
+"""The figures of one run but for those about classes.
 
-Shape suffixes: M clients, K classes.
+Each function gives None where the run does not hold what it would show.
 """
 
 import math
 from collections.abc import Sequence
 from statistics import fmean, quantiles
-from typing import TYPE_CHECKING
 
 from perada.experiments.report.drawn import (
     COLOURS,
-    MARKERS,
+    NAMED,
     Drawn,
+    cells,
     drawing,
     fading,
     finish,
     label,
+    legend,
+    line,
     name_axis,
     new_axes,
     whole_rounds,
 )
-from perada.experiments.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
+from perada.experiments.report.facts import sent
 from perada.results.record import Record
 from perada.results.report import SCORES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-NAMED = 40
-"""Clients up to this number have their names in a figure."""
-GRID = 12
-"""Clients whose confusions are drawn."""
 TITLES = {
     "personal/local_test": "personal, own images",
     "personal/global_test": "personal, everyone's images",
@@ -52,7 +46,7 @@ def curves(record: Record, name: str) -> Drawn | None:
             x, y = [row["round"] + 1 for row in rows], [100 * row[score] for row in rows]
             if score == SCORES[0] and score in record.initial:
                 x, y = [0, *x], [100 * mean(record.initial[score]), *y]
-            axes.plot(x, y, color=COLOURS[place], marker=MARKERS[place], markersize=3, label=TITLES[score])
+            line(axes, place, x, y, TITLES[score])
         if record.by_round:
             every = [(0, record.initial[SCORES[0]])] * (SCORES[0] in record.initial)
             every += [(round + 1, values) for round, values in record.by_round]
@@ -76,7 +70,7 @@ def losses(record: Record, name: str) -> Drawn | None:
         for place, key in enumerate(shown):
             rows = [row for row in record.rounds if key in row]
             x, y = [row["round"] + 1 for row in rows], [row[key] for row in rows]
-            axes.plot(x, y, color=COLOURS[place % 8], marker=MARKERS[place % 8], markersize=3, label=label(key[6:], 40))
+            line(axes, place, x, y, label(key[6:], 40))
         axes.set(ylabel="mean training loss")
         whole_rounds(axes, "round")
         legend(figure)
@@ -128,107 +122,6 @@ def personal_and_global(record: Record, name: str) -> Drawn | None:
         return finish(figure, name, f"{alt}; {sum(a < b for b, a in pairs)} are worse.")
 
 
-def partition(record: Record, name: str) -> Drawn | None:
-    """Training images of each client and class."""
-    counts = record.partition.get("train")
-    if not counts:
-        return None
-    m, k = len(counts), len(counts[0])
-    with drawing():
-        figure, axes = new_axes(min(2.2 + 0.33 * k, 8.5), min(1.3 + 0.2 * m, 8.5))
-        drawn = axes.imshow(counts, aspect="auto", cmap=fading(), vmin=0, interpolation="none")
-        if m * k <= 400 and m <= NAMED:
-            for (row, column), count in _cells(counts):
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7) if count else None
-        axes.set(xlabel="class", ylabel="client")
-        axes.grid(False)
-        name_axis(axes.xaxis, record.class_names, 30)
-        name_axis(axes.yaxis, record.client_names)
-        axes.tick_params(axis="x", rotation=90 if max(map(len, record.class_names)) > 2 else 0)
-        figure.colorbar(drawn, label="training images")
-        most = max(map(sum, counts))
-        alt = f"Training images of {m} clients and {k} classes; a client has {min(map(sum, counts))} to {most} images."
-        return finish(figure, name, alt, wide=k > 12)
-
-
-def confusion(record: Record, name: str) -> Drawn | None:
-    """Which class was taken for which, on all clients' own images, by the clients' own models."""
-    who = next((one for one in ("personal", "global") if record.confusion.get(one)), None)
-    k = len(record.class_names)
-    if who is None or k > 200:
-        return None
-    pooled = [[0] * k for _ in range(k)]
-    for _, true, predicted, count in record.confusion[who]:
-        pooled[true][predicted] += count
-    size = min(1.8 + 0.33 * k, 8.5)
-    with drawing():
-        figure, axes = new_axes(max(size, 4.0), max(size - 0.6, 3.2))
-        drawn = _confusion(axes, pooled, numbers=k <= 15)
-        axes.set(xlabel="predicted class", ylabel="class")
-        name_axis(axes.xaxis, record.class_names, 30)
-        name_axis(axes.yaxis, record.class_names, 30)
-        axes.tick_params(axis="x", rotation=90 if max(map(len, record.class_names)) > 2 else 0)
-        figure.colorbar(drawn, label="share of the class")
-        worst = max(((pooled[a][b], a, b) for a in range(k) for b in range(k) if a != b), default=(0, 0, 0))
-        names = record.class_names
-        most = f" Most often {names[worst[1]]} was taken for {names[worst[2]]} ({worst[0]} times)." if worst[0] else ""
-        model = "each client's own model" if who == "personal" else "the global model"
-        alt = f"Classes and predicted classes of all clients' test images by {model}.{most}"
-        return finish(figure, name, alt, wide=k > 12)
-
-
-def confusion_by_client(record: Record, name: str) -> Drawn | None:
-    """The same for each of the clients whose own models are least accurate."""
-    tables = confusion_tables(record, "personal")
-    k = len(record.class_names)
-    if not tables or k > 30:
-        return None
-    score = accuracies(tables)
-    chosen = sorted(tables, key=lambda client: (score[client], client))[:GRID]
-    columns = min(4, len(chosen))
-    rows = -(-len(chosen) // columns)
-    with drawing():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(1.95 * columns, 2.05 * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-        for axes in grid[len(chosen) :]:
-            axes.remove()
-        for axes, client in zip(grid, chosen, strict=False):
-            _confusion(axes, tables[client], numbers=k <= 5)
-            axes.set(xticks=[], yticks=[])
-            axes.set_title(f"{label(record.client_names[client], 14)}: {100 * score[client]:.0f} %")
-        figure.supxlabel("predicted class", fontsize=9)
-        figure.supylabel("class", fontsize=9)
-        alt = f"Confusions of the {len(chosen)} clients whose models are least accurate; the table lists all clients."
-        return finish(figure, name, alt, wide=True)
-
-
-def calibration(record: Record, name: str) -> Drawn | None:
-    """Accuracy against confidence."""
-    if not any(sum(bins["count"]) for bins in record.calibration.values()):
-        return None
-    with drawing():
-        figure, axes = new_axes()
-        axes.plot([0, 100], [0, 100], color="#808080", linewidth=1)
-        told = []
-        for place, (who, bins) in enumerate(record.calibration.items()):
-            known = [i for i, count in enumerate(bins["count"]) if count]
-            x = [100 * bins["confidence"][i] for i in known]
-            y = [100 * bins["right"][i] / bins["count"][i] for i in known]
-            error = 100 * expected_calibration_error(bins)
-            told.append(f"{who} {error:.1f} %")
-            text = f"{label(who)}, ECE {error:.1f} %"
-            axes.plot(x, y, color=COLOURS[place], marker=MARKERS[place], markersize=4, label=text)
-            most = max(bins["count"])
-            sizes = [4 + 60 * bins["count"][i] / most for i in known]
-            axes.scatter(x, y, s=sizes, color=COLOURS[place], alpha=0.35, linewidths=0)
-        axes.set(xlabel="confidence in %", ylabel="right in %", xlim=(0, 102), ylim=(0, 102))
-        legend(figure)
-        alt = f"Share of right predictions by confidence. Expected calibration error: {', '.join(told)}."
-        return finish(figure, name, alt)
-
-
 def communication(record: Record, name: str) -> Drawn | None:
     """Scores against the megabytes sent so far, up and down, by all clients."""
     total = sent(record)
@@ -243,7 +136,7 @@ def communication(record: Record, name: str) -> Drawn | None:
             if score in record.initial:
                 pairs = [(0.0, 100 * mean(record.initial[score])), *pairs]
             x, y = zip(*pairs, strict=True)
-            axes.plot(x, y, color=COLOURS[place], marker=MARKERS[place], markersize=3, label=TITLES[score])
+            line(axes, place, x, y, TITLES[score])
         axes.set(xlabel="megabytes sent so far, by all clients and the server", ylabel="score in %")
         legend(figure)
         return finish(figure, name, f"Scores against communication; {total[-1]:.2f} MB were sent in all.")
@@ -259,7 +152,7 @@ def shifts(record: Record, name: str) -> Drawn | None:
         figure, axes = new_axes(min(max(width, 4.4), 8.5), 1.5 + 0.24 * len(rows))
         shown = [[100 * value for value in row] for row in rows]
         drawn = axes.imshow(shown, aspect="auto", cmap=fading(), vmin=0, vmax=100, interpolation="none")
-        for (row, column), value in _cells(shown):
+        for row, column, value in cells(shown):
             axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7) if value == value else None
         axes.grid(False)
         name_axis(axes.xaxis, heads)
@@ -303,7 +196,7 @@ def epsilon(record: Record, name: str) -> Drawn | None:
             rows = [row for row in record.rounds if math.isfinite(row.get(key, math.nan))]
             x, y = [row["round"] + 1 for row in rows], [row[key] for row in rows]
             text = label(key.removeprefix("privacy/").replace("_epsilon_", " ledger, ").replace("max", "largest"), 40)
-            axes.plot(x, y, color=COLOURS[place % 8], marker=MARKERS[place % 8], markersize=3, label=text)
+            line(axes, place, x, y, text)
         axes.set(ylabel="ε", ylim=(0, None))
         whole_rounds(axes, "rounds done")
         legend(figure)
@@ -327,26 +220,3 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return (known[0], known[0]) if known else (math.nan, math.nan)
     deciles = quantiles(known, n=10, method="inclusive")
     return deciles[0], deciles[-1]
-
-
-def legend(figure: "Figure") -> None:
-    """Above the plot, where it covers nothing."""
-    if figure.axes[0].get_legend_handles_labels()[0]:
-        figure.legend(
-            loc="outside upper left", ncols=2, fontsize=8, columnspacing=1.0, handlelength=1.4, borderaxespad=0.2
-        )
-
-
-def _confusion(axes: "Axes", table: Sequence[Sequence[int]], numbers: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202  # matplotlib's image
-    """Each class's images by predicted class, coloured by their share of the class."""
-    shares = [[count / max(1, sum(row)) for count in row] for row in table]
-    drawn = axes.imshow(shares, cmap=fading(), vmin=0, vmax=1, interpolation="none")
-    axes.grid(False)
-    axes.spines[:].set(visible=True, color="#808080", linewidth=0.5)
-    for (row, column), count in _cells(table) if numbers else ():
-        axes.text(column, row, str(count), ha="center", va="center", fontsize=7) if count else None
-    return drawn
-
-
-def _cells(rows: Sequence[Sequence[float]]):  # type: ignore[no-untyped-def]  # noqa: ANN202  # (row, column), value
-    return (((i, j), value) for i, row in enumerate(rows) for j, value in enumerate(row))

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from perada.experiments.report import figures
+from perada.experiments.report import class_figures, figures
 from perada.experiments.report.drawn import Drawn
 from perada.experiments.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
 from perada.results.privacy_card import check_record, privacy_lines
@@ -154,7 +154,7 @@ def _partition(record: Record, prefix: str) -> Section:
             Table(f"{prefix}partition_{_plain(part)}", f"{what} images of each client and class", header, rows)
         )
     intro = "Who has how many images of which class."
-    return Section("partition", "Partition", intro, _drawn(record, prefix, figures.partition), tables)
+    return Section("partition", "Partition", intro, _drawn(record, prefix, class_figures.partition), tables)
 
 
 def _confusion(record: Record, prefix: str) -> Section:
@@ -178,7 +178,7 @@ def _confusion(record: Record, prefix: str) -> Section:
     intro = (
         "Rows are the classes of the test images, columns what they were taken for. The colour is the share of the row."
     )
-    drawn = _drawn(record, prefix, figures.confusion, figures.confusion_by_client)
+    drawn = _drawn(record, prefix, class_figures.confusion, class_figures.confusion_by_client)
     return Section("confusion", "Confusion", intro, drawn, tables)
 
 
@@ -194,7 +194,7 @@ def _calibration(record: Record, prefix: str) -> Section:
     tables = [Table(f"{prefix}calibration", "Bins of confidence", header, rows)] if rows else []
     intro = "How often predictions of a given confidence are right: below the line, the model is too sure of itself. "
     intro += f"Expected calibration error (ECE): {', '.join(errors)}."
-    return Section("calibration", "Calibration", intro, _drawn(record, prefix, figures.calibration), tables)
+    return Section("calibration", "Calibration", intro, _drawn(record, prefix, class_figures.calibration), tables)
 
 
 def _communication(record: Record, prefix: str) -> Section:

@@ -9,9 +9,20 @@ from typing import Any
 
 import yaml
 
-from perada.experiments.report.drawn import COLOURS, MARKERS, Drawn, drawing, finish, label, new_axes, whole_rounds
+from perada.experiments.report.drawn import (
+    COLOURS,
+    MARKERS,
+    Drawn,
+    drawing,
+    finish,
+    label,
+    legend,
+    line,
+    new_axes,
+    whole_rounds,
+)
 from perada.experiments.report.facts import paired
-from perada.experiments.report.figures import TITLES, legend
+from perada.experiments.report.figures import TITLES
 from perada.experiments.report.sections import Cell, Section, Table
 from perada.results.record import Record
 from perada.results.report import SCORES, shift_names
@@ -132,13 +143,12 @@ def _curves(groups: Sequence[Group], score: str) -> Drawn | None:
             if not by_round:
                 continue
             x = sorted(by_round)
-            y, colour = [fmean(by_round[one]) for one in x], COLOURS[place % len(COLOURS)]
-            marker = MARKERS[place % len(MARKERS)]
-            axes.plot(x, y, color=colour, marker=marker, markersize=3, label=label(group.name, 34))
+            y = [fmean(by_round[one]) for one in x]
+            line(axes, place, x, y, label(group.name, 34))
             error = [pstdev(by_round[one]) for one in x]
             if any(error):
                 low, high = zip(*((a - e, a + e) for a, e in zip(y, error, strict=True)), strict=True)
-                axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+                axes.fill_between(x, low, high, color=COLOURS[place % len(COLOURS)], alpha=0.15, linewidth=0)
         axes.set(ylabel=f"{TITLES[score]}, in %")
         whole_rounds(axes, "rounds done")
         legend(figure)
