@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from jsonargparse import ArgumentParser
 
+from perada.cli.sources import SKIPPED, SOURCE, kind_of, opened
 from perada.core.text import printable
-from perada.data import IID, ByDomain, Images, ImageTable
+from perada.data import IID, ByDomain, Images
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.sets.own import some
@@ -58,14 +59,12 @@ def _of_recipe(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path
 
 def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
     """The images of a folder or a table, by client where clients are known."""
-    parser.add_argument("source", help="Folder or table (.csv, .tsv, .parquet). Or --config RECIPE and its options.")
-    suffixes = {Path(word).suffix.lower() for word in words if not word.startswith("-")}
-    kind: type[Images | ImageTable] = ImageTable if suffixes & {".csv", ".tsv", ".parquet"} else Images
-    first = "table" if kind is ImageTable else "root"
-    parser.add_class_arguments(kind, skip={first, "size", "in_memory", "train"})
+    parser.add_argument("source", help=f"{SOURCE} Or --config RECIPE and its options.")
+    kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
+    parser.add_class_arguments(kind, skip=SKIPPED)
     given = vars(parser.parse_args(words))
     source, output = given.pop("source"), given.pop("output")
-    images = kind(**{first: source, "size": 32}, **given)  # small: what is read is not kept
+    images = opened(source, kind, {"size": 32} | given)  # small: what is read is not kept
     return Division(images, ByDomain("client") if images.has_clients else IID(1)), output
 
 

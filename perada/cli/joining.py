@@ -8,7 +8,8 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from perada.cli.inference import RUN, open_run
-from perada.data import IID, ByDomain, FederatedData, Images, ImageTable
+from perada.cli.sources import SKIPPED, SOURCE, Source, kind_of, opened
+from perada.data import IID, ByDomain, FederatedData, Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
 from perada.results.forgetting import NOT_UNDONE, forget
@@ -16,9 +17,7 @@ from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import RUN_FILE
 
-_TABLES = (".csv", ".tsv", ".parquet")
-_DATA = "Folder of the client's images, table (.csv, .tsv, .parquet), or recipe, whose data are of the client alone or "
-_DATA += "name it among others."
+_DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others."
 
 
 def join(parser: ArgumentParser, words: list[str]) -> None:
@@ -37,8 +36,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--accelerator", type=str, default=None, help="cpu, gpu; by default a GPU if there is one.")
     kind = _kind(words)
     if kind is not None:
-        source = "table" if kind is ImageTable else "root"
-        parser.add_class_arguments(kind, "images", skip={source, "size", "in_memory", "train"})
+        parser.add_class_arguments(kind, "images", skip=SKIPPED)
     if kind is Images:
         parser.set_defaults({"images.layout": "{class}/*"})
     given = vars(parser.parse_args(words))
@@ -66,22 +64,19 @@ def leave(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Removed client {given.client} from {given.run}: client_{number}, its name and its scores. {NOT_UNDONE}")
 
 
-def _kind(words: list[str]) -> type[Images | ImageTable] | None:
-    """What ``--data`` names: images in folders, a table, or (None) a recipe."""
+def _kind(words: list[str]) -> type[Source] | None:
+    """What ``--data`` names: images, or (None) a recipe."""
     places = [place for place, word in enumerate(words) if word == "--data"]
     value = next((word.partition("=")[2] for word in words if word.startswith("--data=")), "")
     value = words[places[0] + 1] if places and places[0] + 1 < len(words) else value
-    if Path(value).suffix.lower() in _TABLES:
-        return ImageTable
-    return None if value and not Path(value).is_dir() else Images
+    return kind_of(value) if value else Images
 
 
-def _of_source(run: Run, kind: type[Images | ImageTable], source: str, options: dict[str, Any]) -> FederatedData:
-    """The images of a folder or a table, by client where clients are known, of the size that the run's had."""
+def _of_source(run: Run, kind: type[Source], source: str, options: dict[str, Any]) -> FederatedData:
+    """The images of a source, by client where clients are known, of the size that the run's had."""
     stored = run.preprocessing.resize
     size = max(stored[0][:2]) if stored else run.preprocessing.shape[-1]
-    given: dict[str, Any] = {"table" if kind is ImageTable else "root": source, "size": size} | options
-    images = kind(**given)
+    images = opened(source, kind, {"size": size} | options)
     return Division(images, ByDomain("client") if images.has_clients else IID(1)).share_out()[0]
 
 

@@ -9,6 +9,7 @@ from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, From
 from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFolder, OfficeHome, UnlabelledFolder
+from perada.data.sets.hugging_face import HuggingFace
 from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, Photographs
 from perada.data.sets.own import Images
 from perada.data.sets.own_table import ImageTable
@@ -36,6 +37,7 @@ __all__ = [
     "FederatedData",
     "FederatedDataModule",
     "FromFile",
+    "HuggingFace",
     "ImageFolder",
     "ImageSet",
     "ImageTable",

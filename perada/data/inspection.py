@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -162,7 +161,7 @@ def _look(part: ImageSet) -> Iterable[_Seen]:
 def _look_at_file(part: ImageFiles, path: str) -> _Seen:
     try:
         part.read(path)
-        content = Path(path).read_bytes()
+        content = part.content(path)
         with Image.open(io.BytesIO(content)) as image:
             return _Seen(_digest(content), image.size, image.mode)
     except (OSError, ValueError) as error:

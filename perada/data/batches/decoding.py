@@ -2,7 +2,7 @@
 """PIL images of any mode as uint8 of one or three channels: scaled, never cut off."""
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -47,8 +47,16 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     return pixels
 
 
-def read_image(path: str | Path, remedy: str, mode: str | None = None, full_scale: float | None = None) -> Tensor:
-    """Read a picture file as :func:`decode` does, turned as its EXIF data say; messages end in ``remedy``.
+def read_image(
+    path: str | Path | IO[bytes],
+    remedy: str,
+    mode: str | None = None,
+    full_scale: float | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Read a picture file as :func:`decode` does, turned as its EXIF data say.
+
+    Messages name the file by ``name``, by default its path, and end in ``remedy``.
 
     Raises:
         MissingImageError: If it does not exist.
@@ -58,7 +66,7 @@ def read_image(path: str | Path, remedy: str, mode: str | None = None, full_scal
         with Image.open(path) as image:
             return decode(ImageOps.exif_transpose(image), mode, full_scale)
     except FileNotFoundError:
-        raise MissingImageError(f"{path} does not exist: {remedy}") from None
+        raise MissingImageError(f"{name or path} does not exist: {remedy}") from None
     except (
         OSError,
         SyntaxError,
@@ -66,7 +74,7 @@ def read_image(path: str | Path, remedy: str, mode: str | None = None, full_scal
         Image.DecompressionBombError,
     ) as error:  # what Pillow raises depends on the format
         reason = " ".join(str(error).split())
-        raise UnreadableImageError(f"{path} is no image that can be read ({reason}): {remedy}") from None
+        raise UnreadableImageError(f"{name or path} is no image that can be read ({reason}): {remedy}") from None
 
 
 def _scaled(values: np.ndarray[Any, Any], mode: str, full_scale: float | None) -> np.ndarray[Any, Any]:

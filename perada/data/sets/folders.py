@@ -60,6 +60,10 @@ class ImageFiles(ImageSet):
         remedy = f"fetch it again from {self._source}" if self._source else "mend it or take it out of the folder"
         return resize_uint8(read_image(path, remedy, self._mode, self.full_scale), self.size)
 
+    def content(self, path: str) -> bytes:
+        """One file as it is stored."""
+        return Path(path).read_bytes()
+
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         paths = self._listing.paths
         return (torch.stack([self.read(path) for path in paths]) if self.in_memory else None), self._listing.labels

@@ -256,6 +256,19 @@ def numbered(names: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray[Any, Any
     return classes, np.array([numbers[name] for name in names], dtype=np.int64)
 
 
+def marked(words: Sequence[Sequence[str]], classes: Sequence[str]) -> Array:
+    """Zeros and ones (N, K): which of the classes each image has.
+
+    >>> marked([["b"], [], ["a", "b"]], ["a", "b"]).tolist()
+    [[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = np.zeros((len(words), len(classes)), dtype=np.float32)
+    for row, own in zip(labels, words, strict=True):
+        row[[numbers[word] for word in own]] = 1
+    return labels
+
+
 def _split_word(word: str, where: str) -> str:
     if word.lower() not in SPLITS:
         raise ValueError(f"{where}: the split {word!r} is none of {', '.join(SPLITS)}; correct the layout or the name")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from perada.data.partitions.apportion import Array
-from perada.data.sets.own import SPLITS, OwnImages, Records, numbered, ordered, some
+from perada.data.sets.own import SPLITS, OwnImages, Records, marked, numbered, ordered, some
 from perada.data.sets.tables import read_table
 
 
@@ -152,12 +152,9 @@ class ImageTable(OwnImages):
         if self.separator is None:
             self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out")
             return numbered(column.tolist())
-        parts = [[part.strip() for part in cell.split(self.separator)] for cell in column.tolist()]
-        classes = ordered({part for row in parts for part in row if part})
+        cells = [cell.split(self.separator) for cell in column.tolist()]
+        parts = [[part.strip() for part in cell if part.strip()] for cell in cells]
+        classes = ordered({part for row in parts for part in row})
         if not classes:
             raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
-        numbers = {name: number for number, name in enumerate(classes)}
-        labels = np.zeros((len(parts), len(classes)), dtype=np.float32)
-        for row, own in zip(labels, parts, strict=True):
-            row[[numbers[part] for part in own if part]] = 1
-        return classes, labels
+        return classes, marked(parts, classes)
