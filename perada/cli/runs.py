@@ -20,6 +20,7 @@ from perada.cli.classes import import_named
 from perada.cli.help import explained
 from perada.cli.inference import export_one, open_run
 from perada.cli.keys import full_names, full_words, with_proposal
+from perada.cli.messages import quiet_lightning
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, round_progress
@@ -285,4 +286,5 @@ def work() -> None:
     """What a process of ``perada compare`` does."""
     from perada.experiments.compare.workers import worker_main
 
+    quiet_lightning()
     worker_main(partial(make_cli, run=False))

@@ -22,10 +22,10 @@ from perada.experiments.compare.results import Results, choose, score
 from perada.experiments.compare.running import epsilons, same_budget
 from perada.experiments.compare.table import curve_tables, grid_table, summary
 from perada.experiments.compare.workers import Workers
-from tests.recipes import recipe
+from tests import recipes
 
 DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
-TINY = yaml.safe_dump(recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
+TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
 GRID = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3,0.1"]
 
 

@@ -11,14 +11,14 @@ import yaml
 from perada.cli import main
 from perada.cli.runs import make_cli
 from perada.experiments.compare.ranges import Range, ends, inside, propose, ranges
-from tests.recipes import recipe
+from tests import recipes
 
 RATE = "model.lr_local+model.lr_personal"
 
 
 OUT = ["--output", "out/r.json"]
 DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
-TINY = yaml.safe_dump(recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
+TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
 
 
 def begun(text):
