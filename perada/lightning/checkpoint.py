@@ -186,9 +186,13 @@ def check_saved(saved: Described, here: Described, test_mode: bool, training: bo
             continue
         former = saved["belongs"].get(name)
         if former != value and not (name == "seed" and test_mode and not training):
+            remedy = "resume with the configuration that wrote it"
+            if not training:
+                remedy = (
+                    "give the configuration that wrote it; other test images belong in data.shifts (docs/shifts.md)"
+                )
             raise ValueError(
-                f"the checkpoint belongs to another run: its {name} {_difference(former, value)}; resume with the "
-                "configuration that wrote it"
+                f"the checkpoint belongs to another run: its {name} {_difference(former, value)}; {remedy}"
             )
     former = saved.get("options", {})  # not in checkpoints of former versions
     for name, value in here["options"].items():
