@@ -92,8 +92,12 @@ class Scores:
 
     def compute(self) -> Tensor:
         """Scores (P, G) by the first metric, on the CPU; NaN where a model has no image of a group."""
-        scores = self.all(self.metrics[:1])[self.metrics[0].name]
-        return scores if scores.dim() == 2 else scores.nanmean(-1)
+        return self.means(self.metrics[:1])[self.metrics[0].name]
+
+    def means(self, metrics: Sequence[Metric] | None = None) -> dict[str, Tensor]:
+        """Scores (P, G) by each metric; of one that scores each class, the mean of the classes that occur."""
+        every = self.all(metrics)
+        return {name: scores if scores.dim() == 2 else scores.nanmean(-1) for name, scores in every.items()}
 
     def all(self, metrics: Sequence[Metric] | None = None) -> dict[str, Tensor]:
         """Scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU."""

@@ -34,17 +34,19 @@ class ShiftedEvaluation:
 
     Args:
         federation: The states.
-        metric: How predictions are scored.
+        metrics: How predictions are scored.
         everywhere: The clients whose personal models run, where they have models of their own.
         others: Score a client's model on the images of the other clients alone, and the global model as if it were each
             client's, mean over clients.
     """
 
-    def __init__(self, federation: Federation, metric: Metric, everywhere: Sequence[int], others: bool = False) -> None:
+    def __init__(
+        self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int], others: bool = False
+    ) -> None:
         self.federation, self.everywhere, self.others = federation, everywhere, others
         multilabel = federation.settings.training.multilabel
-        self._personal = Scores([metric], multilabel, models=len(everywhere))
-        self._shared = Scores([metric], multilabel, models=federation.num_clients if others else 1)
+        self._personal = Scores(metrics, multilabel, models=len(everywhere))
+        self._shared = Scores(metrics, multilabel, models=federation.num_clients if others else 1)
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""
@@ -68,14 +70,17 @@ class ShiftedEvaluation:
         for place, client, own in zip(places, clients, logits, strict=True):
             scores.update(own.unsqueeze(0), batch.y, models=[place], counted=owner != client)
 
-    def result(self) -> ShiftedScores:
-        """What all processes have counted; all of them call it."""
+    def result(self) -> dict[str, ShiftedScores]:
+        """What all processes have counted, by metric; all of them call it. Scores of classes are their mean."""
         federation, clients = self.federation, self.federation.num_clients
         for scores in (self._personal, self._shared):
             scores.merge(federation.ranks)
-        shared = self._shared.compute()[:, 0]
-        if not federation.personalized:
-            return ShiftedScores(shared.expand(clients), float(shared.nanmean()))
-        personal = shared.new_full((clients,), torch.nan)
-        personal[list(self.everywhere)] = self._personal.compute()[:, 0]
-        return ShiftedScores(personal, float(shared.nanmean()))
+        found, personal = {}, self._personal.means()
+        for name, values in self._shared.means().items():
+            shared = values[:, 0]
+            own = shared.expand(clients)
+            if federation.personalized:
+                own = shared.new_full((clients,), torch.nan)
+                own[list(self.everywhere)] = personal[name][:, 0]
+            found[name] = ShiftedScores(own, float(shared.nanmean()))
+        return found

@@ -63,10 +63,10 @@ def _described(data: FederatedDataModule) -> dict[str, str]:
 
 def _scores(
     data: FederatedDataModule, module: FederatedClassifier, condition: Condition, limit: float
-) -> ShiftedScores:
+) -> dict[str, ShiftedScores]:
     federation = federation_of(module)
     everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
-    evaluation = ShiftedEvaluation(federation, module.metrics[0], everywhere, condition.others)
+    evaluation = ShiftedEvaluation(federation, module.metrics, everywhere, condition.others)
     batches = data.shift_loader(condition)
     count = int(len(batches) * limit) if isinstance(limit, float) else limit
     for index, batch in enumerate(islice(batches, count)):
@@ -74,24 +74,29 @@ def _scores(
     return evaluation.result()
 
 
-def _summary(found: list[tuple[Condition, ShiftedScores]], shared: bool) -> dict[str, Any]:
+def _summary(found: list[tuple[Condition, dict[str, ShiftedScores]]], shared: bool) -> dict[str, Any]:
     """Scores by name, those of each client, and those of each kind of corruption, in plain types and tensors.
 
-    The score of corruptions is the mean over their kinds and severities, of each client and of the global model.
+    The score of corruptions is the mean over their kinds and severities, of each client and of the global model. The
+    first metric has the plain names, and kinds are scored by it alone.
     """
     scores: dict[str, float] = {}
     per_client: dict[str, torch.Tensor] = {}
     kinds: dict[str, dict[str, Any]] = {}
     for shift, own in groupby(found, lambda pair: pair[0].shift):
         passes = list(own)
-        clients = torch.stack([result.personal for _, result in passes]).nanmean(0)
-        if not clients.isnan().all():
-            mean, spread = _mean_and_std(clients)
-            per_client[f"personal/{shift}"] = clients
-            scores |= {f"personal/{shift}": mean, f"personal/{shift}_std": spread}
-        if shared:
-            scores[f"global/{shift}"] = fmean(result.shared for _, result in passes)
-        for condition, result in passes if passes[0][0].kind else ():
+        first, *others = passes[0][1]
+        for metric in (first, *others):
+            ending = "" if metric == first else f"_{metric}"
+            clients = torch.stack([results[metric].personal for _, results in passes]).nanmean(0)
+            if not clients.isnan().all():
+                mean, spread = _mean_and_std(clients)
+                per_client[f"personal/{shift}{ending}"] = clients
+                scores |= {f"personal/{shift}{ending}": mean, f"personal/{shift}{ending}_std": spread}
+            if shared:
+                scores[f"global/{shift}{ending}"] = fmean(results[metric].shared for _, results in passes)
+        for condition, results in passes if passes[0][0].kind else ():
+            result = results[first]
             curve = kinds.setdefault(shift, {}).setdefault(condition.kind, {"severity": []})
             curve["severity"].append(condition.severity)
             mean, spread = _mean_and_std(result.personal)

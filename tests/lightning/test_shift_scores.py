@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import f1_score, roc_auc_score
 from torch.utils.data import TensorDataset
 
 import perada
@@ -160,6 +160,27 @@ def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
     new = stripes(13, 90, multilabel)
     assert clients["personal/new"] == pytest.approx([score(model, *new) for model in models], **close)
     assert last["global/new"] == pytest.approx(score(shared, *new), **close)
+
+
+def test_every_metric_scores_the_shifts():
+    """Macro F1 of each client's model on another set and on the others' images, again by scikit-learn."""
+    given = {"new": Stripes(), "others": LabelShift()}
+    found = run(given=given, metric=["accuracy", "f1_macro"])
+    last, clients = found.metrics["rounds"][-1], found.metrics["clients"]
+    (images, labels, owners), new = pooled(), stripes(13, 90)
+
+    def f1(model, images, labels):
+        predicted = [int(logits(model, image).argmax()) for image in images]
+        return f1_score(labels.tolist(), predicted, average="macro")
+
+    for client in range(4):
+        model = found.personal(client)
+        rows = [row for row, owner in enumerate(owners) if owner != client]
+        theirs = f1(model, [images[row] for row in rows], labels[rows])
+        assert clients["personal/new_f1_macro"][client] == pytest.approx(f1(model, *new), abs=1e-6)
+        assert clients["personal/others_f1_macro"][client] == pytest.approx(theirs, abs=1e-6)
+        assert clients["personal/new"][client] == pytest.approx(accuracy(model, *new))
+    assert last["global/new_f1_macro"] == pytest.approx(f1(found.global_model(), *new), abs=1e-6)
 
 
 def scores(run):
