@@ -13,12 +13,14 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from perada.core.digests import check_sums
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
 from perada.models.weight_files import LITE0, SHIPPED
 
 BACKBONE_FILE = "backbone.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CARD_FILE = "README.md"
 NAMES_FILE = "config.json"
 _CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
@@ -43,6 +45,9 @@ def save_adapter(
     adapted.peft_model.peft_config["default"].base_model_name_or_path = base
     card = folder / CARD_FILE
     written = card.read_text(encoding="utf-8") if card.is_file() else None
+    if written is None:  # PEFT adds to it, and without it compiles a template, which takes longer than all else
+        folder.mkdir(parents=True, exist_ok=True)
+        card.write_text("---\nlibrary_name: peft\n---\n", encoding="utf-8")
     try:
         set_state(adapted.model, state)
         adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
@@ -146,13 +151,14 @@ def read_config(folder: Path) -> PeftConfig:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it cannot be read.
+        ValueError: If it cannot be read, or a file of the folder is not what was written.
     """
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{str(folder)!r} is not an adapter folder: it has no {name}; give one that perada saved"
             )
+    check_sums(folder, (CONFIG_FILE, WEIGHTS_FILE), free=(CARD_FILE,))
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields
