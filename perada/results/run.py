@@ -16,6 +16,7 @@ from perada.results.export import (
     CONFIG_FILE,
     NAMES_FILE,
     WEIGHTS_FILE,
+    PeftLayout,
     base_name,
     load_adapter,
     load_backbone,
@@ -88,28 +89,37 @@ class Run(Models):
             adapters = [(name, None) for name in _global_folders(len(self._global))]
             if self._personal is not None or len(self._global) == 1:
                 adapters += [(f"client_{client}", client) for client in self._remaining]
-        files = {}
+        files, layout = {}, self._layout()
         for place, (name, client) in enumerate(adapters):
             state = self._global[place] if client is None else self.state("personal", client)
             card = folder / name / CARD_FILE
             if card.is_file():  # what somebody wrote into it stays
                 (stage / name).mkdir()
                 shutil.copyfile(card, stage / name / CARD_FILE)
-            files[f"{name}/{WEIGHTS_FILE}"] = self._export(state, stage / name, client, license)
+            files[f"{name}/{WEIGHTS_FILE}"] = self._export(state, stage / name, client, license, layout)
         if own_weights(self.info):
             save_backbone(self._adapted, stage)
             files[BACKBONE_FILE] = digest_of(stage / BACKBONE_FILE)
         return files
 
-    def _export(self, state: State, folder: Path, client: int | None, license: str, backbone: str = "..") -> str:
+    @property
+    def _base(self) -> str | None:
+        return base_name(self._adapted, self.info["pretrained"])
+
+    def _layout(self) -> PeftLayout:
+        return PeftLayout(self._adapted, self._base, texts=True)
+
+    def _export(
+        self, state: State, folder: Path, client: int | None, license: str, layout: PeftLayout, backbone: str = ".."
+    ) -> str:
         """Write one adapter, its card and digests of all; return that of its tensors.
 
         The backbone, if it is written, is in the folder ``backbone`` from there.
         """
-        base, card = base_name(self._adapted, self.info["pretrained"]), folder / CARD_FILE
+        base, card = self._base, folder / CARD_FILE
         blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if own_weights(self.info) else None
         where = BACKBONE_FILE if self._adapted.beside else where
-        save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), base=base)
+        save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), layout=layout)
         subject = Subject(self.info, self.metrics, client, self._personal is not None, base, where, license)
         write_card(card, subject, blank)
         names = [CARD_FILE, NAMES_FILE, BACKBONE_FILE, CONFIG_FILE, WEIGHTS_FILE]
@@ -164,7 +174,7 @@ class Run(Models):
         def write(folder: Path) -> None:
             if own_weights(self.info) and not self._adapted.beside:  # which is there already
                 save_backbone(self._adapted, folder)
-            self._export(state, folder, number, license, ".")
+            self._export(state, folder, number, license, self._layout(), ".")
             write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number))
 
         whose = "the global adapter" if number is None else f"the adapter of client {client}"
@@ -210,11 +220,12 @@ class Run(Models):
         names = ["."] if alone else _global_folders(models)  # alone, as on the Hub
         config = read_config(folder / names[0])
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
-        shared = [load_adapter(adapted, folder / name, config) for name in names]
+        layout = PeftLayout(adapted)
+        shared = [load_adapter(adapted, folder / name, config, layout) for name in names]
         if saved.shared:
             return cls(adapted, shared, None, clients, saved.metrics, info)
         remaining = sorted({*range(clients)} - {*info.get("forgotten", ())})
-        states = {client: load_adapter(adapted, folder / f"client_{client}", config) for client in remaining}
+        states = {client: load_adapter(adapted, folder / f"client_{client}", config, layout) for client in remaining}
         return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
 
 
