@@ -14,6 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import perada
 from perada.cli import main
 from perada.privacy import ClientPrivacy, Privacy
+from tests.digests import undigested
 from tests.recipes import recipe
 
 CONTROL = "\x1b]0;owned\x07\x1b[2J"
@@ -156,7 +157,7 @@ def test_code_beside_weights_is_neither_run_nor_offered_to_be(tiny, tmp_path, mo
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run it"))
     folder = stranger(tmp_path / "vit")
     run = fit(tiny, tmp_path, rounds=0, logger=False)
-    saved = run.save(tmp_path / "run")
+    saved = undigested(run.save(tmp_path / "run"))
     content = json.loads((saved / "run.json").read_text())
     content["info"] |= {"backbone": f"hf:{folder}", "pretrained": True}
     (saved / "run.json").write_text(json.dumps(content))
@@ -216,7 +217,7 @@ CHANGES = [
 def test_a_description_of_a_run_that_no_run_has_is_refused(tiny, tmp_path, change):
     run = fit(tiny, tmp_path, rounds=0, logger=False)
     run.info["privacy"] = private(5)
-    folder = run.save(tmp_path / "run")
+    folder = undigested(run.save(tmp_path / "run"))
     content = json.loads((folder / "run.json").read_text())
     CHANGES[change](content)
     (folder / "run.json").write_text(json.dumps(content))
@@ -226,7 +227,7 @@ def test_a_description_of_a_run_that_no_run_has_is_refused(tiny, tmp_path, chang
 
 
 def test_a_run_that_says_it_has_a_billion_global_models_is_refused_at_once(tiny, tmp_path):
-    folder = fit(tiny, tmp_path, rounds=0, logger=False).save(tmp_path / "run")
+    folder = undigested(fit(tiny, tmp_path, rounds=0, logger=False).save(tmp_path / "run"))
     content = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(content | {"global_models": 10**15}))
     with pytest.raises(FileNotFoundError, match="lacks 'global_999999999999999'"):
@@ -238,7 +239,7 @@ def test_what_is_saved_again_shows_nothing_that_was_read(tiny, tmp_path):
     """A name that PEFT keeps of the base model goes into the card's header, which is data."""
     run = fit(tiny, tmp_path, rounds=0, logger=False)
     run.info["privacy"] = private(5)
-    folder = run.save(tmp_path / "run")
+    folder = undigested(run.save(tmp_path / "run"))
     for path in folder.rglob("adapter_config.json"):
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | {"base_model_name_or_path": SCRIPT, "revision": SCRIPT}))
@@ -266,7 +267,7 @@ def test_results_of_a_comparison_do_not_reach_the_terminal_as_they_are(tmp_path,
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     words = ["compare", "recipe.yaml", "--output", "results.json"]
     main(words)
-    records = json.loads((tmp_path / "results.json").read_text())
+    records = json.loads((undigested(tmp_path) / "results.json").read_text())
     for record in records:
         record["label"] = f"{CONTROL}{record['label']}"
     records.append(records[-1] | {"failed": f"{CONTROL} failed", "args": ["another"]})

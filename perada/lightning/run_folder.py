@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
+from perada.core.digests import sealed
 from perada.federation.federation import Federation
 from perada.federation.store import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
@@ -60,7 +61,7 @@ def write_description(trainer: pl.Trainer, partition: dict[str, Any], config: di
     if folder is None or not trainer.is_global_zero:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "partition.json").write_text(json.dumps(partition))
+    (folder / "partition.json").write_text(json.dumps(sealed(partition)))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,15 +14,45 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from perada.core.digests import check_sums
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
 from perada.models.weight_files import LITE0, SHIPPED
 
 BACKBONE_FILE = "backbone.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CARD_FILE = "README.md"
 NAMES_FILE = "config.json"
 _CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
+
+
+class PeftLayout:
+    """What the PEFT folders of one model have in common, found out once: PEFT looks through the model for each.
+
+    Attributes:
+        tensors: The tensors of a folder by the names that PEFT gives them, those of the model's own adapter.
+        keys: Their names in a state; those that are in no state, such as fixed projections, are left out.
+        complete: Whether each tensor of a folder is one of a state, and the other way round.
+        config: The text of the configuration; empty unless ``texts`` are asked for.
+        card: That of PEFT's model card, likewise.
+    """
+
+    def __init__(self, adapted: AdaptedModel, base: str | None = None, texts: bool = False) -> None:
+        self.tensors = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+        full = adapted.model.state_dict()
+        own = {full[key].data_ptr(): key for key in trained_keys(adapted.model)}
+        self.keys = {name: own[value.data_ptr()] for name, value in self.tensors.items() if value.data_ptr() in own}
+        self.complete = self.keys.keys() == self.tensors.keys() and set(self.keys.values()) == set(own.values())
+        self.config = self.card = ""
+        if texts:
+            adapted.peft_model.peft_config["default"].base_model_name_or_path = base
+            with TemporaryDirectory() as folder:
+                card = Path(folder, CARD_FILE)
+                card.write_text("---\nlibrary_name: peft\n---\n", encoding="utf-8")  # else a template is compiled
+                adapted.peft_model.save_pretrained(folder, save_embedding_layers=False)
+                self.card = card.read_text(encoding="utf-8")
+                self.config = Path(folder, CONFIG_FILE).read_text(encoding="utf-8")
 
 
 def save_adapter(
@@ -31,32 +62,33 @@ def save_adapter(
     section: str = "",
     classes: Sequence[str] | None = None,
     base: str | None = None,
+    layout: PeftLayout | None = None,
 ) -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
     Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The model's own
     adapter is left as it was. ``section`` is Markdown for the model card, as in :func:`write_section`. The names of
     the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
-    configuration has no place for them. ``base`` names the backbone in PEFT's configuration.
+    configuration has no place for them. ``base`` names the backbone in PEFT's configuration. Who saves many gives the
+    ``layout`` of all.
     """
-    before = get_state(adapted.model)
-    adapted.peft_model.peft_config["default"].base_model_name_or_path = base
+    layout = layout or PeftLayout(adapted, base, texts=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: state[layout.keys[name]] if name in layout.keys else own for name, own in layout.tensors.items()}
+    # Safetensors takes neither views nor two names of one tensor.
+    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(whole, folder / WEIGHTS_FILE, {"format": "pt"})
+    (folder / CONFIG_FILE).write_text(layout.config, encoding="utf-8")
     card = folder / CARD_FILE
-    written = card.read_text(encoding="utf-8") if card.is_file() else None
-    try:
-        set_state(adapted.model, state)
-        adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
-        if written is not None:
-            card.write_text(written, encoding="utf-8")  # PEFT adds to it
-        if adapted.beside:
-            save_backbone(adapted, folder, state)
-        write_section(card, section)
-        if classes:
-            names = {str(number): name for number, name in enumerate(classes)}
-            content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
-            (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    finally:
-        set_state(adapted.model, before)
+    if not card.is_file():
+        card.write_text(layout.card, encoding="utf-8")
+    if adapted.beside:
+        save_backbone(adapted, folder, state)
+    write_section(card, section)
+    if classes:
+        names = {str(number): name for number, name in enumerate(classes)}
+        content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
+        (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def own_weights(info: Mapping[str, Any]) -> bool:
@@ -89,8 +121,12 @@ def write_section(path: Path, section: str) -> None:
         path.write_text(rest, encoding="utf-8")
 
 
-def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None) -> State:
+def load_adapter(
+    adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None, layout: PeftLayout | None = None
+) -> State:
     """Read a PEFT folder into a state; the model's own adapter is left as it was.
+
+    Who reads many gives the ``layout`` of all.
 
     Raises:
         FileNotFoundError: If there is no adapter in ``folder``.
@@ -101,13 +137,13 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
     own = read_config(folder)
     if config is not None and (difference := _first_difference(own, config)):
         raise ValueError(f"{foreign}: its {difference}; {remedy}")
-    before = get_state(adapted.model)
+    layout = layout or PeftLayout(adapted)
     try:
         weights = load_peft_weights(str(folder), device="cpu")
     except Exception as error:  # safetensors raises types of its own
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it again") from error
-    expected = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+    expected = layout.tensors
     for name in sorted({*weights, *expected}):
         if name not in weights:
             raise ValueError(f"{foreign}: it lacks {name!r}; {remedy}")
@@ -120,6 +156,9 @@ def load_adapter(adapted: AdaptedModel, folder: Path, config: PeftConfig | None 
             raise ValueError(
                 f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it again"
             )
+    if layout.complete:
+        return {key: weights[name].to(expected[name].dtype) for name, key in layout.keys.items()}
+    before = get_state(adapted.model)
     try:
         set_peft_model_state_dict(adapted.peft_model, weights)
         if adapted.beside:
@@ -146,13 +185,14 @@ def read_config(folder: Path) -> PeftConfig:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it cannot be read.
+        ValueError: If it cannot be read, or a file of the folder is not what was written.
     """
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{str(folder)!r} is not an adapter folder: it has no {name}; give one that perada saved"
             )
+    check_sums(folder, (CONFIG_FILE, WEIGHTS_FILE), free=(CARD_FILE,))
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields

@@ -7,6 +7,7 @@ from pathlib import Path
 from perada.results.inference import client_index
 from perada.results.per_client import without_client
 from perada.results.run_file import read_run, write_run
+from perada.results.staging import finish
 
 NOT_UNDONE = (
     "This does not undo what others learned from the client: the global adapter, and the adapters of the clients that "
@@ -29,6 +30,7 @@ def forget(folder: Path, client: int | str) -> int:
         FileNotFoundError: If there is no saved run.
         ValueError: If there is no such client, or checkpoints are in the folder, which hold the client's state too.
     """
+    finish(folder)
     saved = read_run(folder)
     checkpoints = sorted(folder.rglob("*.ckpt"))
     if checkpoints:
@@ -42,6 +44,7 @@ def forget(folder: Path, client: int | str) -> int:
     info["joined"] = [record for record in info.get("joined", []) if record["client"] != number]
     info["forgotten"] = sorted({*info.get("forgotten", []), number})
     saved.metrics = without_client(saved.metrics, number)
+    saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(f"client_{number}/")}
     write_run(folder, saved)
     shutil.rmtree(folder / f"client_{number}", ignore_errors=not (folder / f"client_{number}").exists())
     return number

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perada.core.digests import check_sealed
+
 Counts = list[list[int]]
 SOURCES = ("results.json", "run.json")
 
@@ -116,7 +118,7 @@ def rounds_of_csv(path: Path) -> list[dict[str, float]]:
 def _guarded(path: Path, read: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # whatever it reads
     """Read a JSON file, which anyone may have written, and name it where it is not what it should be."""
     try:
-        return read(json.loads(path.read_text(encoding="utf-8")))
+        return read(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{str(path)!r} is not what perada wrote ({type(error).__name__}: {error}); give another run, or delete it"
@@ -181,7 +183,7 @@ def _of_comparison(path: Path) -> list[Record]:
     def read(content: Any) -> list[Record]:  # noqa: ANN401  # whatever a file holds
         if not isinstance(content, list):
             raise TypeError("it holds no list of runs")
-        runs = [one for one in content if one["stage"] == "run" and "failed" not in one]
+        runs = [one for one in map(check_sealed, content) if one["stage"] == "run" and "failed" not in one]
         if not runs:
             raise ValueError("it holds no finished run")
         return [_row(path, one) for one in runs]

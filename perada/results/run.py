@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What comes out of a run: models and metrics, saved, loaded and shared."""
 
+import shutil
 import warnings
 from pathlib import Path
 
 from torch import nn
 
+from perada.core.digests import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
 from perada.results.export import (
     BACKBONE_FILE,
     CARD_FILE,
+    CONFIG_FILE,
+    NAMES_FILE,
+    WEIGHTS_FILE,
+    PeftLayout,
     base_name,
     load_adapter,
     load_backbone,
@@ -26,7 +32,8 @@ from perada.results.models import Models
 from perada.results.privacy_card import is_test_mode
 from perada.results.rebuilding import rebuilt
 from perada.results.report import TEST_MODE
-from perada.results.run_file import RunFile, read_run, write_run
+from perada.results.run_file import RunFile, check_files, read_run, write_run
+from perada.results.staging import finish, together
 
 
 class Run(Models):
@@ -65,40 +72,71 @@ class Run(Models):
         only = None if client is None else self.number(client)
         if this_rank():
             return folder
-        folder.mkdir(parents=True, exist_ok=True)
-        privacy, personal = self.info.get("privacy"), self._personal is not None
-        if is_test_mode(privacy):
+        if is_test_mode(self.info.get("privacy")):
             warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
-        if only is None:
-            for name, state in zip(_global_folders(len(self._global)), self._global, strict=True):
-                self._export(state, folder / name, None, license)
-        every = self._remaining if personal or len(self._global) == 1 else []
-        for one in every if only is None else [only]:
-            self._export(self.state("personal", one), folder / f"client_{one}", one, license)
-        if own_weights(self.info):
-            save_backbone(self._adapted, folder)
-        if only is None:
-            self._write_file(folder)
+        with together(folder) as stage:
+            files = self._write(stage, folder, only, license)
+            if only is None:
+                self._describe(stage, files)
         return folder
 
-    def _export(self, state: State, folder: Path, client: int | None, license: str, backbone: str = "..") -> None:
-        """Write one adapter and its card; the backbone, if it is written, is in the folder ``backbone`` from there."""
-        base, card = base_name(self._adapted, self.info["pretrained"]), folder / CARD_FILE
+    def _write(self, stage: Path, folder: Path, only: int | None, license: str) -> dict[str, str]:
+        """Write the adapters of all or of one client, and the backbone, into a stage for ``folder``; return digests."""
+        adapters: list[tuple[str, int | None]] = []
+        if only is not None:
+            adapters = [(f"client_{only}", only)]
+        else:
+            adapters = [(name, None) for name in _global_folders(len(self._global))]
+            if self._personal is not None or len(self._global) == 1:
+                adapters += [(f"client_{client}", client) for client in self._remaining]
+        files, layout = {}, self._layout()
+        for place, (name, client) in enumerate(adapters):
+            state = self._global[place] if client is None else self.state("personal", client)
+            card = folder / name / CARD_FILE
+            if card.is_file():  # what somebody wrote into it stays
+                (stage / name).mkdir()
+                shutil.copyfile(card, stage / name / CARD_FILE)
+            files[f"{name}/{WEIGHTS_FILE}"] = self._export(state, stage / name, client, license, layout)
+        if own_weights(self.info):
+            save_backbone(self._adapted, stage)
+            files[BACKBONE_FILE] = digest_of(stage / BACKBONE_FILE)
+        return files
+
+    @property
+    def _base(self) -> str | None:
+        return base_name(self._adapted, self.info["pretrained"])
+
+    def _layout(self) -> PeftLayout:
+        return PeftLayout(self._adapted, self._base, texts=True)
+
+    def _export(
+        self, state: State, folder: Path, client: int | None, license: str, layout: PeftLayout, backbone: str = ".."
+    ) -> str:
+        """Write one adapter, its card and digests of all; return that of its tensors.
+
+        The backbone, if it is written, is in the folder ``backbone`` from there.
+        """
+        base, card = self._base, folder / CARD_FILE
         blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if own_weights(self.info) else None
         where = BACKBONE_FILE if self._adapted.beside else where
-        save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), base=base)
+        save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), layout=layout)
         subject = Subject(self.info, self.metrics, client, self._personal is not None, base, where, license)
         write_card(card, subject, blank)
+        names = [CARD_FILE, NAMES_FILE, BACKBONE_FILE, CONFIG_FILE, WEIGHTS_FILE]
+        return write_sums(folder, [name for name in names if (folder / name).is_file()])[WEIGHTS_FILE]
 
     def add_client(self, folder: str | Path, client: int | str) -> Path:
         """Write a client that joined into the folder of the run that it joined; no other file but run.json changes."""
-        folder = self.save(folder, client=client)
-        self._write_file(folder)
+        folder = Path(folder)
+        if not this_rank():
+            with together(folder) as stage:
+                files = self._write(stage, folder, self.number(client), Subject.license)
+                self._describe(stage, read_run(folder).files | files)
         return folder
 
-    def _write_file(self, folder: Path) -> None:
+    def _describe(self, folder: Path, files: dict[str, str]) -> None:
         shared = self._personal is None
-        write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), shared))
+        write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), shared, files))
 
     def push_to_hub(
         self,
@@ -134,9 +172,9 @@ class Run(Models):
         state = self.state("global") if number is None else self.state("personal", number)
 
         def write(folder: Path) -> None:
-            self._export(state, folder, number, license, ".")
             if own_weights(self.info) and not self._adapted.beside:  # which is there already
                 save_backbone(self._adapted, folder)
+            self._export(state, folder, number, license, self._layout(), ".")
             write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number))
 
         whose = "the global adapter" if number is None else f"the adapter of client {client}"
@@ -171,8 +209,10 @@ class Run(Models):
             ValueError: If an adapter is broken or foreign, or the backbone is missing.
         """
         folder = Path(folder)
+        finish(folder)
         saved = read_run(folder)
         info, clients, models = saved.info, saved.num_clients, saved.global_models
+        check_files(folder, saved.files)
         built = rebuilt(folder, info, backbone)
         if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
             raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
@@ -180,11 +220,12 @@ class Run(Models):
         names = ["."] if alone else _global_folders(models)  # alone, as on the Hub
         config = read_config(folder / names[0])
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
-        shared = [load_adapter(adapted, folder / name, config) for name in names]
+        layout = PeftLayout(adapted)
+        shared = [load_adapter(adapted, folder / name, config, layout) for name in names]
         if saved.shared:
             return cls(adapted, shared, None, clients, saved.metrics, info)
         remaining = sorted({*range(clients)} - {*info.get("forgotten", ())})
-        states = {client: load_adapter(adapted, folder / f"client_{client}", config) for client in remaining}
+        states = {client: load_adapter(adapted, folder / f"client_{client}", config, layout) for client in remaining}
         return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
 
 

@@ -5,12 +5,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perada.core.checks import check_whole
+from perada.core.digests import SUMS_FILE, check_sealed, digest_of, sealed
 from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
@@ -18,6 +19,7 @@ RUN_FILE = "run.json"
 RESULTS_FILE = "results.json"
 """Info and metrics as in :data:`RUN_FILE`, in the folder that a fit writes into while it runs."""
 FORMAT = 1
+_IN_FOLDER = re.compile(r"(\w+/)?\w+\.safetensors")
 
 
 @dataclass
@@ -30,6 +32,7 @@ class RunFile:
         num_clients: M.
         global_models: States that the global model averages.
         shared: Whether clients have no states of their own.
+        files: Digests of the tensors' files, by their paths in the folder; of a file of before, none.
     """
 
     info: dict[str, Any]
@@ -37,6 +40,7 @@ class RunFile:
     num_clients: int
     global_models: int
     shared: bool
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def write_run(folder: Path, content: RunFile) -> None:
@@ -48,13 +52,17 @@ def write_run(folder: Path, content: RunFile) -> None:
         "shared": content.shared,
         "info": content.info,
         "metrics": content.metrics,
+        "files": content.files,
     }
     write_json(folder / RUN_FILE, written)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file, whole or not at all: NaN becomes null, infinity a word, and a list of numbers is one line."""
-    text = json.dumps(_replace(content, _to_json), indent=2, allow_nan=False)
+    """Write a file, whole or not at all: NaN becomes null, infinity a word, and a list of numbers is one line.
+
+    Its first entry is a digest of the others (:func:`perada.core.digests.sealed`).
+    """
+    text = json.dumps(sealed(_replace(content, _to_json)), indent=2, allow_nan=False)
     # No string of JSON holds a line break, so that only what is between values is taken out.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n *", " ", found[0]), text)
     part = path.with_name(f".{path.name}.partial")
@@ -73,12 +81,13 @@ def read_run(folder: Path) -> RunFile:
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
     try:
-        saved = json.loads(path.read_text())
+        saved = check_sealed(json.loads(path.read_text(encoding="utf-8")))
         if saved["format"] != FORMAT:
             raise KeyError(f"format {saved['format']}, this version reads {FORMAT}")
         metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
         models, shared = saved.get("global_models", 1), saved.get("shared", False)
-        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared)
+        files = dict(saved.get("files", {}))
+        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files)
         check_whole("num_clients", read.num_clients)
         check_whole("global_models", read.global_models)
         _check_info(read)
@@ -87,8 +96,30 @@ def read_run(folder: Path) -> RunFile:
     return read
 
 
+def check_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Compare a run's files of tensors with their digests in ``run.json``; a missing one is named where it is read.
+
+    Raises:
+        ValueError: If a file is not the run's, or the digests beside it are missing.
+    """
+    for name, digest in files.items():
+        path = folder / name
+        if not path.is_file():
+            continue
+        if path.parent != folder and not (path.parent / SUMS_FILE).is_file():
+            raise ValueError(f"{str(path.parent)!r} lacks {SUMS_FILE}; copy the whole folder")
+        if digest_of(path) != digest:
+            raise ValueError(
+                f"{str(path)!r} was changed or damaged since it was written, or is of another run, as {RUN_FILE} "
+                "shows; take a copy of the folder that is whole, or save the run again"
+            )
+
+
 def _check_info(read: RunFile) -> None:
     info = read.info
+    for name, digest in read.files.items():
+        if not isinstance(digest, str) or not _IN_FOLDER.fullmatch(name):
+            raise ValueError(f"files names {name!r}, which is no file of a saved run")
     check_whole("num_classes", info["num_classes"])
     check_whole("built_for", info.get("built_for"), optional=True)
     if info.get("privacy"):

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.results.inference import Predictions, find_images
+from tests.digests import undigested
 
 SIZES = (9, 6, 12)
 
@@ -176,7 +177,7 @@ def test_images_are_listed(tmp_path):
 
 def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
-    text = (folder / "run.json").read_text()
+    text = (undigested(folder) / "run.json").read_text()
     (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
     with pytest.raises(ValueError, match=r"run.json' is broken \(ValueError: preprocessing: kind='video' is unknown"):
         perada.Run.load(folder)

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_card
+from tests.digests import undigested
 
 NAMES = [
     ("test_resnet", "residual"),
@@ -257,8 +258,7 @@ def with_other_shapes(tensors):
     ],
 )
 def test_broken_folders_are_named(saved, tiny, tmp_path, damage, message):
-    folder = tmp_path / "copy"
-    shutil.copytree(saved, folder)
+    folder = undigested(shutil.copytree(saved, tmp_path / "copy"))
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         perada.Run.load(folder, backbone=tiny.net())
@@ -279,7 +279,7 @@ def test_another_rank_is_refused(tiny, tmp_path):
     narrow = make_run(tiny, "test_vit", "lora", adapter_options={"r": 2}, rounds=0)
     wide = make_run(tiny, "test_vit", "lora", adapter_options={"r": 4}, rounds=0)
     narrow.save(tmp_path / "narrow")
-    wide.save(tmp_path / "wide")
+    undigested(wide.save(tmp_path / "wide"))
     (tmp_path / "wide" / "client_1").rename(tmp_path / "aside")
     (tmp_path / "narrow" / "client_1").rename(tmp_path / "wide" / "client_1")
     with pytest.raises(ValueError, match=r"client_1'.*its r is 2, of the run it is 4") as error:

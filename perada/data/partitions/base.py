@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from perada.core.checks import check_whole
+from perada.core.digests import check_sealed
 from perada.core.options import Options
 from perada.core.seeding import derive_seed
 from perada.data.partitions.apportion import Array, check_enough
@@ -164,7 +165,7 @@ class FromFile(Partition):
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: give the partition.json in the folder of an earlier run")
         try:
-            saved = json.loads(path.read_text())
+            saved = check_sealed(json.loads(path.read_text(encoding="utf-8")))
             train_of, test_of = saved["train"], saved["test"]
             held = saved.get("client_validation") or [[]] * len(train_of)  # given for training too
             train_of = [[*own, *more] for own, more in zip(train_of, held, strict=True)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from perada.core.digests import check_sealed, sealed
 from perada.experiments.compare.plan import CHOSEN_BY, Job, Point
 
 Record = dict[str, Any]
@@ -26,6 +27,7 @@ class Results:
         if path is not None and path.is_file():
             try:
                 self.records = json.loads(path.read_text(encoding="utf-8"))
+                self.records = [check_sealed(record) for record in self.records]
                 if any("stage" not in record for record in self.records):
                     raise TypeError("its records say no stage")
             except (ValueError, TypeError) as error:
@@ -69,7 +71,8 @@ class Results:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(self.records, indent=1, allow_nan=False), encoding="utf-8")
+        written = [sealed(record) for record in self.records]
+        part.write_text(json.dumps(written, indent=1, allow_nan=False), encoding="utf-8")
         os.replace(part, self.path)
 
     def seconds(self, label: str) -> float | None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's tensors as one flat row of bytes, which is also the inside of a safetensors file, and these files."""
 
-import hashlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Stacks
+from perada.core.digests import digest_of
 
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+(?:-([0-9a-f]{32}))?\.safetensors")
 _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
@@ -97,12 +97,6 @@ def check_row(client: int, path: Path, layout: Layout) -> None:
         raise ValueError(f"{str(path)!r} was cut off, or is of another run; {_REMEDY}")
 
 
-def digest_of(path: Path) -> str:
-    """Digest of a file's content, with which the name of a client's file ends."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
-
-
 def named_files(saved: dict[str, Any], layout: Layout) -> dict[int, Path]:
     """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
 
@@ -117,7 +111,7 @@ def named_files(saved: dict[str, Any], layout: Layout) -> dict[int, Path]:
                 f"client's file; {_REMEDY}"
             )
         check_row(client, path, layout)
-        if known[2] not in (None, digest_of(path)):  # files of former versions name none
+        if known[2] not in (None, digest_of(path)[:32]):  # files of former versions name none
             raise ValueError(f"{str(path)!r}, the states of client {client}, is damaged or another file; {_REMEDY}")
         files[client] = path
     return files

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that come into a folder together: whoever is killed while writing them leaves the former ones or the new."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STAGE, READY = ".perada-saving", ".perada-saved"
+"""Folders within the folder: of what is being written, and of what has been written in full and is to be moved."""
+
+
+@contextmanager
+def together(folder: Path) -> Iterator[Path]:
+    """Give a folder to write into; at the end its files take their places in ``folder``, in which others stay.
+
+    Until the last of them is written nothing in ``folder`` has changed. From then on the new ones count: if moving them
+    is interrupted, :func:`finish` goes on with it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    finish(folder)
+    stage = folder / STAGE
+    stage.mkdir()
+    try:
+        yield stage
+        stage.rename(folder / READY)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+    finish(folder)
+
+
+def finish(folder: Path) -> None:
+    """Put in place what was written in full before whoever wrote it was killed, and delete what was not."""
+    ready = folder / READY
+    for path in sorted(ready.rglob("*")):
+        target = folder / path.relative_to(ready)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            path.replace(target)
+    for left in (ready, folder / STAGE):
+        if left.is_dir():
+            shutil.rmtree(left)
