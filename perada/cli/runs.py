@@ -32,6 +32,7 @@ from perada.lightning.restore import lacks_info
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
+from perada.results.joined import joined_clients
 from perada.results.privacy_card import privacy_lines
 from perada.results.report import client_table, mode_line, shift_tables
 from perada.results.run import Run
@@ -247,8 +248,9 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     count = f"{len(written)} adapter{'s' * (len(written) > 1)}"
     print(f"Wrote {count} to {folder}: {' … '.join(dict.fromkeys((written[0], written[-1])))}")
-    if privacy_lines(run.info.get("privacy")):
-        print(privacy_lines(run.info["privacy"]))
+    lines = privacy_lines(run.info.get("privacy"), joined_clients(run.info))
+    if lines:
+        print(lines)
 
 
 def _with_data(folder: Path, config: Path, checkpoint: Path) -> Run:

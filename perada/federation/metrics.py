@@ -4,6 +4,7 @@
 import difflib
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import torch
 import torchmetrics
 import torchmetrics.classification
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
+from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
 """What can be asked for: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
-OWN = ("accuracy", "auroc", "balanced_accuracy")
+OWN = ("accuracy", "auroc", "average_precision", "balanced_accuracy")
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "f1_macro": ("F1Score", {"average": "macro"}),
     "f1_weighted": ("F1Score", {"average": "weighted"}),
@@ -26,13 +27,13 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "precision_per_class": ("Precision", {"average": "none"}),
     "recall_macro": ("Recall", {"average": "macro"}),
     "recall_per_class": ("Recall", {"average": "none"}),
-    "average_precision": ("AveragePrecision", {"average": "macro"}),
     "ece": ("CalibrationError", {"n_bins": 15, "norm": "l1"}),
     "mcc": ("MatthewsCorrCoef", {}),
     "kappa": ("CohenKappa", {}),
 }
 """Metrics of torchmetrics by short names: the class without ``Multiclass`` or ``Multilabel``, and its options."""
-CLASSES = ("num_classes", "num_labels")
+TAKEN = ("std", "worst", "p10", "weighted")
+"""Endings of the names of scores, which no metric may be called."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ def metric_names(choice: MetricChoice) -> list[str]:
     names = [_entry(entry)[0] for entry in _entries(choice)]
     if not names:
         raise ValueError("metric=[] names nothing to score models by; give 'accuracy', or 'auto'")
+    for name in names:
+        if name in TAKEN or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {', '.join(TAKEN)}"
+            )
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(
             f"metric has {twice[0]!r} twice; leave one out, or give one another name, {{CLASS: {{name: …}}}}"
@@ -104,7 +110,11 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
 
 
 def _entries(choice: MetricChoice) -> list[str | Mapping[str, Any]]:
-    return [choice] if isinstance(choice, str) else list(choice)
+    if isinstance(choice, str | Mapping):
+        return [choice]
+    if not isinstance(choice, Sequence):
+        raise ValueError(f"metric={choice!r} cannot be used; give a name, such as 'accuracy', or a list of names")
+    return list(choice)
 
 
 def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
@@ -141,6 +151,8 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
         return Metric(name, None)
     if kind == "auroc":
         return Metric(name, macro_auroc)
+    if kind == "average_precision":
+        return Metric(name, macro_average_precision)
     if kind == "balanced_accuracy":
         if multilabel:
             raise ValueError("metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'")
@@ -183,6 +195,19 @@ def macro_auroc(predictions: Tensor, labels: Tensor) -> Tensor:
     if not both:
         return torch.tensor(math.nan)
     return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()
+
+
+def macro_average_precision(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Mean average precision of the classes that occur, of predictions (B, K) and labels (B,) or (B, K); else NaN.
+
+    >>> float(macro_average_precision(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0])))
+    1.0
+    """
+    truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
+    occur = truth.sum(0).nonzero().flatten().tolist()
+    if not occur:
+        return torch.tensor(math.nan)
+    return torch.stack([binary_average_precision(predictions[:, k], truth[:, k]) for k in occur]).mean()
 
 
 def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:

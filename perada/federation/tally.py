@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from perada.core.ranks import Ranks
+from perada.server.aggregate import double
 
 BINS = 15
 """Bins of equal width between confidence 0 and 1, as in Guo et al., ICML 2017, https://arxiv.org/abs/1706.04599."""
@@ -25,7 +26,7 @@ class Tally:
     def __init__(self, multilabel: bool) -> None:
         self.multilabel, self._classes = multilabel, 0
         self._codes: list[Tensor] = []
-        self._bins = torch.zeros(3, BINS, dtype=torch.float32)  # predictions, right ones, sum of confidences
+        self._bins = torch.zeros(3, BINS, dtype=torch.float64)  # predictions, right ones, sum of confidences
 
     def update(self, logits: Tensor, y: Tensor, owner: Tensor, counted: Tensor | None = None) -> None:
         """Add logits (B, K) of images of the clients ``owner`` (B,), with classes (B,) or labels (B, K).
@@ -42,9 +43,10 @@ class Tally:
             confidence, predicted = logits.float().softmax(-1).max(-1)
             right, self._classes = predicted == y, logits.shape[-1]
             self._codes.append((owner * self._classes + y) * self._classes + predicted)
-        self._bins = self._bins.to(confidence.device)
+        confidence = double(confidence)  # float32 stops counting at 16 million
+        self._bins = self._bins.to(confidence)
         bins = (confidence * BINS).long().clamp(0, BINS - 1)  # NaN, of a model that broke, has no bin of its own
-        each = torch.stack([torch.ones_like(confidence), right.float(), confidence.nan_to_num()])
+        each = torch.stack([torch.ones_like(confidence), right.to(confidence), confidence.nan_to_num()])
         self._bins.index_add_(1, bins, each)
 
     def record(self, ranks: Ranks) -> dict[str, Any]:

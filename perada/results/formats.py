@@ -19,6 +19,7 @@ from perada.core.checks import check_choice
 from perada.data.sets.images import Photographs
 from perada.results.averaged import Ensemble
 from perada.results.export import write_section
+from perada.results.joined import joined_clients
 from perada.results.privacy_card import privacy_card
 from perada.results.run import Run
 
@@ -106,8 +107,13 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         f"```json\n{json.dumps(run.preprocessing.record() | {'classes': run.info.get('classes')}, indent=2)}\n```\n"
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
-    write_section(folder / "README.md", privacy_card(run.info.get("privacy"), number if run.personalized else None))
+    write_section(folder / "README.md", _privacy(run, number))
     return said
+
+
+def _privacy(run: Run, client: int | None) -> str:
+    own = client if client is not None and run.own(client) else None
+    return privacy_card(run.info.get("privacy"), own, joined_clients(run.info))
 
 
 def _samples(run: Run) -> Tensor:

@@ -25,13 +25,23 @@ class Joined:
     counts: dict[str, list[int]]
 
 
+def joined_clients(info: Mapping[str, Any]) -> set[int]:
+    """The numbers of the clients that joined when the rounds were over."""
+    return {record["client"] for record in info.get("joined", [])}
+
+
 def with_joined(
-    info: Mapping[str, Any], metrics: Mapping[str, Any], number: int, joined: Joined
+    info: Mapping[str, Any], metrics: Mapping[str, Any], number: int, joined: Joined, shared: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``Run.info`` and ``Run.metrics`` of a run of ``number`` clients that one more has joined."""
+    """``Run.info`` and ``Run.metrics`` of a run of ``number`` clients that one more has joined.
+
+    ``own_adapters`` are the clients that have one of their own, where the others ``shared`` the global one.
+    """
     names = info.get("clients") or list(map(str, range(number)))
     record = {"client": number, "name": joined.name} | joined.record
     told = dict(info) | {"clients": [*names, joined.name], "joined": [*info.get("joined", []), record]}
+    if shared or "own_adapters" in told:
+        told["own_adapters"] = [*told.get("own_adapters", []), number]
     if told.get("privacy"):
         told["privacy"] = joined_record(told["privacy"], joined.privacy)
     return told, with_client(metrics, joined.metrics, joined.record["before"], joined.counts)

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from perada.core.text import printable
 from perada.results.export import write_section
+from perada.results.joined import joined_clients
 from perada.results.privacy_card import privacy_card
 
 SCORES = {
@@ -26,7 +27,7 @@ class Subject:
 
     Attributes:
         info: ``Run.info``.
-        metrics: ``Run.metrics``.
+        metrics: ``Run.metrics``; None to leave the scores out.
         client: Number of the client; None for the global adapter.
         own: Whether the client's adapter is its own, and no copy of the global one.
         base: What the Hub or timm calls the backbone; None for a network of one's own.
@@ -35,7 +36,7 @@ class Subject:
     """
 
     info: Mapping[str, Any]
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, Any] | None
     client: int | None
     own: bool
     base: str | None
@@ -88,7 +89,7 @@ def card_text(of: Subject) -> str:
         f"## Data\n\n{_data(of, training)}",
         f"## Scores\n\n{_scores(of)}",
         f"## How to load it\n\n{_loading(of)}",
-        privacy_card(info.get("privacy"), of.client if of.own else None),
+        privacy_card(info.get("privacy"), of.client if of.own else None, joined_clients(info), _called(of)),
     ]
     return "\n\n".join(filter(None, blocks))
 
@@ -104,6 +105,8 @@ def code(value: object) -> str:
 
 def _called(of: Subject) -> str:
     names = of.info.get("clients")
+    if not names and "adapter_of" in of.info:
+        return code(of.info["adapter_of"])
     number = str(of.client)
     return code(names[of.client]) if names and of.client is not None and names[of.client] != number else number
 
@@ -111,19 +114,21 @@ def _called(of: Subject) -> str:
 def _data(of: Subject, training: Mapping[str, Any]) -> str:
     """Whose images it was trained on."""
     images = list(training.get("images", []))
-    joined = {record["client"]: record["images"] for record in of.info.get("joined", [])}
+    came = {record["client"]: record["images"] for record in of.info.get("joined", [])}
     whole = f"{sum(images)} training images of {len(images)} clients" if images else "the images of all clients"
     if of.client is None:
         return f"It was trained on {whole}, none of which left its client."
-    own = joined.get(of.client, images[of.client] if of.client < len(images) else None)
+    own = came.get(of.client, images[of.client] if of.client < len(images) else None)
     count = "the client's own images" if own is None else f"the client's own {own} training images"
-    if of.client in joined:
+    if of.client in came:
         return f"It was trained on {count}, from the global adapter of a finished run, that is, {whole}."
     return f"It was trained on {count} and, by way of the global adapter, on {whole}."
 
 
 def _scores(of: Subject) -> str:
     """Its own scores; of the global adapter those on everyone's images."""
+    if of.metrics is None:
+        return "They are left out: scores follow from the clients' images, and their privacy does not cover them."
     metric = "AUROC" if of.info["multilabel"] else "accuracy"
     if of.client is None:
         last: Mapping[str, Any] = (of.metrics.get("rounds") or [{}])[-1]

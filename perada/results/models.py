@@ -36,7 +36,8 @@ class Models:
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
             as :mod:`perada.results.privacy_card` describes it; the names of ``classes`` and of ``clients``, lists, or
-            ``None`` where there are none.
+            ``None`` where there are none. Of one client's adapter alone, from the Hub, ``adapter_of`` says whose it is;
+            it is client 0's here, and there is no global one.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Models:
             client = self.number(client)
             if self._personal is not None:
                 return _contiguous(self._personal(client))
+        self._check_global()
         if len(self._global) > 1:
             raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
         return _contiguous(self._global[0])
@@ -75,8 +77,19 @@ class Models:
     def states(self, role: str) -> list[State]:
         """Copies of all states of a role, as :meth:`state` gives them: of an ensemble, or of all clients left."""
         if role == "global":
+            self._check_global()
             return [_contiguous(state) for state in self._global]
         return [self.state(role, client) for client in self._remaining]
+
+    def _check_global(self) -> None:
+        if "adapter_of" in self.info:
+            raise ValueError(
+                f"there is no global adapter: this is that of client {self.info['adapter_of']!r} alone; give client=0"
+            )
+
+    def own(self, client: int) -> bool:
+        """Whether a client's adapter is its own, and no copy of the global one."""
+        return self._personal is not None and client in self.info.get("own_adapters", range(self.num_clients))
 
     def number(self, client: int | str | None) -> int:
         """The number of a client, given as such or by name.

@@ -29,7 +29,7 @@ from perada.results.hub import push, shared_part
 from perada.results.joined import Joined, with_joined
 from perada.results.model_card import Subject, write_card
 from perada.results.models import Models
-from perada.results.privacy_card import is_test_mode
+from perada.results.privacy_card import is_test_mode, protection
 from perada.results.rebuilding import rebuilt
 from perada.results.report import TEST_MODE
 from perada.results.run_file import RunFile, check_files, read_run, write_run
@@ -48,7 +48,7 @@ class Run(Models):
         ``info["joined"]`` has a record of each client that came so.
         """
         number, earlier = self.num_clients, self._personal
-        info, metrics = with_joined(self.info, self.metrics, number, joined)
+        info, metrics = with_joined(self.info, self.metrics, number, joined, earlier is None)
 
         def personal(client: int) -> State:
             if client == number:
@@ -89,14 +89,18 @@ class Run(Models):
             adapters = [(name, None) for name in _global_folders(len(self._global))]
             if self._personal is not None or len(self._global) == 1:
                 adapters += [(f"client_{client}", client) for client in self._remaining]
+        if "adapter_of" in self.info:
+            adapters = [("", 0)]  # alone, as on the Hub
         files, layout = {}, self._layout()
         for place, (name, client) in enumerate(adapters):
             state = self._global[place] if client is None else self.state("personal", client)
             card = folder / name / CARD_FILE
             if card.is_file():  # what somebody wrote into it stays
-                (stage / name).mkdir()
+                (stage / name).mkdir(exist_ok=True)
                 shutil.copyfile(card, stage / name / CARD_FILE)
-            files[f"{name}/{WEIGHTS_FILE}"] = self._export(state, stage / name, client, license, layout)
+            backbone = ".." if name else "."
+            digest = self._export(state, stage / name, client, license, layout, backbone)
+            files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digest
         if own_weights(self.info):
             save_backbone(self._adapted, stage)
             files[BACKBONE_FILE] = digest_of(stage / BACKBONE_FILE)
@@ -110,7 +114,14 @@ class Run(Models):
         return PeftLayout(self._adapted, self._base, texts=True)
 
     def _export(
-        self, state: State, folder: Path, client: int | None, license: str, layout: PeftLayout, backbone: str = ".."
+        self,
+        state: State,
+        folder: Path,
+        client: int | None,
+        license: str,
+        layout: PeftLayout,
+        backbone: str,
+        scores: bool = True,
     ) -> str:
         """Write one adapter, its card and digests of all; return that of its tensors.
 
@@ -120,7 +131,8 @@ class Run(Models):
         blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if own_weights(self.info) else None
         where = BACKBONE_FILE if self._adapted.beside else where
         save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), layout=layout)
-        subject = Subject(self.info, self.metrics, client, self._personal is not None, base, where, license)
+        own = client is not None and self.own(client)
+        subject = Subject(self.info, self.metrics if scores else None, client, own, base, where, license)
         write_card(card, subject, blank)
         names = [CARD_FILE, NAMES_FILE, BACKBONE_FILE, CONFIG_FILE, WEIGHTS_FILE]
         return write_sums(folder, [name for name in names if (folder / name).is_file()])[WEIGHTS_FILE]
@@ -135,7 +147,7 @@ class Run(Models):
         return folder
 
     def _describe(self, folder: Path, files: dict[str, str]) -> None:
-        shared = self._personal is None
+        shared = self._personal is None or "adapter_of" in self.info
         write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), shared, files))
 
     def push_to_hub(
@@ -145,6 +157,7 @@ class Run(Models):
         client: int | str | None = None,
         private: bool = True,
         license: str = "unknown",
+        scores: bool | None = None,
         token: str | None = None,
     ) -> str:
         """Upload the global adapter or, where it is named, one client's, to a repository of the Hugging Face Hub.
@@ -158,13 +171,16 @@ class Run(Models):
             client: Number or name of the client. No personal adapter is uploaded unless its client is named.
             private: Make a private repository.
             license: Of the adapter, as the Hub writes licences.
+            scores: Whether its scores go along. By default not those of a private run: they follow from clients'
+                images, and ε does not cover them.
             token: Of the Hub; by default that of ``hf auth login``.
 
         Returns:
             The address of the repository.
 
         Raises:
-            ValueError: If there is no such client, or no global model, or several.
+            ValueError: If there is no such client, or no global model, or several; or if the repository is to be
+                private, exists, and is public.
         """
         number = None if client is None else self.number(client)
         if number is None and not self.info.get("global_model", True):
@@ -174,17 +190,25 @@ class Run(Models):
         def write(folder: Path) -> None:
             if own_weights(self.info) and not self._adapted.beside:  # which is there already
                 save_backbone(self._adapted, folder)
-            self._export(state, folder, number, license, self._layout(), ".")
-            write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number))
+            self._export(state, folder, number, license, self._layout(), ".", told)
+            write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number, told))
 
+        privacy = self.info.get("privacy")
+        told = not privacy if scores is None else scores
+        if is_test_mode(privacy):
+            warnings.warn(f"{repo!r}: {TEST_MODE}", stacklevel=2)
         whose = "the global adapter" if number is None else f"the adapter of client {client}"
-        return push(write, repo, whose, self.info, private, token)
+        own = number if number is not None and self.own(number) else None
+        what = f"{whose}: its weights, {'scores, ' if told else ''}names of classes and how it was trained; no images"
+        return push(write, repo, f"{what}. It was trained {protection(privacy, own)}.", private, token)
 
     @classmethod
     def from_hub(
         cls, repo: str, *, revision: str | None = None, token: str | None = None, backbone: nn.Module | None = None
     ) -> "Run":
-        """Load what :meth:`push_to_hub` uploaded: a run whose one adapter is both global and every client's.
+        """Load what :meth:`push_to_hub` uploaded: the global adapter, which is every client's too, or one client's.
+
+        A client's adapter is that of client 0, and there is no global one then.
 
         Args:
             repo: Name of the repository.
@@ -222,9 +246,15 @@ class Run(Models):
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
         layout = PeftLayout(adapted)
         shared = [load_adapter(adapted, folder / name, config, layout) for name in names]
+        if "adapter_of" in info:
+            return cls(adapted, shared, lambda _: shared[0], clients, saved.metrics, info)
         if saved.shared:
             return cls(adapted, shared, None, clients, saved.metrics, info)
-        remaining = sorted({*range(clients)} - {*info.get("forgotten", ())})
+        gone = {*info.get("forgotten", ())}
+        last = next((client for client in range(clients - 1, -1, -1) if client not in gone), None)
+        if last is not None and not (folder / f"client_{last}").is_dir():  # before a list of a billion is made
+            raise FileNotFoundError(f"{str(folder)!r} lacks 'client_{last}'; copy the whole folder")
+        remaining = [client for client in range(clients) if client not in gone]
         states = {client: load_adapter(adapted, folder / f"client_{client}", config, layout) for client in remaining}
         return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
 

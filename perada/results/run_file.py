@@ -88,8 +88,8 @@ def read_run(folder: Path) -> RunFile:
         models, shared = saved.get("global_models", 1), saved.get("shared", False)
         files = dict(saved.get("files", {}))
         read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files)
-        check_whole("num_clients", read.num_clients)
-        check_whole("global_models", read.global_models)
+        check_whole("num_clients", read.num_clients, most=10_000_000)
+        check_whole("global_models", read.global_models, most=10_000_000)
         _check_info(read)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{str(path)!r} is broken ({type(error).__name__}: {error}); save it again") from error
@@ -129,8 +129,13 @@ def _check_info(read: RunFile) -> None:
         names = info.get(key)
         if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
             raise TypeError(f"{key} is {names!r}, no list of names")
-    for number in info.get("forgotten", []):
-        check_whole("forgotten", number, 0, most=read.num_clients - 1)
+    numbers = {name: list(info.get(name, [])) for name in ("forgotten", "own_adapters")}
+    numbers["joined"] = [record["client"] for record in info.get("joined", [])]
+    for name, clients in numbers.items():
+        for number in clients:
+            check_whole(name, number, 0, most=read.num_clients - 1)
+    if not isinstance(info.get("adapter_of", ""), str):
+        raise TypeError(f"adapter_of is {info['adapter_of']!r}, no name of a client")
     if info.get("preprocessing") is not None:
         Preprocessing.of_record(info["preprocessing"])
     missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)

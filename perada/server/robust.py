@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server rules that compare clients' updates as a whole, and so withstand some that are wrong or hostile."""
 
+import itertools
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -36,18 +38,23 @@ class Krum(ServerRule):
 
     def check(self, clients: int) -> None:
         """Refuse so few clients a round that none is suspected, or that the suspected ones could be close together."""
-        suspects = int(self.suspected * clients)
-        if not suspects or clients < 2 * suspects + 3:
+        enough = next(count for count in itertools.count(clients) if 1 <= self._suspects(count) <= (count - 3) / 2)
+        if enough != clients:
             raise ValueError(
-                f"suspected={self.suspected!r} suspects {suspects} of {clients} clients a round; Krum must suspect one "
-                f"at least, and needs {2 * max(1, suspects) + 3} clients for that; sample more, or change suspected"
+                f"suspected={self.suspected!r} suspects {self._suspects(clients)} of {clients} clients a round; Krum "
+                f"must suspect one at least and needs 2 f + 3 clients to suspect f, here {enough}; sample more, or "
+                "change suspected"
             )
+
+    def _suspects(self, clients: int) -> int:
+        """Clients that may be hostile; what rounding takes from a product such as 0.29 × 100 is given back."""
+        return math.floor(self.suspected * clients + 1e-9)
 
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""
         distances = squared_distances(inner_products(given)).nan_to_num(torch.inf)
         clients = len(distances)
-        suspects = int(self.suspected * clients)
+        suspects = self._suspects(clients)
         distances.fill_diagonal_(torch.inf)  # no neighbour of its own
         scores = distances.sort(1)[0][:, : max(1, clients - suspects - 2)].sum(1)
         kept = clients - suspects if self.keep is None else min(self.keep, clients)

@@ -52,6 +52,14 @@ EXPECTED = {
     "f2": by_class(lambda y, p: sklearn.metrics.fbeta_score(y, p, beta=2, average="macro")),
     "MulticlassJaccardIndex": by_class(lambda y, p: sklearn.metrics.jaccard_score(y, p, average="macro")),
 }
+
+
+def precision_of_those_that_occur(truth, shares):
+    """Mean over the classes that some image has."""
+    return np.mean([sklearn.metrics.average_precision_score(truth == k, shares[:, k]) for k in np.unique(truth)])
+
+
+EXPECTED["average_precision"] = precision_of_those_that_occur
 CHOICE = [F2 if name == "f2" else name for name in EXPECTED]
 
 
@@ -105,6 +113,14 @@ def test_several_labels_an_image():
     )
 
 
+def test_labels_that_no_image_has_do_not_count():
+    shares = torch.tensor([[0.9, 0.3, 0.4, 0.5], [0.2, 0.6, 0.4, 0.1], [0.8, 0.1, 0.2, 0.7]]).double()
+    labels = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]])
+    found = scored(["average_precision"], shares, labels, multilabel=True)["average_precision"]
+    own = [sklearn.metrics.average_precision_score(labels[:, k].numpy(), shares[:, k].numpy()) for k in (0, 1)]
+    assert float(found) == pytest.approx(np.mean(own))
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -115,6 +131,10 @@ def test_several_labels_an_image():
         (["accuracy", "auto"], "metric='auto' cannot be one of several"),
         ([{"f1_macro": {"top_k": 2}}], "metric 'f1_macro' takes no options"),
         ([{"MulticlassF1Score": 2}], "metric 'MulticlassF1Score' has the options 2"),
+        ([{"MulticlassF1Score": {"name": "std"}}], "metric: the name 'std' cannot be used; give one of letters"),
+        ([{"MulticlassF1Score": {"name": "a/b"}}], "metric: the name 'a/b' cannot be used"),
+        (3, "metric=3 cannot be used; give a name"),
+        (None, "metric=None cannot be used; give a name"),
     ],
 )
 def test_unknown_metrics_are_refused_at_once(choice, message):

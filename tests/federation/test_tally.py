@@ -60,3 +60,15 @@ def test_certainty_and_nan_have_a_bin():
     tally = Tally(multilabel=False)
     tally.update(torch.tensor([[1000.0, 0.0], [torch.nan, 0.0]]), torch.tensor([0, 1]), torch.tensor([0, 0]))
     assert tally.record(Ranks())["calibration"]["count"] == [1, *[0] * (BINS - 2), 1]
+
+
+def test_counts_and_confidences_do_not_stop_growing():
+    """Beyond 2**24, where float32 counts no further."""
+    tally = Tally(multilabel=False)
+    tally.update(torch.tensor([[3.0, 0.0]]), torch.tensor([0]), torch.tensor([0]))
+    tally._bins *= 2**24
+    tally.update(torch.tensor([[3.0, 0.0]] * 3), torch.tensor([0, 0, 1]), torch.tensor([0, 0, 0]))
+    found = tally.record(Ranks())["calibration"]
+    assert sum(found["count"]) == 2**24 + 3
+    assert sum(found["right"]) == 2**24 + 2
+    assert max(found["confidence"]) == pytest.approx(float(torch.tensor([3.0, 0.0]).double().softmax(0)[0]), abs=1e-6)

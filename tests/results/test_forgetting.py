@@ -87,8 +87,10 @@ def test_a_call_that_failed_between_can_be_repeated(copied, tiny, monkeypatch):
             forget(copied, SECRET)
     assert (copied / "client_1").is_dir()
     assert len(perada.Run.load(copied, backbone=tiny.net()).states("personal")) == 2
-    forget(copied, 1)
+    assert forget(copied, SECRET) == 1
     assert not (copied / "client_1").exists()
+    with pytest.raises(ValueError, match="is unknown"):
+        forget(copied, SECRET)
 
 
 def test_a_file_that_cannot_be_written_leaves_everything(copied, monkeypatch):

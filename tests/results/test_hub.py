@@ -27,6 +27,9 @@ class Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            if name in repos:
+                self.answer({"url": f"{self.server.url}/{name}", "error": "it is there"}, 409)
+                return
             repos[name] = {"private": asked.get("private"), "visibility": asked.get("visibility"), "files": {}}
             self.answer({"url": f"{self.server.url}/{name}", "id": name, "name": name})
         elif self.path == "/api/validate-yaml":
@@ -54,7 +57,9 @@ class Hub(BaseHTTPRequestHandler):
                 {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
                 for f, c in files.items()
             ]
-            about = {"id": name, "modelId": name, "sha": COMMIT, "private": True, "siblings": siblings}
+            asked = self.server.repos[name]
+            private = bool(asked["private"]) or asked["visibility"] == "private"
+            about = {"id": name, "modelId": name, "sha": COMMIT, "private": private, "siblings": siblings}
             self.answer(tree if "/tree/" in path else about)
             return
         name, file = path[1:].split("/resolve/")
@@ -69,9 +74,9 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, content):
+    def answer(self, content, status=200):
         text = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -101,7 +106,7 @@ def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
     run = made()
     run.push_to_hub("me/south", client="south", license="mit", token="hf_x")
     said = capsys.readouterr().err
-    assert "uploading the adapter of client south to the private repository 'me/south'" in said
+    assert "uploading to the private repository 'me/south': the adapter of client south" in said
     assert "without differential privacy" in said
     repo = hub.repos["me/south"]
     assert repo["private"] is True or repo["visibility"] == "private"
@@ -113,6 +118,10 @@ def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
     assert found.num_clients == 1
     score = run.metrics["clients"]["personal/local_test"][1]
     assert found.metrics["clients"]["personal/local_test"] == [score]
+    with pytest.raises(ValueError, match="this is that of client 'south' alone"):
+        found.global_model()
+    with pytest.raises(ValueError, match="this is that of client 'south' alone"):
+        found.push_to_hub("me/global", token="hf_x")
 
 
 def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
@@ -129,3 +138,79 @@ def test_an_unknown_client_is_refused_before_anything_leaves(hub):
     with pytest.raises(ValueError, match="client='west' is unknown"):
         made().push_to_hub("me/west", client="west", token="hf_x")
     assert hub.repos == {}
+
+
+def test_a_public_repository_that_is_there_gets_no_private_adapter(hub):
+    run = made()
+    run.push_to_hub("me/all", private=False, token="hf_x")
+    hub.repos["me/all"]["files"].clear()
+    with pytest.raises(ValueError, match="'me/all' is there already and public, and nothing was uploaded"):
+        run.push_to_hub("me/all", token="hf_x")
+    assert hub.repos["me/all"]["files"] == {}
+    run.push_to_hub("me/all", private=False, token="hf_x")
+    assert "run.json" in hub.repos["me/all"]["files"]
+
+
+def rows(card):
+    """The figures of a card's table of ledgers, by ledger."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in card.splitlines() if line[0:1] == "|"]
+    return {row[0]: row[-1] for row in cells if row[0] in ("release", "server")}
+
+
+def test_what_a_private_adapter_costs_is_the_same_after_the_hub(hub, tmp_path, capsys):
+    """ε of its client's images by the release ledger, those of others by the server's; and no score goes along."""
+    run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, metric=["accuracy"])
+    sample = run.info["privacy"]["sample"]
+    release, server = sample["release"][1], sample["server"]
+    assert release > server[1] > 0
+    run.push_to_hub("me/south", client="south", token="hf_x")
+    assert f"single images: ε at most {release:.2f} at δ = 0.001" in capsys.readouterr().err
+    perada.Run.from_hub("me/south", token="hf_x").save(tmp_path / "again")
+    again = perada.Run.load(tmp_path / "again")
+    assert again.info["adapter_of"] == "south"
+    again.push_to_hub("me/twice", client=0, token="hf_x")
+    cards = [hub.repos[name]["files"]["README.md"].decode() for name in ("me/south", "me/twice")]
+    for card in [*cards, (tmp_path / "again" / "README.md").read_text()]:
+        assert "# The adapter of client `south`" in card
+        assert rows(card) == {"release": f"{release:.2f}", "server": f"{server[1]:.2f}"}
+        assert f"through the server alone: their ε is at most {server[0]:.2f}" in card
+        assert "accuracy" not in card
+    for name in ("me/south", "me/twice"):
+        told = json.loads(hub.repos[name]["files"]["run.json"])["metrics"]
+        assert told == {"rounds": [], "clients": {}}
+    run.push_to_hub("me/scores", client="south", scores=True, token="hf_x")
+    assert "accuracy" in hub.repos["me/scores"]["files"]["README.md"].decode()
+
+
+def test_the_global_adapter_takes_nothing_of_single_clients_along(hub):
+    run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3}, batch_size=4)
+    run.push_to_hub("me/all", scores=True, token="hf_x")
+    content = json.loads(hub.repos["me/all"]["files"]["run.json"])
+    (row,) = content["metrics"]["rounds"]
+    assert row["personal/local_test"] == run.metrics["rounds"][0]["personal/local_test"]
+    assert not [name for name in row if name.endswith(("_worst", "_p10", "_client"))]
+    sample = run.info["privacy"]["sample"]
+    told = content["info"]["privacy"]["sample"]
+    assert sample["sample_rates"][0] != sample["sample_rates"][1]
+    assert told["sample_rates"] == [max(sample["sample_rates"])] * 2
+    assert told["server"] == sorted(sample["server"], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "client", "words"),
+    [
+        ({"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-3}}, 0, "without differential"),
+        ({"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-3}}, None, "of whole clients: ε at"),
+        ({"privacy": {"noise_multiplier": 0.0, "delta": 1e-3}}, None, "without differential privacy"),
+    ],
+)
+def test_the_line_says_what_protects_the_adapter(hub, capsys, options, client, words):
+    made("head", **options).push_to_hub("me/it", client=client, token="hf_x")
+    assert f"It was trained {words}" in capsys.readouterr().err.replace("with differential privacy of", "of")
+
+
+def test_test_mode_is_warned_of(hub, capsys):
+    run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3, "secure_rng": False})
+    with pytest.warns(UserWarning, match="Test mode, not private"):
+        run.push_to_hub("me/it", token="hf_x")
+    assert "which protects nothing" in capsys.readouterr().err

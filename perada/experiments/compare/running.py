@@ -91,7 +91,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     whole = build_backbone(cli.model.backbone, cli.model.num_classes, pretrained=False, image_size=cli.model.image_size)
     tensors = [*whole.model.parameters(), *whole.model.buffers()]
     history, last = cli.loop.history, cli.loop.history[-1]
-    measured = [cli.model.scores[name] for name in CHOSEN_BY]
+    measured = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
     measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
     shifts = cli.model.shifted.get("seconds", 0.0) if cli.datamodule.shifts_when == "end" else 0.0
     seconds = watch.seconds - shifts  # which are scored after the last round, outside of validation

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from perada.experiments.report import class_figures, figures
 from perada.experiments.report.drawn import Drawn
 from perada.experiments.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
+from perada.results.joined import joined_clients
 from perada.results.privacy_card import check_record, privacy_lines
 from perada.results.record import Record
 from perada.results.report import SCORES, epsilon_text, shift_names
@@ -78,6 +79,10 @@ class Section:
 
 
 Draw = Callable[[Record, str], Drawn | None]
+_NOT_COVERED = (
+    "This page itself is not covered: its scores, confusions and numbers of images follow from the clients' images, "
+    "exactly. Show it only to those who may know them."
+)
 
 
 def sections(record: Record, prefix: str = "") -> list[Section]:
@@ -237,7 +242,8 @@ def _privacy(record: Record, prefix: str) -> Section:
         check_record(privacy, len(record.client_names))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(record.folder)!r}: its privacy record is broken ({error}); give another run") from error
-    intro = " ".join(privacy_lines(privacy).splitlines())
+    lines = privacy_lines(privacy, joined_clients(record.info)).splitlines()
+    intro = " ".join([*lines, _NOT_COVERED])
     rows: list[list[Cell]] = []
     ledgers = {f"ε {name}": privacy["sample"][name] for name in ("server", "release") if "sample" in privacy}
     ledgers |= {"ε client": privacy["client"]["epsilon"]} if "client" in privacy else {}
