@@ -104,6 +104,8 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
 
 
 def _entries(choice: MetricChoice) -> list[str | Mapping[str, Any]]:
+    if not isinstance(choice, str | Sequence):
+        raise ValueError(f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names")
     return [choice] if isinstance(choice, str) else list(choice)
 
 
