@@ -123,7 +123,7 @@ class FederatedDataModule(pl.LightningDataModule):
             )
         check_whole("batch_size", batch_size, also=["full"])
         check_whole("eval_batch_size", eval_batch_size)
-        check_whole("image_size", image_size, optional=True)
+        check_whole("image_size", image_size, most=2**16, optional=True)
         check_whole("num_classes", num_classes, optional=True)
         check_reading(seed, num_workers, crop_padding, flip)
         check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))

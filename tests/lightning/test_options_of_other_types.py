@@ -54,6 +54,7 @@ OF_DATA = [
         [{}, None, math.inf, math.nan, 0.5, True],
     ),
     (lambda value: FederatedDataModule(FederatedData([]), shifts=value), "shifts", ["3", True, math.nan, -1]),
+    (lambda value: FederatedDataModule(FederatedData([]), image_size=value), "image_size", [10**12, "32", 0]),
     (lambda value: FederatedDataModule(FederatedData([]), flip=value), "flip", ["abc", {}, None, math.nan]),
     (lambda value: FederatedDataModule(FederatedData([], classes=value)), "FederatedData: classes", [True, 3, "abc"]),
     (
