@@ -76,7 +76,7 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks
 
-# Both tools have environments of their own, so that what they need is not audited, nor changed here.
+# --strict: a package that cannot be looked up is an error, not a pass. Both tools have environments of their own, so that what they need is not audited, nor changed here.
 $(VENV)-tools/.installed:
 	$(PYTHON) -m venv $(VENV)-tools
 	$(VENV)-tools/bin/python -m pip install --disable-pip-version-check --quiet 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8'
@@ -84,7 +84,7 @@ $(VENV)-tools/.installed:
 
 audit: $(VENV)/.installed $(VENV)-tools/.installed
 	@$(BIN)/python -m pip list --format=freeze --exclude-editable > $(VENV)-tools/packages.txt
-	@$(VENV)-tools/bin/pip-audit --disable-pip --no-deps -r $(VENV)-tools/packages.txt || { \
+	@$(VENV)-tools/bin/pip-audit --strict --disable-pip --no-deps -r $(VENV)-tools/packages.txt || { \
 	  echo "make audit: vulnerabilities were found, or the service that lists them could not be reached (see above)" >&2; exit 1; }
 
 sbom: $(VENV)/.installed $(VENV)-tools/.installed
