@@ -9,7 +9,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test test-all bench check docs format clean
+.PHONY: help quickstart test test-all bench check docs format audit sbom clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
@@ -19,6 +19,8 @@ help:
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
 	@echo "make bench       speed and memory: runs benchmarks/"
+	@echo "make audit       known vulnerabilities of the installed packages (needs network)"
+	@echo "make sbom        software bill of materials, in dist/sbom.json"
 	@echo "make clean       remove .venv, builds and caches"
 
 # A set-up that was interrupted leaves .venv/.building (or no working pip) behind: the next one starts from nothing.
@@ -74,5 +76,20 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks
 
+# --strict: a package that cannot be looked up is an error, not a pass. Both tools have environments of their own, so that what they need is not audited, nor changed here.
+$(VENV)-tools/.installed:
+	$(PYTHON) -m venv $(VENV)-tools
+	$(VENV)-tools/bin/python -m pip install --disable-pip-version-check --quiet 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8'
+	@touch $@
+
+audit: $(VENV)/.installed $(VENV)-tools/.installed
+	@$(BIN)/python -m pip list --format=freeze --exclude-editable > $(VENV)-tools/packages.txt
+	@$(VENV)-tools/bin/pip-audit --strict --disable-pip --no-deps -r $(VENV)-tools/packages.txt || { \
+	  echo "make audit: vulnerabilities were found, or the service that lists them could not be reached (see above)" >&2; exit 1; }
+
+sbom: $(VENV)/.installed $(VENV)-tools/.installed
+	@mkdir -p dist
+	$(VENV)-tools/bin/cyclonedx-py environment --output-file dist/sbom.json $(BIN)/python
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-tools build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

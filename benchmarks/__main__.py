@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,14 @@ BENCHMARKS = {
 
 def main() -> None:
     """Run what is named, print each result and a table, and write all of them as JSON."""
+    if sys.argv[1:2] == ["faults"]:  # which has a seed, and an exit status of its own
+        from benchmarks.faults.__main__ import main as faults
+
+        faults(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under attack, and "
-        "clients that join.",
+        "clients that join. `python -m benchmarks faults` puts faults into runs instead.",
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -35,6 +35,9 @@ BACKBONES = (
     "densenet121",
     "resnetv2_18",
     "mixer_s32_224",
+    "efficientnet_b0",
+    "resnet50",
+    "swin_tiny_patch4_window7_224",
 )
 ADAPTERS: dict[str, str | PeftConfig] = {
     **{name: name for name in ("residual", "bottleneck", "lora", "ia3", "bias_norm", "head", "full")},

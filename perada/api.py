@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python call: the same objects as a recipe's, built from arguments."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +86,8 @@ def finetune(
     eval_every: int = 1,
     trainer: pl.Trainer | None = None,
     resume_allow: list[str] | None = None,
+    max_failures: int | None = None,
+    refuse_far: bool = False,
     ckpt_path: str | None = None,
     **trainer_kwargs: Any,
 ) -> Run:
@@ -156,6 +159,10 @@ def finetune(
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
         resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
             ``clients`` for more clients than it had.
+        max_failures: End the run in an error once the clients' training failed more often (it became NaN, or a sample
+            could not be read), every client counted in each round; by default it goes on, since what is lost is named
+            and is what an absent client costs. A run in which every client failed in every round ends in one anyway.
+        refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:
@@ -213,6 +220,8 @@ def finetune(
         "client_store": client_store,
         "diagnostics": diagnostics,
         "resume_allow": resume_allow,
+        "max_failures": max_failures,
+        "refuse_far": refuse_far,
     }
     model: dict[str, Any] = {
         "backbone": backbone,
@@ -286,4 +295,15 @@ def _distillation(
         if algorithm.distills:
             rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
         fields["steps"] = 0
-    return options_of(Distillation, "distillation", given) or Distillation(**fields)
+    try:
+        return options_of(Distillation, "distillation", given) or Distillation(**fields)
+    except ValueError as error:  # which calls the fields by their own names
+        raise ValueError(_as_written(str(error), fields)) from None
+
+
+def _as_written(message: str, fields: dict[str, Any]) -> str:
+    """A message on a field of the distillation, with the name under which ``finetune`` was given it."""
+    for name in fields:
+        short = {"lr": "lr_server", "optimizer": "server_optimizer"}.get(name, f"distill_{name}")
+        message = re.sub(rf"^distillation: {name}\b", short, message)
+    return message

@@ -16,6 +16,7 @@ import perada
 from perada.api import make_trainer
 from perada.cli import main
 from perada.cli.runs import make_cli
+from perada.core.digests import check_sealed
 from perada.server import Distillation
 
 
@@ -91,7 +92,7 @@ def test_run_folder(call, tmp_path, tiny):
         ValueError, match=r"a network of your own, which is not in it; save what perada.finetune returned"
     ):
         main(["export", str(folder), "--output", str(tmp_path / "adapters")])
-    partition = json.loads((folder / "partition.json").read_text())
+    partition = check_sealed(json.loads((folder / "partition.json").read_text()))
     assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}
     assert len(run.metrics["rounds"]) == 1
 
@@ -233,7 +234,7 @@ def emptied(tiny):
         ({"local_steps": 0}, "steps=0 cannot be used"),
         ({"lr_personal": -0.1}, "lr_personal=-0.1"),
         ({"lr_local": -0.1}, "lr_local=-0.1"),
-        ({"lr_server": -0.1}, "lr=-0.1 cannot be used; give a finite number above 0"),
+        ({"lr_server": -0.1}, "lr_server=-0.1 cannot be used; give a finite number above 0"),
         ({"distill_steps": -1}, "steps=-1"),
         ({"distill_temperature": 0.0}, "temperature=0.0"),
         ({"server_optimizer": "adagrad"}, "optimizer='adagrad'"),

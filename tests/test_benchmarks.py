@@ -64,3 +64,12 @@ def test_every_benchmark_runs(tmp_path):
         own = row["seconds"]["perada"]
         assert own["round"] == pytest.approx(own["local"] + own["server"], abs=2e-4)
         assert row["perada / limit, local"] == pytest.approx(own["local"] / row["seconds"]["limit"]["local"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_no_fault_of_the_quick_campaign_falls():
+    """Kills, damaged files, a full disk, random configurations and command lines."""
+    command = [sys.executable, "-m", "benchmarks", "faults", "--quick", "--seed", "1"]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
+    assert "| bit flipped: checkpoint" in ended.stdout

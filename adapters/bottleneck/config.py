@@ -51,7 +51,7 @@ class BottleneckConfig(PeftConfig):
             raise ValueError(f"bottleneck_dim={self.bottleneck_dim!r} is too small: give 1 or more, or leave it out")
         if self.activation not in ("relu", "gelu", "silu", "tanh"):
             raise ValueError(f"activation={self.activation!r} is unknown: choose 'relu', 'gelu', 'silu' or 'tanh'")
-        if not 0 <= self.dropout < 1:
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
         if self.placement not in ("pfeiffer", "houlsby"):
             raise ValueError(f"placement={self.placement!r} is unknown: choose 'pfeiffer' or 'houlsby'")

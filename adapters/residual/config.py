@@ -46,7 +46,7 @@ class ResidualConfig(PeftConfig):
         """Check the values; raise a ValueError if one is out of range."""
         super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
         self.peft_type = "PERADA_RESIDUAL"
-        if not 0 <= self.dropout < 1:
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
         if self.norm not in ("batch", "group", "none"):
             raise ValueError(f"norm={self.norm!r} is unknown: choose 'batch', 'group' or 'none'")

@@ -11,7 +11,8 @@ class CohortBatch(NamedTuple):
     """One local step of every active client, of whom :func:`~perada.core.rounds.share_out` may leave none.
 
     ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
-    the others are zero padding at the end. ``step`` is the index within the round.
+    the others are zero padding at the end. ``step`` is the index within the round. ``failed`` are clients of whom a
+    sample could not be read, and why.
     """
 
     clients: tuple[int, ...]
@@ -21,6 +22,7 @@ class CohortBatch(NamedTuple):
     phase: int
     step: int
     round: int = 0
+    failed: tuple[tuple[int, str], ...] = ()
 
 
 def no_batch(phase: int, step: int, round: int) -> CohortBatch:

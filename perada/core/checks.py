@@ -7,6 +7,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import PurePath
 
 
 def check_number(
@@ -80,6 +81,17 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
     """
     if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}{_ending(hint)}")
+
+
+def check_name(name: str, value: object, optional: bool = False) -> None:
+    """Refuse, by a ValueError, what is no text of at least one letter (a path will do), or ``None`` if optional.
+
+    >>> check_name("column", ["domain"])
+    Traceback (most recent call last):
+    ValueError: column=['domain'] cannot be used; give a text
+    """
+    if not (isinstance(value, str | PurePath) and str(value)) and not (optional and value is None):
+        _refuse(name, value, "a text", optional, "")
 
 
 def _range(least: float | None, above: float | None, most: float | None, below: float | None) -> str:

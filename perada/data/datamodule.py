@@ -24,6 +24,7 @@ from perada.data.batches.samples import MapStore, Samples, Store, length
 from perada.data.batches.schedule import Schedule
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.items import as_pairs, check_datasets
+from perada.data.options import check_reading, check_types
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
 from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
@@ -102,6 +103,7 @@ class FederatedDataModule(pl.LightningDataModule):
         shifts_when: ShiftsWhen = "end",
     ) -> None:
         super().__init__()
+        check_types(data, dataset, partition, public, shifts)
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
         check_holdout(client_validation, evaluate_on)
         self._holdout = client_validation, seed, evaluate_on
@@ -121,10 +123,9 @@ class FederatedDataModule(pl.LightningDataModule):
             )
         check_whole("batch_size", batch_size, also=["full"])
         check_whole("eval_batch_size", eval_batch_size)
-        check_whole("image_size", image_size, optional=True)
+        check_whole("image_size", image_size, most=2**16, optional=True)
         check_whole("num_classes", num_classes, optional=True)
-        check_whole("num_workers", num_workers, 0)
-        check_whole("crop_padding", crop_padding, 0)
+        check_reading(seed, num_workers, crop_padding, flip)
         check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
         self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
         self.conditions: list[Condition] = []
@@ -243,7 +244,10 @@ class FederatedDataModule(pl.LightningDataModule):
     def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
         """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
         plan, store = self.plan_for(clients, 0), self._served(self._ready.train)
-        return self.prepare(RoundBatches(store, plan, self.batch_size, self._seed)[0])
+        batch = RoundBatches(store, plan, self.batch_size, self._seed)[0]
+        for _, reason in batch.failed:
+            raise ValueError(reason)
+        return self.prepare(batch)
 
     def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
         """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`.

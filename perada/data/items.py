@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from perada.data.batches.samples import as_labels, isolated_randomness, length, tensor_source
+from perada.data.batches.samples import as_labels, isolated_randomness, length, read_item, tensor_source
 from perada.data.federated import SCAN_LIMIT, FederatedData
 from perada.data.sets.base import ImageSet
 
@@ -167,7 +167,7 @@ def _look(part: _Part) -> None:
     """Find the keys and the kind of label of a dataset by its first item; tensors and image sets have none of these."""
     if not length(part.dataset) or isinstance(_base(part.dataset), ImageSet) or tensor_source(part.dataset, False):
         return
-    item: Any = part.dataset[0]
+    item: Any = read_item(part.dataset, 0, part.who)
     if isinstance(item, Mapping):
         label = _key(part.who, item, "label", LABEL_KEYS) if part.labelled else None
         part.keys = _key(part.who, item, "image", IMAGE_KEYS), label

@@ -158,6 +158,7 @@ class Cohort:
             for role in opened
         }
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
+        self.failed: dict[int, str] = {}  # clients of whom a sample could not be read, and why
         self.losses = {role: torch.zeros(clients, device=device, dtype=torch.float32) for role in opened}
         self.descents = {role: torch.zeros(clients) for role in opened}
         self._phase = -1
@@ -167,6 +168,10 @@ class Cohort:
         batch = one_of(batches)
         if not batch.clients:
             return
+        for one in batches.values() if isinstance(batches, dict) else (batches,):
+            for client, reason in one.failed:
+                self.broken[one.clients.index(client)] = True
+                self.failed.setdefault(client, reason)
         if batch.phase != self._phase:
             self._phase = batch.phase
             name = self.phases[batch.phase].name

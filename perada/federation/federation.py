@@ -136,7 +136,7 @@ class Federation:
         outcomes = gather_outcomes(cohort, trained, shares, self.ranks)
         real = torch.arange(len(trained.finite), device=trained.finite.device) < len(shares.places)  # no stand-in
         self.scales.close("clients", cohort.scales, trained.finite & real, self.ranks)
-        report = RoundReport(outcomes.broken(shares.plan))
+        report = RoundReport(outcomes.broken(shares.plan), failed=self._failed(cohort))
         report.metrics = round_metrics(settings, self.slot, self.global_state, cohort, trained.sent, outcomes)
         self.store.scatter(shares.parts, report.broken, trained.kept)
         self.rounds_done = shares.plan.round + 1
@@ -150,10 +150,18 @@ class Federation:
                 names, received = self.slot.parameters, cohort.received
                 report.far, found = look_at(names, sent, received, shares, good, self.ranks, shown)
                 report.metrics |= found
+            if settings.refuse_far:
+                good = [place for place in good if shares.plan.clients[place] not in report.far]
             updates = Updates(sent, shares.places, len(shares.plan.clients), self.ranks).part(good)
             self._server_step([shares.plan.clients[place] for place in good], updates, data, progress, report)
         report.metrics |= self._gradients | self.protection.metrics()
+        if report.broken and not settings.private:  # who fails depends on the images
+            report.metrics |= {"clients/drawn": len(shares.plan.clients), "clients/failed": len(report.broken)}
         return report
+
+    def _failed(self, cohort: Cohort) -> dict[int, str]:
+        """The clients of all ranks of whom a sample could not be read, and why."""
+        return {client: reason for own in self.ranks.gather(cohort.failed) for client, reason in own.items()}
 
     def _privatized(self, sent: State, received: State) -> State:
         """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...)."""
@@ -227,16 +235,19 @@ class Federation:
         )
         return measuring.measure(names, shares.places if own else (), len(shares.plan.clients))
 
-    def personalize(self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0) -> list[int]:
+    def personalize(
+        self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0
+    ) -> tuple[list[int], dict[int, str]]:
         """Let every client, once in the ``groups``, fine-tune the final global state alone, as the algorithm ends.
 
-        The clients whose training became NaN or infinite are returned; they keep the global state.
+        The clients whose training failed are returned, who keep the global state, and why samples could not be read.
         """
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         algorithm, phase = tuning
         self.tuned = self._store(algorithm, tuned=True)
         broken: list[int] = []
+        failed: dict[int, str] = {}
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
@@ -248,7 +259,8 @@ class Federation:
             outcomes = gather_outcomes(cohort, trained, shares, self.ranks)
             self.tuned.scatter(shares.parts, outcomes.broken(plan), trained.kept)
             broken += outcomes.broken(plan)
-        return broken
+            failed |= self._failed(cohort)
+        return broken, failed
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""

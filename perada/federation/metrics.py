@@ -113,7 +113,7 @@ def _entries(choice: MetricChoice) -> list[str | Mapping[str, Any]]:
     if isinstance(choice, str | Mapping):
         return [choice]
     if not isinstance(choice, Sequence):
-        raise ValueError(f"metric={choice!r} cannot be used; give a name, such as 'accuracy', or a list of names")
+        raise ValueError(f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names")
     return list(choice)
 
 

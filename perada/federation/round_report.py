@@ -21,13 +21,15 @@ class RoundReport:
 
     What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
     its starting point, and with ``broken_server`` the global state stayed as it was. Clients that are ``far`` sent a
-    change so many times as long as the median.
+    change so many times as long as the median. Of the broken clients, ``failed`` are those of whom a sample could not
+    be read, and why.
     """
 
     broken: list[int] = field(default_factory=list)
     diverged: bool = False
     broken_server: bool = False
     far: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -53,6 +53,7 @@ class Settings:
     client_privacy: ClientPrivacy | None = None
     storage: Storage = field(default_factory=Storage)
     loss_scaling: LossScaling | None = None  # in float16
+    refuse_far: bool = False  # leave out updates much longer than the others
     diagnostics: tuple[str, ...] = ()  # of perada.federation.diagnostics, to be measured each round
 
     @property

@@ -29,12 +29,12 @@ def personalize(trainer: pl.Trainer, data: FederatedDataModule, module: Federate
     sampling = None if protection.images is None else protection.images.sampling(tuning=True)
     plans = [data.plan_for(group, federation.rounds_done, [tuning[1]]) for group in groups]
     with trainer.precision_plugin.forward_context():
-        broken = federation.personalize(
+        broken, failed = federation.personalize(
             progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
         )
     module.shifted = {}  # of the models before
     if broken:
-        warn_broken("fine-tuning", broken, "it keeps the global adapter")
+        warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 

@@ -159,6 +159,7 @@ def training_options(settings: Settings, data: FederatedDataModule, module: Fede
         "local_training": repr(settings.phases),
         "algorithm": repr(settings.algorithm),
         "server_rule": repr(settings.rule),
+        "refuse_far": settings.refuse_far,
         **{f"distillation.{name}": value for name, value in asdict(settings.distillation).items()},
     }
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from perada.algorithms import Algorithm, EnsembleAlgorithm
 from perada.algorithms.trial import is_own, try_rounds
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
-from perada.server import Distillation
+from perada.server import Distillation, ServerRule, client_weights
+from perada.server.aggregate import Weighting
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -83,6 +84,27 @@ def check_rounds(
     check_whole("seed", seed, 0)
     if resume_allow is not None and not isinstance(resume_allow, list | tuple):
         raise ValueError(f"resume_allow={resume_allow!r} cannot be used; give a list of options, such as ['lr_local']")
+
+
+def check_weighting(weighting: Weighting, rule: ServerRule) -> None:
+    """Refuse, by a ValueError, an unknown weighting, and weights where the server's rule has none."""
+    client_weights(weighting, [1])
+    if weighting == "samples" and not rule.weighted:
+        raise ValueError(
+            f"weighting='samples' cannot be used with {type(rule).__name__}, which has no weights; choose "
+            "weighting='uniform'"
+        )
+
+
+def check_robust(max_failures: object, refuse_far: object, client_privacy: object) -> None:
+    """Refuse, by a ValueError, what is no limit of failures, and leaving out clients whom privacy counts."""
+    check_whole("max_failures", max_failures, 0, optional=True, hint="no limit by default")
+    check_choice("refuse_far", refuse_far, [False, True])
+    if refuse_far and client_privacy is not None:
+        raise ValueError(
+            "refuse_far=True cannot be used with client_privacy, whose account is of a mean of all clients' updates, "
+            "each clipped to one norm; leave it out"
+        )
 
 
 def keep_clients_apart(module: FederatedClassifier, x: Tensor) -> None:

@@ -23,8 +23,10 @@ from perada.lightning.checks import (
     check_distillation,
     check_fresh,
     check_images,
+    check_robust,
     check_rounds,
     check_trainer,
+    check_weighting,
     keep_clients_apart,
     try_own,
     use_features,
@@ -44,12 +46,21 @@ from perada.lightning.run_folder import (
 )
 from perada.lightning.run_info import run_info
 from perada.lightning.shift_scores import restore_shifts, score_shifts
-from perada.lightning.steps import anyone_left, compared, exhausted, federation_of, parts, progress, warn_report
+from perada.lightning.steps import (
+    Failures,
+    anyone_left,
+    compared,
+    exhausted,
+    federation_of,
+    parts,
+    progress,
+    warn_report,
+)
 from perada.lightning.strategies import check_alike, options_here, share_work
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
-from perada.server import Distillation, Mean, ServerRule, client_weights
+from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 
 CHECKPOINT_KEY = "perada"
@@ -83,6 +94,8 @@ class FederatedLoop(pl.Callback):
         diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
             of measures (docs/diagnostics.md).
         resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more.
+        max_failures: End the run in an error once the clients' training failed more often; by default it goes on.
+        refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -110,16 +123,14 @@ class FederatedLoop(pl.Callback):
         client_store: StoreKind = "auto",
         diagnostics: bool | list[Diagnostic] = False,
         resume_allow: list[str] | None = None,
+        max_failures: int | None = None,
+        refuse_far: bool = False,
         seed: int = 0,
     ) -> None:
-        client_weights(weighting, [1])
         check_rounds(clients_per_round, local_epochs, local_steps, seed, resume_allow)
+        check_robust(max_failures, refuse_far, client_privacy)
         self.server_rule = server_rule or Mean()
-        if weighting == "samples" and not self.server_rule.weighted:
-            raise ValueError(
-                f"weighting='samples' cannot be used with {type(self.server_rule).__name__}, which has no weights; "
-                "choose weighting='uniform'"
-            )
+        check_weighting(weighting, self.server_rule)
         self.algorithm = algorithm or PerAda()
         if not isinstance(self.algorithm, Algorithm):
             raise ValueError(f"algorithm={algorithm!r} is not an algorithm; give one, such as PerAda()")
@@ -129,6 +140,7 @@ class FederatedLoop(pl.Callback):
         self.client_store = Storage(client_store)
         check_asked(diagnostics)
         self.diagnostics, self.resume_allow = diagnostics, resume_allow or []
+        self.max_failures, self.refuse_far, self._failures = max_failures, refuse_far, Failures(max_failures)
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
@@ -206,6 +218,7 @@ class FederatedLoop(pl.Callback):
             self.client_privacy,
             storage(self.client_store, self.clients_per_round or self.num_clients, self.num_clients, trainer),
             LossScaling.of(getattr(trainer.precision_plugin, "scaler", None)),
+            self.refuse_far,
         )
 
     def _configure(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
@@ -253,6 +266,7 @@ class FederatedLoop(pl.Callback):
         if self._loaded is not None:
             module.federation.load_state_dict(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
+            self._failures = Failures(self.max_failures, self.history)
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
             module.details = self.measured.load_state_dict(self._loaded.get("measured", {}))
             module.per_class = self._loaded.get("per_class", {})
@@ -312,11 +326,12 @@ class FederatedLoop(pl.Callback):
         federation, plan = federation_of(module), data.plan(trainer.current_epoch)
         with trainer.precision_plugin.forward_context():
             report = federation.close(data, lambda steps: progress(trainer, steps, f"Distil {plan.round}"))
-        warn_report(plan.round, report, self.server_rule, self.algorithm)
+        warn_report(plan.round, report, self.server_rule, self.algorithm, self.refuse_far)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)
         self._step = trainer.global_step
         self.history.append({"round": plan.round, "step": self._step, **report.metrics})
+        self._failures.add(len(plan.clients), len(report.broken))
         trainer.should_stop |= not anyone_left(federation, plan.clients)
         if plan.round + 1 == trainer.max_epochs:
             personalize(trainer, data, module)
@@ -343,6 +358,7 @@ class FederatedLoop(pl.Callback):
         finish(trainer, data, module, self.history)
         self.measured.write(trainer, data, module, self.algorithm, self.history)
         federation_of(module).collect()
+        self._failures.check_any_result()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -21,23 +21,34 @@ from perada.server import ServerRule
 T = TypeVar("T")
 
 
-def warn_broken(when: str, clients: list[int], consequence: str) -> None:
-    """Name the clients whose training went wrong, and say what becomes of it."""
-    names = ", ".join(map(str, clients))
-    rank_zero_warn(
-        f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate "
-        "(of the clients, or of the server's rule where all break) or check the images."
-    )
+def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[int, str]) -> None:
+    """Name the clients whose training went wrong, and say what becomes of it; ``failed`` are why samples did."""
+    for client in clients:
+        if client in failed:
+            rank_zero_warn(f"{when}: {failed[client]}; {consequence}")
+    names = ", ".join(str(client) for client in clients if client not in failed)
+    if names:
+        rank_zero_warn(
+            f"{when}: the loss of client {names} became NaN or infinite; {consequence}. Lower the learning rate "
+            "(of the clients, or of the server's rule where all break) or check the images."
+        )
 
 
-def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Algorithm) -> None:
-    """Say what went wrong in a round."""
+def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Algorithm, refused: bool = False) -> None:
+    """Say what went wrong in a round; clients whose updates are far are ``refused`` or not."""
     if report.broken:
-        warn_broken(f"round {round}", report.broken, "its adapter stays as it was and the round continues without it")
+        without = "its adapter stays as it was and the round continues without it"
+        warn_broken(f"round {round}", report.broken, without, report.failed)
+    then = (
+        "It was left out, since refuse_far is set."
+        if refused
+        else "If that is no accident, refuse_far leaves it out, and the server rules median, krum, geometric_median "
+        "and norm_clipping withstand it."
+    )
     for client, times in report.far.items():
         rank_zero_warn(
-            f"round {round}: client {client} sent a change {times:,.0f} times as long as the median of the round's. If "
-            "that is no accident, the server rules median, krum, geometric_median and norm_clipping withstand it."
+            f"round {round}: client {client} sent a change {times:,.0f} times as long as the median of the round's. "
+            f"{then}"
         )
     if report.diverged:
         rank_zero_warn(
@@ -49,6 +60,35 @@ def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Al
             f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
             f"stays as it was. Check {rule.kind} and the options of {algorithm.kind}."
         )
+
+
+class Failures:
+    """How many clients were drawn in each round, and how many of them failed.
+
+    ``history`` are the rounds before, ``limit`` how many failures are too many: then a ValueError ends the run.
+    """
+
+    def __init__(self, limit: int | None, history: Sequence[dict[str, float]] = ()) -> None:
+        self.limit = limit
+        self.rounds = [(record.get("clients/drawn", 1), record.get("clients/failed", 0)) for record in history]
+
+    def add(self, drawn: int, failed: int) -> None:
+        """Count those of a round."""
+        self.rounds.append((drawn, failed))
+        count = int(sum(failed for _, failed in self.rounds))
+        if self.limit is not None and count > self.limit:
+            raise ValueError(
+                f"max_failures={self.limit}: clients failed {count} times in {len(self.rounds)} rounds, as the "
+                "warnings say; mend what they name and resume (ckpt_path=last), or raise max_failures"
+            )
+
+    def check_any_result(self) -> None:
+        """Refuse, by a ValueError, to end a run well in which every client failed in every round."""
+        if self.rounds and all(drawn == failed for drawn, failed in self.rounds):
+            raise ValueError(
+                f"every client failed in all {len(self.rounds)} rounds, as the warnings say, so nothing was "
+                "learned; mend the data, or lower the learning rates"
+            )
 
 
 def exhausted(trainer: pl.Trainer, federation: Federation) -> bool:

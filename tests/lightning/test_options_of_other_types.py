@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of types that cannot be used are one line that names option, value and remedy."""
 
+import math
+
 import pytest
 
 import perada
+from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
+from perada.models.adapted import METHODS
 
 WRONG = [
     ("seed", 0.5),
@@ -22,6 +26,11 @@ WRONG = [
     ("pretrained", 3),
     ("ckpt_path", 3),
     ("resume_allow", "lr_local"),
+    ("metric", 10**12),
+    ("metric", None),
+    ("lr_server", -1),
+    ("server_optimizer", []),
+    ("distill_temperature", "hot"),
 ]
 
 
@@ -33,3 +42,46 @@ def test_one_line_says_what_is_wrong(tiny, name, value):
     assert said.startswith(f"{name}={value!r} ")
     assert "; " in said
     assert "\n" not in said
+
+
+OF_DATA = [
+    (lambda value: FederatedDataModule(value), "data", [{}, [], "", True, math.nan]),
+    (lambda value: FederatedDataModule(dataset=value, partition=Dirichlet(2, 1.0)), "dataset", [{}, [], "Digits", 3]),
+    (lambda value: FederatedDataModule(dataset=Digits(), partition=value), "partition", [{}, [], "IID", True]),
+    (
+        lambda value: FederatedDataModule(FederatedData([]), seed=value),
+        "seed",
+        [{}, None, math.inf, math.nan, 0.5, True],
+    ),
+    (lambda value: FederatedDataModule(FederatedData([]), shifts=value), "shifts", ["3", True, math.nan, -1]),
+    (lambda value: FederatedDataModule(FederatedData([]), image_size=value), "image_size", [10**12, "32", 0]),
+    (lambda value: FederatedDataModule(FederatedData([]), flip=value), "flip", ["abc", {}, None, math.nan]),
+    (lambda value: FederatedDataModule(FederatedData([], classes=value)), "FederatedData: classes", [True, 3, "abc"]),
+    (
+        lambda value: FederatedDataModule(FederatedData([], client_names=value)),
+        "FederatedData: client_names",
+        [0.5, "a"],
+    ),
+    (lambda value: Dirichlet(2, column=value), "column", [{}, [], "", 3]),
+    (lambda value: Dirichlet(2, alpha=value), "alpha", [math.nan, math.inf, "1", None, True]),
+    (lambda value: Dirichlet(value, 1.0), "num_clients", [math.nan, "3", 2.0, True, None, {}]),
+    (lambda value: ByDomain(column=value), "column", [{}, None, ""]),
+    (lambda value: FromFile(value), "path", [{}, [], None, 3, ""]),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value"), [(make, name, value) for make, name, of in OF_DATA for value in of])
+def test_data_and_partitions_say_what_is_wrong(make, name, value):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        make(value)
+    said = str(raised.value)
+    assert said.startswith(f"{name}={value!r} cannot be used; give ") or said.startswith(
+        f"{name}={value!r} is unknown; "
+    )
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("adapter", ["residual", "bottleneck"])
+def test_a_dropout_that_is_no_number(adapter):
+    with pytest.raises(ValueError, match="dropout='x' is not a probability: give a number"):
+        METHODS[adapter](dropout="x")

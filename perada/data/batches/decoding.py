@@ -96,6 +96,13 @@ class UnreadableImageError(ValueError):
         super().__init__(_without_traceback(message))
 
 
+class UnreadableSampleError(ValueError):
+    """A sample that a dataset does not give, or that is NaN; the message is one line, from a worker process too."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_without_traceback(message))
+
+
 class MissingImageError(FileNotFoundError):
     """A file that is not there; the message is one line, from a worker process too."""
 

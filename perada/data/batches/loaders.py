@@ -39,18 +39,42 @@ class RoundBatches(Dataset[CohortBatch]):
 
 
 def cohort_batch(
-    store: Samples, plan: RoundPlan, phase: int, step: int, indices: list[Tensor], key: tuple[int, ...]
+    store: Samples,
+    plan: RoundPlan,
+    phase: int,
+    step: int,
+    indices: list[Tensor],
+    key: tuple[int, ...],
+    shrink: bool = False,
 ) -> CohortBatch:
-    """One step of the first clients of a plan, on the samples at ``indices`` of each."""
+    """One step of the first clients of a plan, on the samples at ``indices`` of each.
+
+    Samples that cannot be read are zeros, or, to ``shrink`` the batch, are not in it.
+    """
     clients, counts = plan.clients[: len(indices)], tuple(map(len, indices))
     if not clients:
         return no_batch(phase, step, plan.round)
     owners, rows = torch.tensor(clients).repeat_interleave(torch.tensor(counts)), torch.cat(indices)
     if not len(rows):  # an image is read for its shape, and dropped
         owners, rows = torch.tensor(clients[:1]), torch.zeros(1, dtype=torch.int64)
-    x, y = (part if part is None else part[: sum(counts)] for part in store.take(owners, rows, key))
-    assert x is not None and y is not None
-    return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, plan.round)
+    reasons: dict[int, Exception] = {}
+    if isinstance(store, MapStore):
+        x, y, reasons = store.read(owners, rows, key)
+    else:
+        x, y = store.take(owners, rows, key)
+    assert y is not None
+    failed = {int(owners[place]): _reason(error, int(owners[place])) for place, error in reasons.items()}
+    kept = [place for place in range(sum(counts)) if not (shrink and place in reasons)]
+    if len(kept) < len(x):
+        x, y, left = x[kept], y[kept], owners[kept].tolist()
+        counts = tuple(left.count(client) for client in clients)
+    x, y = pad(x, counts), pad(y, counts)
+    return CohortBatch(clients, x, y, counts, phase, step, plan.round, tuple(failed.items()))
+
+
+def _reason(error: Exception, client: int) -> str:
+    """Why a client's sample cannot be read; the client is named."""
+    return str(error) if f"client {client}" in str(error) else f"client {client}: {error}"
 
 
 def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -70,4 +70,4 @@ class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
 
     def _batch(self, name: str, step: int) -> CohortBatch:
         key = self._items, self.plan.round, step, derive_seed(self._items, f"stream/{name}")
-        return cohort_batch(self.store, self.plan, self.walk[step][0], step, self.indices[step][name], key)
+        return cohort_batch(self.store, self.plan, self.walk[step][0], step, self.indices[step][name], key, True)

@@ -5,6 +5,7 @@ import random
 import reprlib
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.core.seeding import derive_seed, seed_global
 from perada.core.states import send
+from perada.data.batches.decoding import MissingImageError, UnreadableImageError, UnreadableSampleError
 from perada.data.batches.transforms import check_dtype, resize_uint8, to_image
 from perada.data.sets.base import ImageSet
 
@@ -152,16 +154,22 @@ class MapStore:
         self.datasets, self.labelled, self.size = datasets, labelled, size
         self.sizes = tuple(length(dataset) for dataset in datasets)
         self.num_classes: int | None = None  # classes that labels are checked against as they are read
+        self._blank: tuple[Tensor, Tensor | None] | None = None  # a sample of zeros
 
     def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | None]:
         """Read one sample: image, in the store's size or as the dataset has it, and label or None."""
-        item = self.datasets[owner][index]
+        who = f"client {owner}" if self.labelled else "the public set"
+        item = read_item(self.datasets[owner], index, who)
         try:
             image = to_image(item[0] if self.labelled or isinstance(item, tuple | list) else item)
             label = as_labels(item[1]) if self.labelled else None
         except TypeError as error:
-            who = f"client {owner}" if self.labelled else "the public set"
             raise TypeError(f"{who}, sample {index}: {error}") from None
+        if image.is_floating_point() and not image.isfinite().all():
+            raise UnreadableSampleError(
+                f"{who}, sample {index}{_place(self.datasets[owner], index)}, is an image with NaN or infinity: mend "
+                "it or leave it out"
+            )
         if label is not None and self.num_classes is not None and not 0 <= label < self.num_classes:
             raise ValueError(
                 f"client {owner} has the label {int(label)}, outside 0..{self.num_classes - 1}: correct the label or "
@@ -171,21 +179,72 @@ class MapStore:
             image = resize_uint8(image, self.size)
         return image, label
 
+    def read(
+        self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None, dict[int, Exception]]:
+        """Read rows as :meth:`take`, with zeros for those that cannot be read, and why, by their places.
+
+        A store of which nothing was read yet raises the reason.
+        """
+        rows: list[tuple[Tensor, Tensor | None] | None] = []
+        failed: dict[int, Exception] = {}
+        first: Kind | None = None if self._blank is None else kind(self._blank[0], 0)
+        with isolated_randomness():
+            for place, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
+                seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
+                try:
+                    image, label = self.item(owner, index)
+                    first = first or kind(image, 0)
+                    check_kind(owner, kind(image, 0), first)
+                except Exception as error:  # of one client, whom the others need not share it with
+                    failed[place] = error
+                    rows.append(self._blank)
+                    continue
+                self._blank = self._blank or (
+                    torch.zeros_like(image),
+                    None if label is None else torch.zeros_like(label),
+                )
+                rows.append((image, label))
+        if None in rows:
+            raise next(iter(failed.values()))
+        known = [row for row in rows if row is not None]
+        labels = [label for _, label in known if label is not None]
+        return torch.stack([image for image, _ in known]), torch.stack(labels) if labels else None, failed
+
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Read rows, with the arguments and results of :meth:`TensorStore.take`.
 
         What the datasets draw at random is derived from ``key`` and the sample, and leaves the global streams alone.
         """
-        images: list[Tensor] = []
-        labels: list[Tensor] = []
-        with isolated_randomness():
-            for owner, index in zip(owners.tolist(), indices.tolist(), strict=True):
-                seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
-                image, label = self.item(owner, index)
-                images.append(image)
-                labels += [] if label is None else [label]
-                check_kind(owner, kind(image, 0), kind(images[0], 0))
-        return torch.stack(images), torch.stack(labels) if labels else None
+        images, labels, failed = self.read(owners, indices, key)
+        for error in failed.values():
+            raise error
+        return images, labels
+
+
+def read_item(dataset: Dataset[Any], index: int, who: str) -> Any:  # noqa: ANN401
+    """An item as the dataset has it; a ValueError says whose it is and where, if it cannot be read."""
+    try:
+        return dataset[index]
+    except (UnreadableImageError, MissingImageError, UnreadableSampleError):  # which say where it is
+        raise
+    except Exception as error:  # whatever a dataset raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raise UnreadableSampleError(
+            f"{who}, sample {index}{_place(dataset, index)}, cannot be read ({reason}): mend it or leave it out"
+        ) from error
+
+
+def _place(dataset: Any, index: int) -> str:  # noqa: ANN401
+    """Where a dataset says that an item is, as torchvision's folders do, to follow its number; or nothing."""
+    if isinstance(dataset, Subset):
+        return _place(dataset.dataset, dataset.indices[index])
+    for name in ("samples", "imgs", "paths", "files"):
+        listed = getattr(dataset, name, None)
+        if isinstance(listed, list | tuple) and index < len(listed):
+            entry = listed[index][0] if isinstance(listed[index], tuple | list) and listed[index] else listed[index]
+            return f" ({str(entry)!r})" if isinstance(entry, str | Path) else ""
+    return _place(dataset.dataset, index) if hasattr(dataset, "dataset") else ""
 
 
 Store = TensorStore | MapStore

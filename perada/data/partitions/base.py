@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_name, check_whole
 from perada.core.digests import check_sealed
 from perada.core.options import Options
 from perada.core.seeding import derive_seed
@@ -104,6 +104,7 @@ class ByDomain(Partition):
 
     def __init__(self, column: str = "domain", clients_per_domain: int = 1) -> None:
         check_whole("clients_per_domain", clients_per_domain)
+        check_name("column", column)
         self.column, self.clients_per_domain = column, clients_per_domain
 
     def client_names(self, train: Split) -> Sequence[str] | None:
@@ -152,6 +153,7 @@ class FromFile(Partition):
     """
 
     def __init__(self, path: str) -> None:
+        check_name("path", path)
         self.path = path
 
     def client_names(self, train: Split) -> Sequence[str] | None:

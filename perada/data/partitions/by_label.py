@@ -8,7 +8,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_name, check_number, check_whole
 from perada.data.partitions.apportion import Array, apportion, check_enough, deal, even, raise_to_minimum
 from perada.data.partitions.base import Assignment, Partition, Split, partition_rng
 
@@ -88,6 +88,7 @@ class Dirichlet(LabelPartition):
         check_whole("merge_below", merge_below, 0)
         self.num_clients, self.alpha = num_clients, alpha
         self.min_per_client, self.min_per_class, self.merge_below = min_per_client, min_per_class, merge_below
+        check_name("column", column, optional=True)
         self.column = column
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:

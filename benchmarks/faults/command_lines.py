@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random command lines of ``perada fit``: each is run, or refused in one line that names what was asked for."""
+
+import contextlib
+import io
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from benchmarks.faults.configurations import limited
+from benchmarks.faults.outcomes import Outcomes
+from perada.cli import entry_point
+
+BASE = (
+    "--config quickstart --trainer.max_epochs=1 --federated.local_steps=1 --data.train_limit=100 --data.test_limit=40 "
+    "--trainer.accelerator=cpu --trainer.enable_progress_bar=false --federated.distillation.steps=1"
+).split()
+OPTIONS = (
+    "data.batch_size", "data.image_size", "data.public_fraction", "data.seed", "data.client_validation",
+    "data.partition.init_args.alpha", "data.partition.init_args.num_clients", "data.partition", "data.dataset",
+    "model.lr_local", "model.lr_personal", "model.momentum", "model.adapter", "model.backbone", "model.optimizer",
+    "model.engine", "model.metric", "model.clip_norm", "model.clients_per_chunk", "federated.algorithm",
+    "federated.clients_per_round", "federated.local_epochs", "federated.weighting", "federated.server_rule",
+    "federated.distillation.temperature", "federated.distillation.lr", "federated.privacy.noise_multiplier",
+    "federated.client_store", "federated.diagnostics", "federated.max_failures", "federated.refuse_far",
+    "federated.resume_allow", "trainer.precision", "seed_everything", "ckpt_path", "no.such.option",
+)  # fmt: skip
+VALUES = ("", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", "[]", "[1]", "1e12", "last", "median")
+
+
+def try_command_lines(seed: int, count: int, seconds: int = 60) -> Outcomes:
+    """Run them one after another in this process."""
+    found = Outcomes("command lines of perada fit")
+    for number in range(count):
+        draw = random.Random(f"line/{seed}/{number}")
+        names = draw.sample(OPTIONS, draw.randint(1, 2))
+        words = [f"--{name}={draw.choice(VALUES)}" for name in names]
+        found.add(_judged(words, names, seconds), " ".join(words))
+    return found
+
+
+def _judged(words: list[str], names: list[str], seconds: int) -> str:
+    here, said = Path.cwd(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), limited(seconds):
+                with mock.patch.object(sys, "argv", ["perada", "fit", *BASE, *words]):
+                    entry_point()
+        except SystemExit as end:
+            if not end.code:
+                return "held"
+            message = str(end.code)
+        except TimeoutError:
+            return f"took more than {seconds} s"
+        except Exception as error:  # what should not be
+            return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        else:
+            return "held"
+        finally:
+            os.chdir(here)
+    if "\n" in message.strip():
+        return f"several lines: {message[:150]}"
+    parts = [part for name in names for part in (name, *name.split("."))] + [word.partition("=")[2] for word in words]
+    plain = message.replace("_", " ")
+    return (
+        "named"
+        if any(part and part.replace("_", " ") in plain for part in parts)
+        else f"names nothing: {message[:200]}"
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files in which a bit has changed, or that were cut off: each is named when it is read, or reads as it was."""
+
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import perada
+from benchmarks.faults.job import network, train
+from benchmarks.faults.outcomes import Outcomes
+from perada.core.digests import sealed
+from perada.data import FromFile
+from perada.data.partitions.base import Split
+from perada.experiments.compare.results import Results
+from perada.results.record import Record, read_records
+
+Read = Callable[[Path], Any]
+"""Reads a copy of the folder in which a file was damaged; what it gives is compared."""
+
+
+def damage(folder: Path, seed: int, bits: int, cuts: int) -> list[Outcomes]:
+    """Flip ``bits`` bits in each kind of file, and cut files off at ``cuts`` places."""
+    draw, run = random.Random(seed), folder / "run"
+    train(run, "disk", 2).save(run / "saved")
+    version = next((run / "lightning_logs").iterdir())
+    comparison = Results(run / "compare.json")
+    comparison.records = [{"stage": "run", "args": [], "recipe": "r", "label": "a", "seed": 0, "global": 0.25}] * 2
+    comparison.arrange([])
+    (run / "partition.json").write_text(json.dumps(sealed({"train": [[0, 2], [1]], "test": [[0], [1, 2]]})))
+    kinds: dict[str, tuple[list[Path], Read]] = {
+        "checkpoint": ([version / "checkpoints" / "last.ckpt"], _resumed),
+        "client files": (sorted((version / "clients").glob("*.safetensors")), _resumed),
+        "adapter folders": (sorted(path for path in (run / "saved").rglob("*") if path.is_file()), _loaded),
+        "partition.json": ([run / "partition.json"], _divided),
+        "results.json": ([version / "results.json"], lambda root: read_records(root / version.relative_to(run))),
+        "results of compare": ([run / "compare.json"], lambda root: Results(root / "compare.json").records),
+    }
+    found = []
+    for kind, (files, read) in kinds.items():
+        expected = _shown(read(run))
+        for how, count in (("bit flipped", bits), ("cut off", cuts)):
+            outcomes = Outcomes(f"{how}: {kind}")
+            for number in range(count):
+                copied = shutil.copytree(run, folder / "copy")
+                path = copied / files[number % len(files)].relative_to(run)
+                outcomes.add(*_damaged(path, copied, how, draw, read, expected))
+                shutil.rmtree(copied)
+            found.append(outcomes)
+    return found
+
+
+def _damaged(path: Path, root: Path, how: str, draw: random.Random, read: Read, expected: object) -> tuple[str, str]:
+    content = bytearray(path.read_bytes())
+    place, bit = draw.randrange(len(content)), draw.randrange(8)
+    if how == "bit flipped":
+        content[place] ^= 1 << bit
+    path.write_bytes(content if how == "bit flipped" else content[:place])
+    what = f"{path.relative_to(root)}, byte {place}, bit {bit}"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            shown = _shown(read(root))
+        except (ValueError, OSError) as error:
+            named = path.name in str(error) or path.parent.name in str(error)
+            return ("named" if named and "\n" not in str(error) else f"names no file: {str(error)[:200]}"), what
+        except Exception as error:  # what should not be
+            return f"raw {type(error).__name__}: {str(error)[:200]}", what
+    if any(path.name in str(one.message) or path.parent.name in str(one.message) for one in warned):
+        return "named", what
+    return ("harmless" if shown == expected else "read without a word"), what
+
+
+def _resumed(root: Path) -> perada.Run:
+    """What a checkpoint holds, after whose last round nothing is left to train."""
+    (path,) = root.glob("lightning_logs/*/checkpoints/last.ckpt")
+    return train(root, "disk", 2, str(path), logger=False, enable_checkpointing=False)
+
+
+def _loaded(root: Path) -> perada.Run:
+    return perada.Run.load(root / "saved", backbone=network())
+
+
+def _divided(root: Path) -> list[list[int]]:
+    split = Split(np.zeros(3, dtype=np.int64), np.arange(3))
+    return [own.tolist() for part in FromFile(str(root / "partition.json")).split(split, split, 0) for own in part]
+
+
+def _shown(read: Any) -> object:  # noqa: ANN401  # whatever was read
+    """What counts of it, in types that can be compared."""
+    if isinstance(read, perada.Run):
+        states = [{key: value.tolist() for key, value in state.items()} for state in read.states("personal")]
+        return repr((states, [v.tolist() for v in read.state("global").values()], read.metrics["clients"], read.info))
+    if isinstance(read, list):
+        return repr([replace(one, folder=Path()) if isinstance(one, Record) else one for one in read])
+    return repr(read)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients whose samples cannot be read or whose updates are far: they are named, and the round goes on without them."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pytorch_lightning import Callback
+from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+
+import perada
+from perada.algorithms import FedAvg
+from perada.core.batches import one_of
+from perada.privacy import ClientPrivacy, Privacy
+
+
+class Own(Dataset):
+    """A client's samples, read one by one, of which one goes wrong once it is told to."""
+
+    def __init__(self, base, bad=None, what=None):
+        self.base, self.bad, self.what, self.after = base, bad, what, 0
+        self.targets = base.tensors[1]
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, index):
+        image, label = self.base[index]
+        if index != self.bad or self.after > 0:
+            return image, int(label)
+        if isinstance(self.what, Exception):
+            raise self.what
+        return self.what(image, int(label))
+
+
+class Later(Callback):
+    """Lets the sample go wrong from a round on."""
+
+    def __init__(self, dataset, round):
+        self.dataset, self.round = dataset, round
+
+    def on_train_epoch_start(self, trainer, module):
+        self.dataset.after = self.round - trainer.current_epoch
+
+
+def federation(tiny, what, bad=2):
+    data = tiny.data(sizes=(9, 5, 7), public=False)
+    data.train[:] = [Own(part) for part in data.train]
+    data.train[1] = Own(data.train[1].base, bad, what)
+    data.train[1].after = 9
+    return data
+
+
+def fit(tiny, data, rounds=3, **options):
+    settings = tiny.options | {"adapter": "head", "algorithm": "ditto", "logger": False, "distill_steps": None}
+    settings |= {"distill_batch_size": None, "clients_per_round": None, "enable_checkpointing": False}
+    return perada.finetune(tiny.net(), data, rounds=rounds, **(settings | options))
+
+
+FAULTS = {
+    "exception": (
+        KeyError("gone"),
+        r"client 1, sample 2, cannot be read \(KeyError: 'gone'\): mend it or leave it out",
+    ),
+    "nan": (lambda x, y: (x * torch.nan, y), "client 1, sample 2, is an image with NaN or infinity"),
+    "label": (lambda x, y: (x, 7), r"client 1 has the label 7, outside 0\.\.2"),
+    "shape": (lambda x, y: (x[:, :4], y), r"client 1: an image is \(\(1, 4, 8\)"),
+    "word": (lambda x, y: ("image", y), r"client 1, sample 2: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_sample_that_goes_wrong_in_round_2_costs_its_client_that_round(tiny, fault, workers):
+    """As if it had not been drawn in that round: the mean is of the two others, and its own adapter stays."""
+    what, message = FAULTS[fault]
+    seen = {}
+
+    class Watched(FedAvg):
+        def server_step(self, step):
+            seen[step.round] = set(step.clients)
+            return super().server_step(step)
+
+    data = perada.FederatedDataModule(federation(tiny, what), batch_size=4, num_workers=workers)
+    later = Later(data._data.train[1], 2)
+    with pytest.warns(UserWarning, match=f"round 2: {message}.*the round continues without it"):
+        run = fit(tiny, data, algorithm=Watched(), callbacks=[later], batch_size=None)
+    assert seen == {0: {0, 1, 2}, 1: {0, 1, 2}, 2: {0, 2}}
+    record = run.metrics["rounds"][2]
+    assert (record["clients/drawn"], record["clients/failed"]) == (3, 1)
+    assert "clients/failed" not in run.metrics["rounds"][1]
+    assert all(value.isfinite().all() for value in run.state("global").values())
+
+
+def test_at_set_up_the_sample_is_named(tiny):
+    data = federation(tiny, OSError("image file is truncated"), bad=0)
+    data.train[1].after = 0
+    message = r"client 1: the training set, sample 0, cannot be read \(OSError: image file is truncated\)"
+    with pytest.raises(ValueError, match=message):
+        fit(tiny, data)
+
+
+def test_a_truncated_file_is_named_with_its_path(tmp_path):
+    """Of torchvision's own folder, which does not say where it is."""
+    for client in (0, 1):
+        for number in range(6):
+            path = tmp_path / f"{client}" / f"class{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(path)
+    broken = tmp_path / "1" / "class1" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:900])
+    data = perada.FederatedData([ImageFolder(str(tmp_path / str(client))) for client in (0, 1)])
+    with pytest.warns(UserWarning, match=r"client 1, sample 4 \('.*1/class1/3.png'\), cannot be read \(OSError"):
+        run = perada.finetune(
+            "test_resnet", data, pretrained=False, adapter="head", algorithm="fedavg", rounds=1, accelerator="cpu",
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        )  # fmt: skip
+    assert run.metrics["rounds"][0]["clients/failed"] == 1
+
+
+def test_with_privacy_the_client_has_taken_part(tiny):
+    """Its ledger counts the round, as if nothing had happened; the sample that is no sample is in no batch."""
+    privacy = Privacy(noise_multiplier=1.0, secure_rng=False)
+    whole = fit(tiny, federation(tiny, None, bad=None), privacy=privacy)
+    data = federation(tiny, RuntimeError("gone"))
+    drawn = []
+
+    class Counting(Later):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            drawn.append(one_of(batch).counts[1] if len(one_of(batch).counts) > 1 else None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = fit(tiny, data, privacy=privacy, callbacks=[Counting(data.train[1], 0)])
+    assert any("client 1, sample 2, cannot be read (RuntimeError: gone)" in str(one.message) for one in caught)
+    assert run.info["privacy"]["sample"]["release"] == whole.info["privacy"]["sample"]["release"]
+    assert not any("clients/failed" in record for record in run.metrics["rounds"])
+
+
+def test_too_many_failures_end_the_run(tiny):
+    data = federation(tiny, RuntimeError("gone"))
+    with (
+        pytest.warns(UserWarning, match="client 1, sample 2"),
+        pytest.raises(
+            ValueError, match=r"max_failures=1: clients failed 2 times in 2 rounds, as the warnings say; mend"
+        ),
+    ):
+        fit(tiny, data, max_failures=1, callbacks=[Later(data.train[1], 0)])
+
+
+@pytest.mark.filterwarnings("ignore:round .*became NaN:UserWarning", "ignore:.*has NaN or infinity:UserWarning")
+def test_a_run_in_which_every_client_fails_does_not_end_well(tiny):
+    data = tiny.data(sizes=(9, 5, 7), public=False)
+    for part in data.train:
+        part.tensors[0].fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"every client failed in all 2 rounds, .*so nothing was learned"):
+        fit(tiny, data, rounds=2)
+    data.train[2] = tiny.data(sizes=(9, 5, 7)).train[2]
+    assert fit(tiny, data, rounds=2).num_clients == 3
+
+
+def test_images_of_tensors_that_are_nan_are_named_at_set_up(tiny):
+    data = tiny.data(sizes=(9, 5, 7), public=False)
+    data.test[1].tensors[0][4] = torch.inf
+    with pytest.raises(ValueError, match="client 1: the test image 4 has NaN or infinity, so that it cannot be scored"):
+        fit(tiny, data)
+    data = tiny.data(sizes=(9, 5, 7), public=False)
+    data.train[2].tensors[0][6] = torch.nan
+    with pytest.warns(UserWarning) as caught:
+        fit(tiny, data, rounds=1)
+    said = " ".join(str(one.message) for one in caught)
+    assert "client 2: the training image 6 has NaN or infinity: the client fails in rounds that use it" in said
+    assert "round 0: the loss of client 2 became NaN" in said
+
+
+class Scaled(FedAvg):
+    """FedAvg whose client 3 sends ten thousand times its change."""
+
+    def broadcast(self, given):
+        self.clients = given.clients
+        return super().broadcast(given)
+
+    def close(self, trained, kept, received, slot):
+        kept, sent = super().close(trained, kept, received, slot)
+        place = self.clients.index(3)
+        for key in slot.parameters:
+            sent[key] = sent[key].clone()
+            sent[key][place] = received[key][place] + 1e4 * (sent[key][place] - received[key][place])
+        return kept, sent
+
+
+def test_a_far_update_is_left_out_if_asked(tiny):
+    """What is left is the mean of the others, computed by hand of what they sent alone."""
+    data = tiny.data(sizes=(8, 8, 8, 8), public=False)
+    options = {"rounds": 1, "local_steps": 2, "batch_size": "full", "momentum": 0.0}
+    with pytest.warns(UserWarning, match=r"client 3 sent a change .* times as long .* refuse_far leaves it out"):
+        kept = fit(tiny, data, algorithm=Scaled(), **options).state("global")
+    with pytest.warns(UserWarning, match=r"client 3 sent a change .* It was left out, since refuse_far is set"):
+        found = fit(tiny, data, algorithm=Scaled(), refuse_far=True, **options).state("global")
+    others = perada.FederatedData(data.train[:3], data.test[:3])
+    expected = fit(tiny, others, algorithm="fedavg", **options).state("global")
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+    assert max(float((kept[key] - value).abs().max()) for key, value in expected.items()) > 1
+
+
+def test_options_of_failures_are_checked(tiny):
+    for options, message in (
+        ({"max_failures": -1}, "max_failures=-1 cannot be used; give a whole number of 0 or more"),
+        ({"refuse_far": "yes"}, "refuse_far='yes' is unknown; choose one of False, True"),
+        (
+            {"refuse_far": True, "client_privacy": ClientPrivacy(1.0)},
+            "refuse_far=True cannot be used with client_privacy",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(tiny, tiny.data(), algorithm="fedavg", **options)
