@@ -34,6 +34,13 @@ DATA: Tree = {
         "Print what is understood of a folder, a table or a recipe's images, and what is wrong with them.",
     ),
 }
+DEPLOY: Tree = {
+    "check": ("perada.cli.deploy:check", "Try at a site what its recipes would do; nothing is sent."),
+    "site": ("perada.cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
+    "run": ("perada.cli.deploy:run", "Run a recipe among sites."),
+    "status": ("perada.cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
+    "export": ("perada.cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
+}
 COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
@@ -55,6 +62,7 @@ COMMANDS: Tree = {
     ),
     "report": ("perada.cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
     "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
+    "deploy": (DEPLOY, "Run a recipe across real sites."),
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
 }

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from perada.algorithms import Broadcast, Stacks, ensemble_of
+from perada.core.batches import AnyBatch
 from perada.core.rounds import RoundPlan
 from perada.core.states import State, expand
 from perada.data.one_client import OneClient
@@ -136,8 +137,10 @@ class Client:
             history[sigma, rate] += steps
         return history_epsilon(history, account.options.delta, account.options.accountant) <= limit * ROUNDING
 
-    def train(self, order: Order, given: State, state: RunState, protection: Protection) -> Done:
-        """Train a round, or fine-tune, from what the server sent; the ledgers are not touched."""
+    def train(
+        self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
+    ) -> Done:
+        """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched."""
         settings, tuning = self.settings, order.kind == "tune"
         plan, numbered = self.plan(order), OneClient(self.data, 0 if settings.privacy is not None else order.client)
         device, slot = self.recipe.device, self.module.slot
@@ -153,7 +156,8 @@ class Client:
                 kept = self._kept(state)
                 cohort = site.open(plan, kept, self._received(order, given, numbered), order.factor)
             images = protection.images
-            for batch in numbered.batches(plan, device, None if images is None else images.sampling(tuning)):
+            sampling = None if images is None else images.sampling(tuning)
+            for batch in numbered.batches(plan, device, sampling) if only_step is None else [only_step]:
                 cohort.step(batch)
             trained = cohort.close()
         shown = self.recipe.loop.privacy is None and self.recipe.loop.client_privacy is None
