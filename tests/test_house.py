@@ -25,7 +25,9 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for room in ("perada", "adapters") for path in sorted((ROOT / room).rglob("*.py"))}
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
-ROOMS = "core engine server algorithms privacy models federation data results lightning api experiments cli".split()
+ROOMS = (
+    "core engine server algorithms privacy models federation data results lightning api experiments deploy cli".split()
+)
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "importing"}  # perada/__init__.py hands on public names when they are asked for
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
