@@ -34,6 +34,16 @@ DATA: Tree = {
         "Print what is understood of a folder, a table or a recipe's images, and what is wrong with them.",
     ),
 }
+KEYS: Tree = {
+    "server": ("perada.cli.flower:keys_server", "Write the server's certificate, and the one by which sites know it."),
+    "site": ("perada.cli.flower:keys_site", "Write a site's key, and the one that the server registers."),
+}
+DEPLOY: Tree = {
+    "init": ("perada.cli.flower:init", "Write the Flower app of a recipe, unit files and a README."),
+    "keys": (KEYS, "Write keys and certificates."),
+    "run": ("perada.cli.flower:run", "Start an app on a SuperLink and follow it."),
+    "demo": ("perada.cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),
+}
 COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
@@ -55,6 +65,7 @@ COMMANDS: Tree = {
     ),
     "report": ("perada.cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
     "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
+    "deploy": (DEPLOY, "Run a recipe across real sites."),
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
 }

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,27 +15,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from perada.deploy.flower.keys import write_server_keys, write_site_keys
+from perada.deploy.flower.running import QUIET, check_flower, program, write_connection
 
 LINK = "perada-loopback"
 """Name of the SuperLink in Flower's configuration."""
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
-"""Flower reports nothing home, asks for no update and installs nothing."""
 STARTS = 120.0
 """Seconds that a process may take to start."""
-
-
-def check_flower() -> None:
-    """Refuse to go on without Flower.
-
-    Raises:
-        ImportError: With the way to install it.
-    """
-    if not _program("flower-superlink").is_file():
-        raise ImportError("Flower is not installed; pip install 'perada[flower]'")
 
 
 class Loopback:
@@ -62,7 +46,7 @@ class Loopback:
             **QUIET,
             **(environment or {}),
             "FLWR_HOME": str(self.home),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PATH": f"{program('flwr').parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "NO_PROXY": "localhost,127.0.0.1",
         }
         for name in ("flwr", "keys", "logs", "run"):
@@ -85,12 +69,11 @@ class Loopback:
         keys = self.folder / "keys"
         if not self.port:
             self.port = free_port()
-            text = f'[superlink.{LINK}]\naddress = "127.0.0.1:{self.port}"\nroot-certificates = "{keys / "ca.crt"}"\n'
-            (self.home / "config.toml").write_text(f'[superlink]\ndefault = "{LINK}"\n\n{text}', encoding="utf-8")
+            write_connection(self.home, LINK, f"127.0.0.1:{self.port}", keys / "ca.crt")
         words = ["--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.pem"]
         words += ["--ssl-keyfile", keys / "server.key", "--enable-supernode-auth", "--host", "127.0.0.1"]
         words += ["--port", self.port, "--database", self.folder / "link.db"]
-        self.start("link", [_program("flower-superlink"), *words])
+        self.start("link", [program("flower-superlink"), *words])
         self.wait_for(lambda: _listens(self.port), "link", "the SuperLink's port")
 
     def register(self, site: str) -> None:
@@ -103,14 +86,16 @@ class Loopback:
         words = ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"{site}.key"]
         words += ["--superlink", f"127.0.0.1:{self.port}", "--port", free_port()]
         words += ["--node-config", f'socket="{self.socket(site)}"']
-        self.start(f"node-{site}", [_program("flower-supernode"), *words])
+        self.start(f"node-{site}", [program("flower-supernode"), *words])
 
     def socket(self, site: str) -> Path:
         """Where a site's worker listens."""
         return self.folder / "run" / f"{site}.sock"
 
     def start(self, name: str, words: Sequence[object]) -> None:
-        """Start a process, whose output goes to a log file of its name."""
+        """Start a process in the place of the one of its name, if there is one; its output goes to a log file."""
+        if name in self.processes:
+            self.kill(name)
         with self.log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [str(word) for word in words],
@@ -138,7 +123,7 @@ class Loopback:
         Raises:
             RuntimeError: If it fails, with what it says.
         """
-        command = [str(_program("flwr")), *map(str, words)]
+        command = [str(program("flwr")), *map(str, words)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command[1:3])} failed: {' '.join((done.stdout + done.stderr).split())}")
@@ -176,17 +161,17 @@ class Loopback:
             with suppress(ProcessLookupError):
                 process.terminate()
         end = time.monotonic() + 10
-        while time.monotonic() < end and (self._alive() or any(p.poll() is None for p in self.processes.values())):
+        while time.monotonic() < end and (self.alive() or any(p.poll() is None for p in self.processes.values())):
             time.sleep(0.2)
-        for pid in [*self._alive(), *(p.pid for p in self.processes.values() if p.poll() is None)]:
+        for pid in [*self.alive(), *(p.pid for p in self.processes.values() if p.poll() is None)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self.processes.values():
             process.wait()
         self.processes.clear()
 
-    def _alive(self) -> list[int]:
-        """Ids of the processes that ours started: Flower's folder in their environment is this federation's own."""
+    def alive(self) -> list[int]:
+        """Ids of this federation's processes: the environment of all that descend from it names its folder."""
         mark = f"FLWR_HOME={self.home}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):  # elsewhere Flower's own watch over parents must do
@@ -212,8 +197,3 @@ def _listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _program(name: str) -> Path:
-    """A program of the environment that runs this one."""
-    return Path(sys.executable).parent / name
