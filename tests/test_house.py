@@ -33,7 +33,7 @@ FACES = {"perada", "importing"}  # perada/__init__.py hands on public names when
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}
-SEES_LIGHTNING = {"data", "lightning", "api", "experiments", "cli"}
+SEES_LIGHTNING = {"data", "lightning", "api", "experiments", "deploy", "cli"}
 
 
 def room_of(module: str) -> str:

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same recipe across real sites. Nothing is imported here, so that the thin process at a site needs no torch."""
+"""The same recipe across real sites.
+
+Nothing is imported here: the process that only passes bytes on at a site has no torch.
+"""
