@@ -81,10 +81,16 @@ class Stubs(Loopback):
             print(self.said())
         return re.search(r"RESULT (\S+) (\S+)", self.said()).groups()
 
-    def pids(self, name):
-        """Ids of this federation's processes of a program."""
-        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in self.alive()}
-        return [pid for pid, words in lines.items() if any(word.endswith(name.encode()) for word in words[:3])]
+    def children(self, pid, name):
+        """Ids of the processes of a program that descend from a process."""
+        parents = {
+            one: int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1]) for one in self.alive()
+        }
+        below = {pid}
+        while more := {one for one, parent in parents.items() if parent in below} - below:
+            below |= more
+        words = {one: Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0")[:3] for one in below - {pid}}
+        return [one for one, first in words.items() if any(word.endswith(name.encode()) for word in first)]
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +131,11 @@ def test_a_killed_client_app_leaves_its_worker_alive(sites):
     worker = sites.processes["worker-beta"]
     sites.run("client", rounds=2, deadline=90.0)
     sites.until_begun("beta", 1)
-    for pid in sites.pids("flwr-clientapp"):
+    for pid in sites.children(sites.processes["node-beta"].pid, "flwr-clientapp"):
         os.kill(pid, signal.SIGKILL)
     assert sites.result() == ("4", "4")
     assert worker.poll() is None
-    assert "'crashed'" in sites.said()
+    assert "'beta': 'crashed'" in sites.said()
     sites.work("beta")
 
 
@@ -146,7 +152,7 @@ def test_a_killed_server_app_is_resumed(sites):
     sites.work("beta", 8)
     sites.run("server", rounds=2)
     sites.until_begun("beta", 1)
-    for pid in sites.pids("flwr-serverapp"):
+    for pid in sites.children(sites.processes["link"].pid, "flwr-serverapp"):
         os.kill(pid, signal.SIGKILL)
     sites.processes["run"].wait(120)
     assert "finished:failed" in sites.runs().values()

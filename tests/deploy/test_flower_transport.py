@@ -4,6 +4,7 @@
 import logging
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -176,6 +177,32 @@ def test_a_site_whose_message_expired_is_asked_again():
     carrier = carried(grid)
     assert carrier.exchange({"a": b"round 0"}, 1, 0.1) == {"a": Failure("late")}
     assert carrier.exchange({"a": b"round 1"}, 1, 5) == {"a": b"A"}
+
+
+def test_a_reply_that_does_not_come_whole_keeps_nobody_waiting():
+    """As when a site's process ends while it hands its reply on."""
+    grid, never = Grid({"a": [b"A"], "b": [b"B"]}), threading.Event()
+    pull = grid.pull_messages
+
+    def hangs(ids):
+        if ids == ["message 0"]:
+            never.wait(60)
+        yield from pull(ids)
+
+    grid.pull_messages = hangs
+    try:
+        assert carried(grid).exchange({"a": b"m", "b": b"m"}, 2, 0.5) == {"a": Failure("late"), "b": b"B"}
+    finally:
+        never.set()
+
+
+def test_a_superlink_that_fails_is_unreachable():
+    def fails(ids):
+        raise OSError("connection refused")
+
+    grid = Grid({"a": [b"A"]})
+    grid.pull_messages = fails
+    assert carried(grid).exchange({"a": b"m"}, 1, 5) == {"a": Failure("unreachable")}
 
 
 def test_what_the_superlink_does_not_take_is_unreachable():

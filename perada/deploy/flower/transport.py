@@ -3,9 +3,12 @@
 
 import hashlib
 import logging
+import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +17,11 @@ from perada.deploy.flower.socket import MOST
 from perada.deploy.transport import Failure
 
 if TYPE_CHECKING:
+    from flwr.app import Message
     from flwr.serverapp import Grid
 
 POLL = 0.5
-"""Seconds between two looks for replies."""
+"""Seconds between two looks for a reply."""
 _CODES = {
     1: "crashed",  # the ClientApp could not be loaded
     2: "crashed",  # it raised an exception
@@ -51,7 +55,7 @@ class FlowerTransport:
 
     Args:
         grid: Flower's way to the SuperNodes.
-        poll: Seconds between two looks for replies.
+        poll: Seconds between two looks for a reply.
         most: Bytes that a reply may have.
     """
 
@@ -60,6 +64,7 @@ class FlowerTransport:
         self._poll = poll
         self._most = most
         self._under_way: dict[str, _Sent] = {}  # by Flower's id of the message
+        self._arrived: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
         self._warned: set[str] = set()
 
     def names(self) -> list[str]:
@@ -93,13 +98,12 @@ class FlowerTransport:
                     results[site] = Failure("unreachable")
                 elif remaining > 0 and not self._push(site, nodes[site], messages[site], digests[site], remaining):
                     results[site] = Failure("unreachable")
-            for sent, reply in self._pull():
+            for sent, reply in self._pull(max(0.0, min(self._poll, end - time.monotonic()))):
                 if digests.get(sent.site) == sent.digest:
                     results[sent.site] = reply
             replies = sum(isinstance(reply, bytes) for reply in results.values())
             if replies >= enough or len(results) == len(messages) or time.monotonic() >= end:
                 return {site: results.get(site, Failure("late")) for site in messages}
-            time.sleep(min(self._poll, max(0.0, end - time.monotonic())))
 
     def _nodes(self) -> dict[str, int]:
         """Node ids by registered name. A name that two keys have is nobody's."""
@@ -117,22 +121,43 @@ class FlowerTransport:
         ids = list(self._grid.push_messages([Message(packed(message), node, MessageType.TRAIN, ttl=ttl)]))
         if not ids or not ids[0]:
             return False
-        self._under_way[ids[0]] = _Sent(site, node, digest, time.monotonic() + ttl)
+        sent = _Sent(site, node, digest, time.monotonic() + ttl)
+        self._under_way[ids[0]] = sent
+        threading.Thread(target=self._watch, args=(ids[0], sent.expires), name=f"reply of {site}", daemon=True).start()
         return True
 
-    def _pull(self) -> list[tuple[_Sent, bytes | Failure]]:
-        """Replies that have come, each with what it answers, by the id of the message: errors name no site."""
-        if not self._under_way:
-            return []
+    def _watch(self, number: str, expires: float) -> None:
+        """Look for the reply to one message until it is there or the message has expired.
+
+        In a thread of its own: if a site's process ends while it hands its reply on, Flower waits for the rest of that
+        reply for up to two hours, and would not hear the other sites meanwhile.
+        """
+        while time.monotonic() < expires:
+            try:
+                for reply in self._grid.pull_messages([number]):
+                    self._arrived.put((number, reply))
+                    return
+            except Exception:
+                log.exception("the SuperLink did not hand on a reply")
+                self._arrived.put((number, None))
+                return
+            time.sleep(self._poll)
+
+    def _pull(self, seconds: float) -> list[tuple[_Sent, bytes | Failure]]:
+        """Replies that came within some seconds, each with what it answers: errors name no site, but the message."""
         found: list[tuple[_Sent, bytes | Failure]] = []
-        for reply in self._grid.pull_messages(list(self._under_way)):
-            sent = self._under_way.pop(reply.metadata.reply_to_message_id, None)
-            if sent is None:
-                continue
-            if reply.has_error():
-                found.append((sent, Failure(_CODES.get(reply.error.code, "crashed"))))
-            elif reply.metadata.src_node_id != sent.node:
-                found.append((sent, Failure("malformed")))
-            else:
-                found.append((sent, unpacked(reply.content, self._most)))
+        with suppress(queue.Empty):
+            while True:
+                number, reply = self._arrived.get(timeout=0 if found else seconds)
+                sent = self._under_way.pop(number, None)
+                if sent is None:
+                    continue
+                if reply is None:
+                    found.append((sent, Failure("unreachable")))
+                elif reply.has_error():
+                    found.append((sent, Failure(_CODES.get(reply.error.code, "crashed"))))
+                elif reply.metadata.src_node_id != sent.node:
+                    found.append((sent, Failure("malformed")))
+                else:
+                    found.append((sent, unpacked(reply.content, self._most)))
         return found
