@@ -2,6 +2,9 @@
 """What is written for a federation parses, and what cannot be run is refused before anything starts."""
 
 import configparser
+import contextlib
+import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -172,3 +175,17 @@ def test_the_connection_to_an_address_is_flowers_own_while_it_is_used(tmp_path):
             name: {"address": "localhost:8000", "root-certificates": str(authority)},
         }
         assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
+
+
+def test_the_commands_of_the_page_are_read_by_the_program(monkeypatch):
+    """Each with the parser that it has; what it would do then is left out."""
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    lines = re.findall(r"^perada (deploy .*)$", page.replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) >= 4
+    seen = []
+    for name in ("write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"):
+        monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *given, name=name: seen.append(name))
+    for line in lines:
+        with contextlib.suppress(SystemExit):
+            main(shlex.split(line))
+    assert set(seen) == {"write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"}
