@@ -5,6 +5,7 @@ The sites add 1, 2 and 3 to the server's tensor, whose mean is then 2 larger: af
 each round was closed once, with all three.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -83,14 +84,15 @@ class Stubs(Loopback):
 
     def children(self, pid, name):
         """Ids of the processes of a program that descend from a process."""
-        parents = {
-            one: int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1]) for one in self.alive()
-        }
+        parents, words = {}, {}
+        for one in self.alive():
+            with contextlib.suppress(FileNotFoundError):  # it may end meanwhile
+                parents[one] = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
+                words[one] = Path(f"/proc/{one}/cmdline").read_text().split("\0")[:3]
         below = {pid}
         while more := {one for one, parent in parents.items() if parent in below} - below:
             below |= more
-        words = {one: Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0")[:3] for one in below - {pid}}
-        return [one for one, first in words.items() if any(word.endswith(name.encode()) for word in first)]
+        return [one for one in below - {pid} if any(word.endswith(name) for word in words[one])]
 
 
 @pytest.fixture(scope="module")
