@@ -2,7 +2,6 @@
 """Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
 
 import logging
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from perada.deploy import records
 from perada.deploy.asking import Terms
 from perada.deploy.client import Client
 from perada.deploy.coordinator import Coordinator
+from perada.deploy.flower.socket import Listener, from_supervisor
 from perada.deploy.local import LocalTransport
 from perada.deploy.messages import Order
 from perada.deploy.recipe import Recipe
@@ -33,7 +33,14 @@ from perada.deploy.worker import SiteWorker
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
 
-OF_ALL = ("public", "public_fraction", "validation_fraction", "train_limit", "test_limit", "public_limit")
+OF_ALL: tuple[str, ...] = (
+    "public",
+    "public_fraction",
+    "validation_fraction",
+    "train_limit",
+    "test_limit",
+    "public_limit",
+)
 OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
 """Options of a recipe's data that say what all clients and the server have."""
 NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
@@ -45,13 +52,12 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
     """Serve a site: answer what comes through its socket, until it is stopped."""
     parser.add_argument("site", type=Path, help=SITE)
     given = read_site(parser.parse_args(words).site)
-    if given.socket is None:
+    listener = from_supervisor()
+    if given.socket is None and listener is None:
         raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
-    from perada.deploy.flower.socket import Listener
-
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = worker_of(given)
-    with Listener(given.socket) as listener:
+    with listener or Listener(given.socket) as listener:
         print(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.", flush=True)
         listener.serve(worker.answer)
 
@@ -75,8 +81,10 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
         lines = [
             f"{path.name}: digest {digest} ({said})",
             f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
-            f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes {seconds:.2f} s",
-            f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and {', '.join(given.may_send) or 'nothing'} beside",
+            f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
+            f"{seconds:.2f} s",
+            f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
+            f"{', '.join(given.may_send) or 'nothing'} beside",
         ]
         privacy = client.settings.privacy
         lines.append("  private training: " + ("no" if privacy is None else f"yes, δ = {privacy.delta:g}"))
@@ -142,19 +150,14 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     else:
         recipe, _, classes, multilabel = server_recipe(given.recipe)
         recipe.build(classes, multilabel)
-        models = {
-            "global": unstack(records.read(given.where)[1]["global"])
-            if _many(recipe)
-            else [records.read(given.where)[1]["global"]]
-        }
+        state = records.read(given.where)[1]["global"]
+        models = {"global": unstack(state) if _many(recipe) else [state]}
     assert recipe.module.adapted is not None
     written, names = [], recipe.data.classes if given.where.is_file() else None
     for name, states in models.items():
         for place, state in enumerate(states):
             folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
-            save_adapter(
-                recipe.module.adapted, state, folder, classes=recipe.data.classes if given.where.is_file() else None
-            )
+            save_adapter(recipe.module.adapted, state, folder, classes=names)
             written.append(folder.name)
     print(f"Wrote {', '.join(written)} to {given.output}")
 
