@@ -203,8 +203,8 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     division = cli.datamodule._division
     division.download()
     data = only(division.share_out()[0], place)
-    options = {key: value for key, value in vars(cli.config_init["data"]).items() if key not in (*OF_ALL, "data")}
-    served = FederatedDataModule(data, **options, seed=cli.config_init["data"].seed)
+    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
+    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
     return Recipe(text, cli.model, cli.loop, cli.trainer, served)
 
 
@@ -219,7 +219,7 @@ def server_recipe(name: str) -> tuple[Recipe, Dataset[Any] | None, int, bool]:
     """
     text = whole(name).encode()
     cli = _parsed(full_names(yaml.safe_load(text)), "auto")
-    data, division = cli.config_init["data"], cli.datamodule._division
+    data, division = cli.config["data"], cli.datamodule._division
     for option in ("public_fraction", "validation_fraction"):
         if data[option]:
             raise ValueError(

@@ -43,7 +43,7 @@ def test_what_a_site_has_for_itself_is_not_in_the_app(app):
     names = {file.name for file in (app / "app").rglob("*") if file.is_file()}
     assert names == {"pyproject.toml", "__init__.py", "client.py", "server.py", "recipe.yaml"}
     site = yaml.safe_load((app / "site" / "site.yaml").read_text())
-    assert site["approved"] == ["ab" * 32]
+    assert site["recipes"] == [{"recipe": "recipe.yaml", "digest": "ab" * 32}]
     assert site["socket"] == "/run/perada/site.sock"
 
 
