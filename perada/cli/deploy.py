@@ -112,7 +112,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
     coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
     coordinator.run()
-    print(_rounds(coordinator.progress))
+    print(shown_rounds(coordinator.progress))
     print(f"Run folder: {given.folder}")
 
 
@@ -132,9 +132,8 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
         print(f"Private steps of all runs together: {steps}")
         return
     progress, _ = records.read(where)
-    print(
-        f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{_rounds(progress)}\n\n{_sites(progress)}"
-    )
+    head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
+    print(f"{head}\n\n{shown_rounds(progress)}\n\n{_sites(progress)}")
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
@@ -203,8 +202,8 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     division = cli.datamodule._division
     division.download()
     data = only(division.share_out()[0], place)
-    options = {key: value for key, value in vars(cli.config_init["data"]).items() if key not in (*OF_ALL, "data")}
-    served = FederatedDataModule(data, **options, seed=cli.config_init["data"].seed)
+    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
+    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
     return Recipe(text, cli.model, cli.loop, cli.trainer, served)
 
 
@@ -219,7 +218,7 @@ def server_recipe(name: str) -> tuple[Recipe, Dataset[Any] | None, int, bool]:
     """
     text = whole(name).encode()
     cli = _parsed(full_names(yaml.safe_load(text)), "auto")
-    data, division = cli.config_init["data"], cli.datamodule._division
+    data, division = cli.config["data"], cli.datamodule._division
     for option in ("public_fraction", "validation_fraction"):
         if data[option]:
             raise ValueError(
@@ -279,8 +278,8 @@ def _of_site(given: SiteFile, name: str | None) -> tuple[Recipe, dict[str, list[
     return client.recipe, models | ({} if personal is None else {"personal": unstack(personal)})
 
 
-def _rounds(progress: records.Progress) -> str:
-    """The rounds as a table."""
+def shown_rounds(progress: records.Progress) -> str:
+    """The rounds of a deployed run as a table."""
     rows = []
     for record, row in zip(progress.records, progress.history, strict=True):
         failed = ", ".join(f"{name} ({code})" for name, code in record.failed.items())
