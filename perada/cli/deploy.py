@@ -112,7 +112,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
     coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
     coordinator.run()
-    print(_rounds(coordinator.progress))
+    print(shown_rounds(coordinator.progress))
     print(f"Run folder: {given.folder}")
 
 
@@ -132,9 +132,8 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
         print(f"Private steps of all runs together: {steps}")
         return
     progress, _ = records.read(where)
-    print(
-        f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{_rounds(progress)}\n\n{_sites(progress)}"
-    )
+    head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
+    print(f"{head}\n\n{shown_rounds(progress)}\n\n{_sites(progress)}")
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
@@ -279,8 +278,8 @@ def _of_site(given: SiteFile, name: str | None) -> tuple[Recipe, dict[str, list[
     return client.recipe, models | ({} if personal is None else {"personal": unstack(personal)})
 
 
-def _rounds(progress: records.Progress) -> str:
-    """The rounds as a table."""
+def shown_rounds(progress: records.Progress) -> str:
+    """The rounds of a deployed run as a table."""
     rows = []
     for record, row in zip(progress.records, progress.history, strict=True):
         failed = ", ".join(f"{name} ({code})" for name, code in record.failed.items())

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands for real sites over Flower: ``perada deploy init``, ``keys``, ``run`` and ``demo``."""
+"""Commands for real sites over Flower: ``perada deploy init``, ``keys`` and ``run``."""
 
+import logging
 import re
 import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 from jsonargparse import ArgumentParser
 
+from perada.cli.messages import quiet_lightning
 from perada.cli.words import whole
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
@@ -34,15 +35,13 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Wrote {given.folder}; its README.md says what is for whom.\nSites approve the digest {digest}")
 
 
-def recipe_digest(recipe: str) -> str:
-    """What sites approve: a hash of the recipe's options and of the weights that it freezes."""
-    from perada.cli.runs import make_cli
+def recipe_digest(name: str) -> str:
+    """What sites approve: of the recipe's text and of the weights that it freezes."""
+    from perada.cli.deploy import server_recipe
 
-    cli = make_cli(["--config", recipe], run=False)
-    cli.datamodule.prepare_data()
-    cli.datamodule.setup("fit")
-    cli.model.build(cli.datamodule.num_classes, cli.datamodule.multilabel, cli.loop.seed)
-    return sha256(f"{whole(recipe)}\0{cli.model.frozen_digest}".encode()).hexdigest()
+    recipe, _, classes, multilabel = server_recipe(name)
+    recipe.build(classes, multilabel)
+    return recipe.digest
 
 
 def keys_server(parser: ArgumentParser, words: list[str]) -> None:
@@ -75,10 +74,10 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     text = "Certificate of the authority that signed the SuperLink's, for an address: ca.crt."
     parser.add_argument("--root-certificates", type=Path, default=None, help=text)
     parser.add_argument("--min-sites", type=int, default=2, help="Sites whose replies a round needs.")
-    text = "Sites that a round asks; the first --min-sites replies count. 0 asks all that are connected."
+    text = "Sites that a round asks; 0 for those that the recipe draws, or all."
     parser.add_argument("--sample", type=int, default=0, help=text)
     parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round waits for replies.")
-    text = "What becomes of a round with too few replies by then: asked again (wait), or closed with what came (skip)."
+    text = "Close a round when all who were asked have answered (wait), or with the first --min-sites (skip)."
     parser.add_argument("--late", type=Literal["wait", "skip"], default="wait", help=text)
     parser.add_argument("--resume", action="store_true", help="Go on with the run that was interrupted.")
     text = "Folder for the server's state, on the SuperLink's machine; by default in Flower's own folder."
@@ -88,11 +87,15 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     sys.exit(run_app(app, link, RunOptions(**given)))
 
 
-def demo(parser: ArgumentParser, words: list[str]) -> None:
-    """Run a federation of three sites on this machine, with TLS and authentication, and leave nothing."""
-    raise NotImplementedError
-
-
-def serve(recipe: Path, transport: Transport, options: RunOptions, state: Path) -> None:
+def serve(path: Path, transport: Transport, options: RunOptions, state: Path) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
-    raise NotImplementedError
+    from perada.cli.deploy import make_coordinator, shown_rounds
+
+    quiet_lightning()
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
+    log = logging.getLogger("perada.deploy")
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
+    coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
+    coordinator.run()
+    print(shown_rounds(coordinator.progress), flush=True)

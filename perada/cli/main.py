@@ -49,7 +49,7 @@ DEPLOY: Tree = {
     ),
     "status": ("perada.cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
     "export": ("perada.cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
-    "demo": ("perada.cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),
+    "demo": ("perada.cli.demo:demo", "Run three sites on this machine, with TLS and authentication."),
 }
 COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),

@@ -39,7 +39,8 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
         target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(template.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
-    (folder / "app" / "perada_app" / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    for place in (folder / "app" / "perada_app", folder / "site"):
+        (place / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 
 def _toml(value: str | int | float | bool) -> str:

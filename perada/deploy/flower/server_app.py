@@ -4,9 +4,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from perada.core.checks import check_choice, check_number, check_whole
 from perada.deploy.flower.transport import FlowerTransport
 from perada.deploy.transport import Transport
 
@@ -14,16 +13,18 @@ if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.serverapp import Grid, ServerApp
 
+    from perada.deploy.asking import Terms
+
 
 @dataclass(frozen=True)
 class RunOptions:
     """How a deployed run goes.
 
     Args:
-        min_sites: Sites whose replies a round needs.
-        sample: Sites that a round asks; 0 for all that are connected. The first ``min_sites`` replies count.
-        deadline: Seconds that a round waits for replies.
-        late: What becomes of a round that has too few by then: ``wait`` asks again, ``skip`` goes on with what came.
+        min_sites: As in :class:`.Terms`.
+        sample: Likewise; 0 for what the recipe says.
+        deadline: Likewise.
+        late: Likewise.
         resume: Whether to go on with what the state folder holds.
         state: Folder for the server's state, on the SuperLink's machine; "" for one in Flower's own folder.
 
@@ -34,21 +35,20 @@ class RunOptions:
     min_sites: int = 2
     sample: int = 0
     deadline: float = 600.0
-    late: str = "wait"
+    late: Literal["wait", "skip"] = "wait"
     resume: bool = False
     state: str = ""
 
     def __post_init__(self) -> None:
-        check_whole("min_sites", self.min_sites)
-        check_whole("sample", self.sample, least=0, hint="0 asks all sites that are connected")
-        if 0 < self.sample < self.min_sites:
-            raise ValueError(
-                f"sample={self.sample} asks fewer sites than min_sites={self.min_sites} needs; give at least as many"
-            )
-        check_number("deadline", self.deadline, above=0, hint="seconds")
-        check_choice("late", self.late, ["wait", "skip"])
+        self.terms()
         if self.state and not Path(self.state).is_absolute():
             raise ValueError(f"state={self.state!r} is relative; give the path from / on, on the SuperLink's machine")
+
+    def terms(self) -> "Terms":
+        """When a round is closed."""
+        from perada.deploy.asking import Terms
+
+        return Terms(self.min_sites, self.sample or None, self.deadline, self.late)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:

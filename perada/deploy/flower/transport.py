@@ -34,7 +34,7 @@ _CODES = {
 }
 """What Flower's codes mean. The texts beside them are a site's and are not read."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("perada.deploy")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,12 @@ class FlowerTransport:
                     results[sent.site] = reply
             replies = sum(isinstance(reply, bytes) for reply in results.values())
             if replies >= enough or len(results) == len(messages) or time.monotonic() >= end:
-                return {site: results.get(site, Failure("late")) for site in messages}
+                break
+        results = {site: results.get(site, Failure("late")) for site in messages}
+        others = [f"{site} {reply.code}" for site, reply in results.items() if isinstance(reply, Failure)]
+        took = time.monotonic() - end + deadline
+        log.info("%s in %.1f s", ", ".join([f"{replies} of {len(messages)} sites replied", *others]), took)
+        return results
 
     def _nodes(self) -> dict[str, int]:
         """Node ids by registered name. A name that two keys have is nobody's."""
