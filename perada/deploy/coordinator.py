@@ -30,11 +30,11 @@ from perada.deploy.transport import Transport
 from perada.federation.changes import changes, far
 from perada.federation.round_report import RoundReport
 from perada.federation.server import Server
-from perada.privacy import calibrate
-from perada.privacy.client_level import ClientLevel
-from perada.privacy.options import ClientPrivacy
 from perada.privacy.rehearsal import check_client_level
 from perada.server import Updates
+
+REPEAT = 10
+"""Rounds after which a site that did not join is asked once more."""
 
 
 class Coordinator:
@@ -89,7 +89,10 @@ class Coordinator:
             self.server.load_state_dict(states)
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
-        self.level = self._level(self.settings.client_privacy)
+        self._turned_away: dict[str, int] = {}  # the round in which a site last did not join
+        self.level = recipe.level(terms.min_sites)
+        if self.level is not None and self.progress.level is not None:
+            self.level.load_state_dict(self.progress.level)
 
     def _check(self) -> None:
         """Refuse, by a ValueError, what cannot be deployed."""
@@ -110,20 +113,6 @@ class Coordinator:
         if settings.client_privacy is not None:
             distils = bool(settings.distillation.steps)
             check_client_level(algorithm, settings.rule, settings.weighting, distils)
-
-    def _level(self, options: ClientPrivacy | None) -> ClientLevel | None:
-        """Privacy of whole clients; a target is calibrated for a site that takes part in every round."""
-        if options is None:
-            return None
-        noise = options.noise_multiplier
-        if noise is None:
-            assert options.target_epsilon is not None
-            noise = calibrate(options.target_epsilon, options.delta, 1.0, self.recipe.rounds, options.accountant)
-        level = ClientLevel(options, noise, self.settings.seed)
-        level.check(self.terms.min_sites)
-        if self.progress.level is not None:
-            level.load_state_dict(self.progress.level)
-        return level
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -158,15 +147,18 @@ class Coordinator:
         return Order(kind, progress.run, progress.recipe, progress.done, client, clients, **given)
 
     def _admit(self, names: Sequence[str], seconds: float) -> None:
-        """Let sites that are new, or came back after they were refused, join."""
+        """Let new sites join."""
         progress = self.progress
         known = {member.name for member in progress.roster}
+        soon = {name for name, round in self._turned_away.items() if round <= progress.done < round + REPEAT}
+        known |= soon if len(known) >= self.terms.min_sites else set()
         new = sorted(name for name in names if name not in known)
         if not new:
             return
         message = pack(self._order("join").header())
         answers, failed = ask(self.transport, dict.fromkeys(new, message), len(new), seconds, {}, Record(progress.done))
         for name in new:
+            self._turned_away[name] = progress.done
             if name in failed:
                 self.log.warning("site %s does not join: %s", name, failed[name])
                 continue
@@ -185,19 +177,21 @@ class Coordinator:
     def _eligible(self, names: Sequence[str]) -> list[int]:
         """Numbers of the sites that may be asked now."""
         progress, late = self.progress, self.terms.late == "skip"
-        present = [
-            number
-            for number, member in enumerate(progress.roster)
-            if member.name in names and not member.left and not (late and member.late == progress.done - 1 >= 0)
+        present = [number for number, member in enumerate(progress.roster) if member.name in names and not member.left]
+        if self.level is not None:
+            present = self.level.affordable(present)
+        ready = [
+            n for n in present if not (late and progress.done > 0 and progress.roster[n].late == progress.done - 1)
         ]
-        return present if self.level is None else self.level.affordable(present)
+        return ready if len(ready) >= self.terms.min_sites else present
 
     def _gather_sites(self, end: float) -> list[int]:
         """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
         progress, terms = self.progress, self.terms
         while True:
             names = self.transport.names()
-            self._admit(names, end - time.monotonic())
+            if not progress.asked:  # else sites know this round's messages, which say how many sites there are
+                self._admit(names, (end - time.monotonic()) / 2)
             able = self._eligible(names)
             if len(able) >= terms.min_sites or time.monotonic() >= end:
                 break

@@ -19,6 +19,8 @@ from perada.federation.store import Storage
 from perada.lightning.checks import check_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.privacy import calibrate
+from perada.privacy.client_level import ClientLevel
 
 
 def recipe_digest(text: bytes, frozen: str) -> str:
@@ -109,6 +111,22 @@ class Recipe:
             Storage("device"),
         )
         return replace(settings, **changes)
+
+    def level(self, sites: int) -> ClientLevel | None:
+        """Privacy of whole clients in rounds of so many sites, at least; None where none is asked for.
+
+        A target is calibrated for a site that takes part in every round.
+        """
+        options = self.settings().client_privacy
+        if options is None:
+            return None
+        noise = options.noise_multiplier
+        if noise is None:
+            assert options.target_epsilon is not None
+            noise = calibrate(options.target_epsilon, options.delta, 1.0, self.rounds, options.accountant)
+        level = ClientLevel(options, noise, self.loop.seed)
+        level.check(sites)
+        return level
 
     @cached_property
     def template(self) -> "Template":
