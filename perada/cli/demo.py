@@ -19,6 +19,8 @@ from perada.deploy.flower.running import Link, check_flower, run_app
 from perada.deploy.flower.server_app import RunOptions
 
 SITES = ("alpha", "beta", "gamma")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+"""One thread each: their batches are small, and there are many processes."""
 PROGRAM = "from perada.cli import entry_point; entry_point()"
 
 
@@ -58,6 +60,32 @@ def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:
     return path
 
 
+class Demo(Loopback):
+    """Three sites that have the images of the clients of one recipe, and their server."""
+
+    def begin(self, rounds: int) -> None:
+        """Write recipe, app and keys, and start all that runs before a run is started."""
+        self.recipe, self.app = self.folder / "recipe.yaml", self.folder / "federation" / "app"
+        self.recipe.write_text(demo_recipe(rounds), encoding="utf-8")
+        self.digest = recipe_digest(str(self.recipe))
+        write_app(self.app.parent, "demo", self.recipe.read_text(encoding="utf-8"), self.digest, "localhost")
+        self.write_keys()
+        self.start_link()
+        for site in SITES:
+            self.work(site)
+        for site in SITES:
+            self.register(site)
+            self.start_node(site)
+            print(f"site {site}: key registered, SuperNode and worker started", flush=True)
+        for site in SITES:
+            self.wait_for(self.socket(site).exists, f"worker-{site}", "the worker's socket")
+
+    def work(self, site: str) -> None:
+        """Start a site's worker."""
+        file = site_file(self.folder, SITES.index(site), self.recipe, self.digest)
+        self.start(f"worker-{site}", [sys.executable, "-c", PROGRAM, "deploy", "site", file])
+
+
 def run_demo(rounds: int, keep: Path | None = None) -> int:
     """Run the demonstration, print its rounds and scores, end all processes and remove all files.
 
@@ -70,30 +98,10 @@ def run_demo(rounds: int, keep: Path | None = None) -> int:
     """
     check_flower()
     began = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="pd") as folder,
-        Loopback(Path(folder), SITES, {"HF_HUB_OFFLINE": "1"}) as all_,
-    ):
-        app = all_.folder / "federation"
-        recipe = all_.folder / "recipe.yaml"
-        recipe.write_text(demo_recipe(rounds), encoding="utf-8")
-        digest = recipe_digest(str(recipe))
-        write_app(app, "demo", recipe.read_text(encoding="utf-8"), digest, "localhost")
-        all_.write_keys()
-        all_.start_link()
-        for place, site in enumerate(SITES):
-            all_.start(
-                f"worker-{site}",
-                [sys.executable, "-c", PROGRAM, "deploy", "site", site_file(all_.folder, place, recipe, digest)],
-            )
-        for site in SITES:
-            all_.register(site)
-            all_.start_node(site)
-            print(f"site {site}: key registered, SuperNode and worker started", flush=True)
-        for site in SITES:
-            all_.wait_for(all_.socket(site).exists, f"worker-{site}", "the worker's socket")
-        link = Link(f"127.0.0.1:{all_.port}", all_.folder / "keys" / "ca.crt")
-        state = keep or all_.folder / "server"
-        code = run_app(app / "app", link, RunOptions(len(SITES), state=str(state)))
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
+        running.begin(rounds)
+        link = Link(f"127.0.0.1:{running.port}", running.folder / "keys" / "ca.crt")
+        state = keep or running.folder / "server"
+        code = run_app(running.app, link, RunOptions(len(SITES), state=str(state)))
     print(f"All processes have ended, and nothing is left; {time.monotonic() - began:.0f} s")
     return code

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.messages import quiet_lightning
 from perada.cli.words import whole
-from perada.deploy.flower.app import write_app
+from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.flower.server_app import RunOptions
@@ -30,6 +30,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     check_hosts([given.host])
     text = whole(given.recipe)
     name = given.name or re.sub("[^a-z0-9-]+", "-", Path(given.recipe).stem.lower()).strip("-")
+    check_target(given.folder, name)
     digest = recipe_digest(given.recipe)
     write_app(given.folder, name, text, digest, given.host)
     print(f"Wrote {given.folder}; its README.md says what is for whom.\nSites approve the digest {digest}")

@@ -5,7 +5,6 @@ The sites add 1, 2 and 3 to the server's tensor, whose mean is then 2 larger: af
 each round was closed once, with all three.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -80,18 +79,6 @@ class Stubs(Loopback):
         finally:
             print(self.said())
         return re.search(r"RESULT (\S+) (\S+)", self.said()).groups()
-
-    def children(self, pid, name):
-        """Ids of the processes of a program that descend from a process."""
-        parents, words = {}, {}
-        for one in self.alive():
-            with contextlib.suppress(FileNotFoundError):  # it may end meanwhile
-                parents[one] = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
-                words[one] = Path(f"/proc/{one}/cmdline").read_text().split("\0")[:3]
-        below = {pid}
-        while more := {one for one, parent in parents.items() if parent in below} - below:
-            below |= more
-        return [one for one in below - {pid} if any(word.endswith(name) for word in words[one])]
 
 
 @pytest.fixture(scope="module")

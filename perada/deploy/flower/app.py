@@ -28,10 +28,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
         ValueError: If the name cannot be used.
         FileExistsError: If there is something in the folder.
     """
-    if not re.fullmatch(_APP, name):
-        raise ValueError(f"{name!r} is no name of an app; give small letters, digits and dashes, a letter first")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{str(folder)!r} is there already; give another folder")
+    check_target(folder, name)
     module, function = SERVE.split(":")
     values = {"name": name, "digest": digest, "host": host, "module": module, "function": function}
     values["config"] = "\n".join(f"{key} = {_toml(value)}" for key, value in RunOptions().config().items())
@@ -41,6 +38,14 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
         target.write_text(Template(template.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
     for place in (folder / "app" / "perada_app", folder / "site"):
         (place / "recipe.yaml").write_text(recipe, encoding="utf-8")
+
+
+def check_target(folder: Path, name: str) -> None:
+    """Refuse a name that no app can have, by a ValueError, and a folder that has something, by a FileExistsError."""
+    if not re.fullmatch(_APP, name):
+        raise ValueError(f"{name!r} is no name of an app; give small letters, digits and dashes, a letter first")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{str(folder)!r} is there already; give another folder")
 
 
 def _toml(value: str | int | float | bool) -> str:

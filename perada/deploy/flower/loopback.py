@@ -3,7 +3,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -180,9 +179,17 @@ class Loopback:
                     found.append(int(entry.name))
         return found
 
-    def remove(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def children(self, pid: int, name: str) -> list[int]:
+        """Ids of the processes of a program that descend from a process."""
+        parents, words = {}, {}
+        for one in self.alive():
+            with suppress(FileNotFoundError):  # it may end meanwhile
+                parents[one] = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
+                words[one] = Path(f"/proc/{one}/cmdline").read_text().split("\0")[:3]
+        below = {pid}
+        while more := {one for one, parent in parents.items() if parent in below} - below:
+            below |= more
+        return [one for one in below - {pid} if any(word.endswith(name) for word in words[one])]
 
 
 def free_port() -> int:
