@@ -129,10 +129,9 @@ class Coordinator:
         """
         progress, every = self.progress, self.recipe.trainer.check_val_every_n_epoch or 1
         while progress.done < progress.rounds:
-            self._round()
-            last = progress.done == progress.rounds
-            if (last or progress.done % every == 0) and not (last and self.settings.algorithm.personalization()):
+            if progress.done and progress.done % every == 0 and progress.scored < progress.done:
                 self._evaluate()
+            self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
             self._everyone("tune", self.server.global_state, {})
             progress.tuned, progress.scored = True, -1
