@@ -25,7 +25,7 @@ from perada.federation.site import Site
 from perada.lightning.checks import check_batch_norm, check_images, keep_clients_apart
 from perada.lightning.private_setup import check_network, check_private, protect
 from perada.privacy.account import Row
-from perada.privacy.accounting import ROUNDING, Ledger, history_epsilon
+from perada.privacy.accounting import ROUNDING, Ledger, Ledgers, history_epsilon
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 
@@ -62,7 +62,9 @@ class Client:
         # What needs the server's images or other clients is the server's to check.
         alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
         self.settings: Settings = recipe.settings(distillation=Distillation(steps=0), **alone)
-        protection = self.protection(None, 0)
+        with recipe.context():
+            self._protection = protection = protect(self.settings, recipe.rounds, self.data, self.module)
+        self._noise = [] if protection.images is None else list(protection.images.account.noise_multipliers)
         assert self.module.adapted is not None
         self.data.configure_rounds(
             seed=self.settings.seed,
@@ -97,14 +99,16 @@ class Client:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
-        """The ledgers of a run that has trained so many rounds, of which ``account`` is the state.
+        """The ledgers of a run that has trained so many rounds, of which ``account`` is the state; one run at a time.
 
         Every round is planned for: with fewer, the site spends less than its target.
         """
-        with self.recipe.context():
-            made = protect(self.settings, self.recipe.rounds, self.data, self.module)
-        if made.images is not None and account is not None:
-            made.images.account.load_state_dict(account, rounds_done)
+        made = self._protection
+        if made.images is not None:
+            ledgers, noise = Ledgers().state_dict(), self._noise
+            new = {"ledgers": ledgers, "lost": ledgers, "noise_multipliers": noise, "least_noise": noise}
+            own = made.images.account
+            own.load_state_dict(account or new | {"sampling": own.options.sampling}, rounds_done)
         return made
 
     def plan(self, order: Order) -> RoundPlan:
@@ -150,8 +154,8 @@ class Client:
             if tuning:
                 chosen = settings.algorithm.personalization()
                 assert chosen is not None
-                kept = first_kept(chosen[0].kept(laid_out(given, initial), slot))
-                cohort = site.open_tuning(plan, kept, expand(laid_out(given, initial), 1), order.factor)
+                kept = first_kept(chosen[0].kept(laid_out(given, initial, order.plain), slot))
+                cohort = site.open_tuning(plan, kept, expand(laid_out(given, initial, order.plain), 1), order.factor)
             else:
                 kept = self._kept(state)
                 cohort = site.open(plan, kept, self._received(order, given, numbered), order.factor)
@@ -164,10 +168,10 @@ class Client:
         losses = {role: float(loss[0]) for role, loss in cohort.mean_losses().items()} if shown else {}
         return Done(trained, {role: loss for role, loss in losses.items() if math.isfinite(loss)})
 
-    def score(self, shared: State, members: State, state: RunState) -> dict[str, Scores]:
+    def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
         settings, module = self.settings, self.module
-        shared = laid_out(shared, self.recipe.template.initial)
+        shared = laid_out(shared, self.recipe.template.initial, order.plain)
         models = {}
         personal = self.personal(shared, state)
         if personal is not None:
@@ -203,8 +207,8 @@ class Client:
         """What the client received, (1, ...); of several global models it chooses its own."""
         many, template = ensemble_of(self.settings.algorithm), self.recipe.template
         if not many.compares:
-            return expand(laid_out(given, template.sending), 1)
-        shared = laid_out(given, template.initial)
+            return expand(laid_out(given, template.sending, order.plain), 1)
+        shared = laid_out(given, template.initial, order.plain)
         batches = numbered.comparison(order.round, self.recipe.device)
         losses = compare(self.module.engine, many.members(shared, {}), batches, 1, self.module.multilabel)
         seed = self.settings.seed

@@ -24,7 +24,7 @@ from perada.deploy.codec import Spec, pack, spec_of
 from perada.deploy.files import Lock
 from perada.deploy.measures import mean_scores, measured
 from perada.deploy.messages import Answer, Kind, Order
-from perada.deploy.recipe import Recipe
+from perada.deploy.recipe import Recipe, is_plain, laid_out
 from perada.deploy.records import Member, Progress, Record
 from perada.deploy.transport import Transport
 from perada.federation.changes import changes, far
@@ -86,6 +86,8 @@ class Coordinator:
             self.progress, states = records.read(folder)
             if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):
                 raise ValueError(f"{str(folder)!r} holds a run of another recipe or other weights; give its own")
+            first = self.server.global_state
+            states["global"] = laid_out(states["global"], first, self.progress.plain)
             self.server.load_state_dict(states)
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
@@ -127,10 +129,9 @@ class Coordinator:
         """
         progress, every = self.progress, self.recipe.trainer.check_val_every_n_epoch or 1
         while progress.done < progress.rounds:
-            self._round()
-            last = progress.done == progress.rounds
-            if (last or progress.done % every == 0) and not (last and self.settings.algorithm.personalization()):
+            if progress.done and progress.done % every == 0 and progress.scored < progress.done:
                 self._evaluate()
+            self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
             self._everyone("tune", self.server.global_state, {})
             progress.tuned, progress.scored = True, -1
@@ -144,6 +145,7 @@ class Coordinator:
     def _order(self, kind: Kind, client: int = 0, **given: Any) -> Order:
         progress = self.progress
         clients = max(1, len(progress.roster))
+        given["plain"] = is_plain(self.server.global_state)
         return Order(kind, progress.run, progress.recipe, progress.done, client, clients, **given)
 
     def _admit(self, names: Sequence[str], seconds: float) -> None:
@@ -387,6 +389,7 @@ class Coordinator:
         self._save()
 
     def _save(self) -> None:
+        self.progress.plain = is_plain(self.server.global_state)
         records.write(self.folder, self.progress, self.server.state_dict())
 
 

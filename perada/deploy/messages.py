@@ -23,7 +23,7 @@ Code = Literal[
 ]
 SENDABLE = ("sizes", "counts", "scores", "losses", "epsilon")
 """What a site may be allowed to send beside updates."""
-ROUNDS, CLIENTS, STEPS = 10**6, 10**6, 10**7
+ROUNDS, CLIENTS, STEPS = 10**6, 10**6, 10**6
 """Numbers above these are refused."""
 
 
@@ -44,6 +44,7 @@ class Order:
         clients: Number of sites in the run.
         factor: Of the learning rates.
         lengths: Steps of each phase of the round's longest site; empty if they are not known.
+        plain: Whether the server's tensors are laid out row by row, or else as the network's: last bits depend on it.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Order:
     clients: int = 1
     factor: float = 1.0
     lengths: tuple[int, ...] = ()
+    plain: bool = False
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> "Order":
@@ -80,6 +82,8 @@ class Order:
         for length in order.lengths:
             _whole("a length", length, STEPS)
         _number("factor", order.factor, 0, 1e6)
+        if not isinstance(order.plain, bool):
+            raise Malformed(f"plain={str(order.plain)[:80]}")
         return order
 
     def header(self) -> dict[str, Any]:

@@ -173,6 +173,12 @@ def first_kept(kept: Stacks) -> Stacks:
     }
 
 
-def laid_out(state: State, example: State) -> State:
-    """``state`` on the device of an example and in its memory format, on which last bits may depend."""
-    return {key: torch.empty_like(example[key]).copy_(value) for key, value in state.items()}
+def laid_out(state: State, example: State, plain: bool) -> State:
+    """``state`` on the device of an example, row by row if it is ``plain``, or else in the example's memory format."""
+    form = torch.contiguous_format if plain else torch.preserve_format
+    return {key: torch.empty_like(example[key], memory_format=form).copy_(value) for key, value in state.items()}
+
+
+def is_plain(state: State) -> bool:
+    """Whether all tensors are laid out row by row."""
+    return all(value.is_contiguous() for value in state.values())

@@ -85,6 +85,7 @@ class Progress:
         history: Metrics of each round.
         asked: Sites asked in the round that is under way, in their order.
         lengths: Its phases' steps.
+        plain: Whether the tensors of the global state are laid out row by row.
         level: Ledger of the privacy of whole clients; None where there is none.
     """
 
@@ -100,6 +101,7 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    plain: bool = False
     level: dict[str, Any] | None = None
 
 

@@ -161,7 +161,7 @@ class SiteWorker:
         members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
         facts: dict[str, Any] = {}
         if self.may_send & {"counts", "scores"}:
-            scores = client.score(shared, members, state)
+            scores = client.score(order, shared, members, state)
             counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
             values = {name: _values(found) for name, found in scores.items() if found}
             facts = self._allowed(counts={"counts": counts}, scores={"scores": values})

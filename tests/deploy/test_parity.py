@@ -72,7 +72,11 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", OTHERS)
 def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
-    assert_equal(Parties(tiny, tmp_path, algorithm, rounds=3, every=3))
+    loop, coordinator = assert_equal(Parties(tiny, tmp_path, algorithm, rounds=3, every=3))
+    found = coordinator.progress.history[-1]
+    for name in ("personal/local_test", "global/global_test"):
+        expected = loop.history[-1].get(name)
+        assert found.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-6)), name
 
 
 @pytest.mark.slow
@@ -89,7 +93,8 @@ def test_a_folded_simulation_is_equal_but_for_rounding(algorithm, tiny, tmp_path
 
 
 @pytest.mark.slow
-def test_a_residual_network_in_channels_last_with_augmentation(tiny, tmp_path):
+@pytest.mark.parametrize("algorithm", ["perada", "fedbn", "fedalt_adapter", "fedsim_adapter"])
+def test_a_residual_network_in_channels_last_with_augmentation(algorithm, tiny, tmp_path):
     """Its weights' memory format does not travel, and some clients have fewer images than a batch."""
     random = torch.Generator().manual_seed(0)
 
@@ -99,6 +104,7 @@ def test_a_residual_network_in_channels_last_with_augmentation(tiny, tmp_path):
 
     options = {"net": lambda: "test_resnet", "data": {"image_size": 32, "crop_padding": 2, "flip": True}}
     options["module"] = {"adapter": "residual", "pretrained": False, "image_size": 32, "lr_local": 0.01}
-    parties = Parties(tiny, tmp_path, "perada", sizes=(6, 3), **options)
+    options["module"]["train_backbone"] = algorithm.endswith("adapter")
+    parties = Parties(tiny, tmp_path, algorithm, sizes=(6, 3), **options)
     parties.whole = FederatedData([images(6), images(3)], [images(4), images(4)], images(8))
     assert_equal(parties)

@@ -125,7 +125,7 @@ class Stopped(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monkeypatch):
     """Before and after each of the file operations of a commit, in a first round and in a later one."""
     parties = Parties(tiny, tmp_path, "ditto", rounds=3)
@@ -249,6 +249,13 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
         message = pack(Order("train", run, client.recipe.digest, 2, clients=3).header(), sending(client))
         assert code(limited.answer(message, ""), message) == "exhausted"
     assert limited.book.total.history(0) == {(sigma, rate): 2 * steps}
+
+
+def test_the_recipes_own_limit_stops_a_site(tiny, tmp_path):
+    two = history_epsilon({(1.0, 4 / 9): 2 * 10}, 1e-3, "rdp")
+    worker = private(tiny, tmp_path, max_epsilon=two * 1.01).worker(0)
+    messages = [train(worker, round) for round in range(3)]
+    assert [code(worker.answer(message, ""), message) for message in messages] == ["ok", "ok", "exhausted"]
 
 
 def test_noise_does_not_follow_from_what_the_server_knows(tiny, tmp_path):
