@@ -9,10 +9,11 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart test test-all bench check docs format audit sbom clean
+.PHONY: help quickstart deploy-demo test test-all bench check docs format audit sbom clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
+	@echo "make deploy-demo set up .venv and run three sites on this machine over Flower"
 	@echo "make test        set up .venv and run the tests"
 	@echo "make test-all    the slow tests too"
 	@echo "make check       formatting, lint, types, documentation"
@@ -42,9 +43,15 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.installed-dev: pyproject.toml
 	$(call set_up,.[dev$(comma)docs])
 
+$(VENV)/.installed-flower: pyproject.toml
+	$(call set_up,.[flower])
+
 # One thread: its batches are small, and threads that wait for one another on a busy machine cost more than they give.
 quickstart: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/perada compare quickstart --algorithms fedavg standalone perada --jobs 2
+
+deploy-demo: $(VENV)/.installed-flower
+	OMP_NUM_THREADS=1 $(BIN)/perada deploy demo
 
 # Tests read nothing from a hub: a name that is not on this machine fails at once instead of after retries. Their models
 # are so small that two processes of one thread each are much faster than one process of two threads.

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.attacks import attacks
 from benchmarks.cohort_step import cohort_step
+from benchmarks.deploy import deploy
 from benchmarks.federation_size import federation_size
 from benchmarks.few_shot import few_shot
 from benchmarks.privacy_audit import privacy_audit
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "privacy_trials": privacy_trials,
     "few_shot": few_shot,
     "attacks": attacks,
+    "deploy": deploy,
 }
 """Each takes the device, how often the ways take turns, and whether a glance is enough; it yields rows of a table."""
 

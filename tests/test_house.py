@@ -25,13 +25,15 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for room in ("perada", "adapters") for path in sorted((ROOT / room).rglob("*.py"))}
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
-ROOMS = "core engine server algorithms privacy models federation data results lightning api experiments cli".split()
+ROOMS = (
+    "core engine server algorithms privacy models federation data results lightning api experiments deploy cli".split()
+)
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "importing"}  # perada/__init__.py hands on public names when they are asked for
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}
-SEES_LIGHTNING = {"data", "lightning", "api", "experiments", "cli"}
+SEES_LIGHTNING = {"data", "lightning", "api", "experiments", "deploy", "cli"}
 
 
 def room_of(module: str) -> str:

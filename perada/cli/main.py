@@ -34,6 +34,23 @@ DATA: Tree = {
         "Print what is understood of a folder, a table or a recipe's images, and what is wrong with them.",
     ),
 }
+KEYS: Tree = {
+    "server": ("perada.cli.flower:keys_server", "Write the server's certificate, and the one by which sites know it."),
+    "site": ("perada.cli.flower:keys_site", "Write a site's key, and the one that the server registers."),
+}
+DEPLOY: Tree = {
+    "init": ("perada.cli.flower:init", "Write the Flower app of a recipe, unit files and a README."),
+    "keys": (KEYS, "Write keys and certificates."),
+    "check": ("perada.cli.deploy:check", "Try at a site what its recipes would do; nothing is sent."),
+    "site": ("perada.cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
+    "run": (
+        "perada.cli.main:deploy_run",
+        "Start an app on a SuperLink and follow it, or a recipe among sites on this machine.",
+    ),
+    "status": ("perada.cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
+    "export": ("perada.cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
+    "demo": ("perada.cli.demo:demo", "Run three sites on this machine, with TLS and authentication."),
+}
 COMMANDS: Tree = {
     "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
@@ -55,6 +72,7 @@ COMMANDS: Tree = {
     ),
     "report": ("perada.cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
     "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
+    "deploy": (DEPLOY, "Run a recipe across real sites."),
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
 }
@@ -113,6 +131,18 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         predict_images(parser, words)
     else:
         run(parser, words)
+
+
+def deploy_run(parser: ArgumentParser, words: list[str]) -> None:
+    """Run a recipe among sites in this process (``--local``), or an app on a SuperLink."""
+    if any(word.partition("=")[0] == "--local" for word in words):
+        from perada.cli.deploy import run as run_here
+
+        run_here(parser, words)
+    else:
+        from perada.cli.flower import run as run_there
+
+        run_there(parser, words)
 
 
 def ls(parser: ArgumentParser, words: list[str]) -> None:

@@ -84,6 +84,11 @@ class Scores:
         sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
         self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
 
+    @property
+    def counts(self) -> Tensor:
+        """Right predictions and all, (2, P, G), on the CPU; zeros unless a metric is accuracy."""
+        return self._counts.cpu()
+
     def merge(self, ranks: Ranks) -> None:
         """Add what the other processes counted; all of them call it, once, at the end."""
         ranks.sum_([self._counts])

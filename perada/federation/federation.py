@@ -6,32 +6,29 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_of
+from perada.algorithms import Algorithm, Slot, ensemble_of
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
-from perada.core.rounds import Phase, RoundPlan, Shares
-from perada.core.states import State, clone, expand, is_finite, stack, to_device, unstack
+from perada.core.rounds import RoundPlan, Shares
+from perada.core.states import State, clone, expand, stack, unstack
 from perada.engine.engine import Engine
 from perada.engine.ensembles import compare
-from perada.engine.loss_scaling import KeptScales
 from perada.federation.changes import look_at
 from perada.federation.cohort import Cohort
 from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
+from perada.federation.server import Progress, Server
 from perada.federation.settings import FederationData, Loader, Settings
+from perada.federation.site import Site
 from perada.federation.store.rows import renumbered
 from perada.federation.store.shared import SharedStore
-from perada.privacy.client_level import floor_variances
 from perada.privacy.protection import Protection
-from perada.privacy.training import PrivateRound
-from perada.server import Updates, client_weights
-from perada.server.distill import Distiller
+from perada.server import Updates
 
 
 class Federation:
-    """One server and M clients.
+    """One server and M clients: a :class:`Server`, a :class:`Site` where this rank's clients train, what all keep.
 
     ``initial`` gives the k-th random initial state; everyone starts from that of 0 unless there are several models. The
     ``cohort`` is that of this rank's clients in the round that is open; ``None`` between rounds.
@@ -49,16 +46,20 @@ class Federation:
     ) -> None:
         self.ranks, self.protection = ranks or Ranks(), protection or Protection()
         self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
-        self.global_state = ensemble_of(settings.algorithm).initial(initial)
-        self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
-        self.server_state: dict[str, State] = {}
+        self.site = Site(engine, slot, settings, self.protection)
+        self.scales = self.site.scales
+        self.server = Server(engine, slot, initial, settings, self.ranks, self.scales)
         self.store = self._store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
-        self.scales = KeptScales(settings.loss_scaling)
         self.cohort: Cohort | None = None
         self._shares = Shares.of(RoundPlan(0, (), ()))
         self._gradients: dict[str, float] = {}
+
+    @property
+    def global_state(self) -> State:
+        """The global state w, or a stack of several."""
+        return self.server.global_state
 
     def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
         """Room for what an algorithm's clients keep: those drawn, or all where they are tuned."""
@@ -80,52 +81,19 @@ class Federation:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)
-        private = self.protection.open(own)
-        self.cohort = self._cohort(settings.algorithm, settings.phases, own, self.store, factor, private, losses)
+        received = self.server.sending(own, self.num_clients, losses)
+        self.cohort = self.site.open(own, self.store.local.gather(own.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
             images, known = map(one_of, loader(own)), (self.cohort.received, self.cohort.kept)
             names, places, clients = self.slot.parameters, shares.places, len(shares.plan.clients)
             self._gradients = gradient_norms(self.engine, settings, names, *known, images, places, clients, self.ranks)
         return self.cohort
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.global_state.values())).device
-
-    def _cohort(
-        self,
-        algorithm: Algorithm,
-        phases: Sequence[Phase],
-        plan: RoundPlan,
-        store: SharedStore,
-        factor: float,
-        private: PrivateRound | None,
-        losses: Tensor | None = None,
-    ) -> Cohort:
-        seed = self.settings.seed
-        sending = Broadcast(self.global_state, self.slot, plan.round, plan.clients, self.num_clients, seed)
-        received = algorithm.broadcast(sending) if losses is None else ensemble_of(algorithm).broadcast(sending, losses)
-        return Cohort(
-            self.engine,
-            algorithm,
-            self.slot,
-            plan,
-            phases,
-            store.local.gather(plan.clients),
-            received,
-            self.settings.training,
-            factor=factor,
-            seed=seed,
-            clients_per_chunk=self.settings.clients_per_chunk,
-            private=private,
-            scales=self.scales.open("clients", len(plan.clients), self._device),
-        )
-
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
-        return ensemble_of(self.settings.algorithm).members(self.global_state, self.server_state)
+        return self.server.members()
 
-    def close(self, data: FederationData, progress: Callable[[Tensor], Iterable[Tensor]] = iter) -> RoundReport:
+    def close(self, data: FederationData, progress: Progress = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
 
         The distillation's steps are drawn through ``progress``, such as a progress bar.
@@ -142,18 +110,25 @@ class Federation:
         self.rounds_done = shares.plan.round + 1
         sent = {key: value[: len(shares.places)] for key, value in trained.sent.items()}  # without a stand-in's
         good = outcomes.counts.nonzero().flatten().tolist()
-        if self.protection.clients is not None:  # all are counted, since who broke depends on their images
-            sent, good = self._privatized(sent, cohort.received), list(range(len(shares.plan.clients)))
+        received = {key: value[: len(shares.places)] for key, value in cohort.received.items()}
+        level = self.protection.clients
+        if level is not None:  # all are counted, since who broke depends on their images
+            sent = self.server.privatized(level, sent, received, shares.plan, shares.places)
+            good = list(range(len(shares.plan.clients)))
         if good:
-            if self.protection.clients is None:
-                shown = "update_norms" in settings.diagnostics
-                names, received = self.slot.parameters, cohort.received
+            if level is None:
+                shown, names = "update_norms" in settings.diagnostics, self.slot.parameters
                 report.far, found = look_at(names, sent, received, shares, good, self.ranks, shown)
                 report.metrics |= found
             if settings.refuse_far:
                 good = [place for place in good if shares.plan.clients[place] not in report.far]
             updates = Updates(sent, shares.places, len(shares.plan.clients), self.ranks).part(good)
-            self._server_step([shares.plan.clients[place] for place in good], updates, data, progress, report)
+            clients = [shares.plan.clients[place] for place in good]
+            samples = [data.train_sizes[client] for client in clients]
+            given = shares.plan.round, clients, self.num_clients, updates, samples, data, report
+            student = self.server.close(*given, progress, noisy=level is not None)
+            if self.settings.diagnostics:
+                report.metrics |= self._diagnostics(updates, data, student)
         report.metrics |= self._gradients | self.protection.metrics()
         if report.broken and not settings.private:  # who fails depends on the images
             report.metrics |= {"clients/drawn": len(shares.plan.clients), "clients/failed": len(report.broken)}
@@ -162,62 +137,6 @@ class Federation:
     def _failed(self, cohort: Cohort) -> dict[int, str]:
         """The clients of all ranks of whom a sample could not be read, and why."""
         return {client: reason for own in self.ranks.gather(cohort.failed) for client, reason in own.items()}
-
-    def _privatized(self, sent: State, received: State) -> State:
-        """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...)."""
-        plan, places = self._shares.plan, self._shares.places
-        clients = range(len(plan.clients))
-        assert self.protection.clients is not None
-        received = {key: value[: len(places)] for key, value in received.items()}
-        noisy = self.protection.clients.privatized(sent, received, plan.round, plan.clients, places, self.ranks)
-        # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
-        mean = Updates(noisy, places, len(clients), self.ranks).mean(client_weights("uniform", clients))
-        return expand(mean, len(places))
-
-    def _server_step(
-        self,
-        clients: Sequence[int],
-        updates: Updates,
-        data: FederationData,
-        progress: Callable[[Tensor], Iterable[Tensor]],
-        report: RoundReport,
-    ) -> None:
-        """Let the algorithm make the next global state of what ``clients`` sent; all ranks do alike."""
-        settings, round = self.settings, self._shares.plan.round
-        distiller = Distiller(
-            self.engine,
-            settings.distillation,
-            self.slot.parameters,
-            data,
-            round,
-            settings.seed,
-            settings.training.multilabel,
-            self.ranks,
-            self.scales,
-            progress,
-        )
-        step = ServerStep(
-            round,
-            tuple(clients),
-            self.num_clients,
-            self.slot,
-            settings.seed,
-            self.global_state,
-            updates,
-            client_weights(settings.weighting, [data.train_sizes[client] for client in clients]),
-            dict(self.server_state),
-            settings.rule,
-            distiller,
-        )
-        state = clone(settings.algorithm.server_step(step))
-        if self.protection.clients is not None:
-            state = floor_variances(state)
-        report.metrics |= distiller.metrics
-        report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
-        if not report.broken_server:
-            self.global_state, self.server_state = self.global_state | state, step.state
-        if settings.diagnostics:
-            report.metrics |= self._diagnostics(updates, data, distiller.student)
 
     def _diagnostics(self, updates: Updates, data: FederationData, student: State | None) -> dict[str, float]:
         """The round's diagnostics but for gradients; ``student`` is what was distilled into, if anything was."""
@@ -244,15 +163,15 @@ class Federation:
         """
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
-        algorithm, phase = tuning
-        self.tuned = self._store(algorithm, tuned=True)
+        self.tuned = self._store(tuning[0], tuned=True)
         broken: list[int] = []
         failed: dict[int, str] = {}
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
-            private = self.protection.open(shares.trained, tuning=True)
-            cohort = self._cohort(algorithm, [phase], shares.trained, self.tuned, factor, private)
+            own = shares.trained
+            received = self.server.sending(own, self.num_clients, algorithm=tuning[0])
+            cohort = self.site.open_tuning(own, self.tuned.local.gather(own.clients), received, factor)
             for batch in loader(shares.own):
                 cohort.step(batch)
             trained = cohort.close()
@@ -293,8 +212,7 @@ class Federation:
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""
         return {
-            "global": self.global_state,
-            "server": self.server_state,
+            **self.server.state_dict(),
             "clients": self.store.state_dict(),
             "tuned": None if self.tuned is None else self.tuned.state_dict(),
             "rounds_done": self.rounds_done,
@@ -306,9 +224,7 @@ class Federation:
         """Take the place of the federation that wrote ``saved``."""
         self.rounds_done = saved["rounds_done"]
         self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
-        device = self._device
-        self.global_state = to_device(saved["global"], device)
-        self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
+        self.server.load_state_dict(saved)
         numbers = saved.get("numbers")  # of the former clients, where a run goes on with more
         if numbers is None:
             self.store.load_state_dict(saved["clients"])

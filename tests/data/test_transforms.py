@@ -127,6 +127,13 @@ def test_a_clients_augmentation_depends_on_round_client_and_step_alone():
     assert not torch.equal(prepare(cohort((4, 9), (6, 6), x, step=4)).x, both)
 
 
+def test_a_small_clients_augmentation_is_that_which_it_draws_alone():
+    x = random_images(2, 6, 1, 8, 8)
+    prepare = Preparation(None, None, 2, True, seed=7)
+    both, alone = prepare(cohort((4, 9), (6, 3), x)).x, prepare(cohort((9,), (3,), x[1:, :3])).x
+    assert torch.equal(both[1, :3], alone[0])
+
+
 def test_padding_stays_zero():
     x = random_images(2, 6, 1, 8, 8)
     x[1, 4:] = 0

@@ -78,15 +78,14 @@ class Preparation:
     def _augment(self, batch: CohortBatch, stream: str | None) -> Tensor:
         """Shift and mirror the images (C, B, Ch, H, W), as asked for.
 
-        In private training a client draws for its own rows alone, since the width depends on others' batches.
+        A client draws for its own rows alone, since the width depends on others' batches.
         """
         if not self.augments:
             return batch.x
         purpose = "augment" if stream is None else f"augment/{stream}"
         seed = secrets.randbits(256) if self.secure and stream is not None else self.seed
         sources = [generator(seed, purpose, batch.round, client, batch.step) for client in batch.clients]
-        counts = (batch.x.shape[1],) * len(sources) if stream is None else batch.counts
-        drawn = zip(counts, sources, strict=True)
+        drawn = zip(batch.counts, sources, strict=True)
         own = [draw_crops(rows, self.flip, self.crop_padding, source) for rows, source in drawn]
-        crops = pad(torch.cat(own), counts).flatten(0, 1)
+        crops = pad(torch.cat(own), batch.counts).flatten(0, 1)
         return augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
+
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser
+from torch.utils.data import Dataset
+
+from perada.cli.keys import full_names
+from perada.cli.runs import PeradaCLI, make_cli
+from perada.cli.words import whole
+from perada.core.states import State, megabytes, unstack
+from perada.core.text import printable
+from perada.data import FederatedDataModule
+from perada.data.one_client import OneClient, only
+from perada.deploy import records
+from perada.deploy.asking import Terms
+from perada.deploy.client import Client
+from perada.deploy.coordinator import Coordinator
+from perada.deploy.flower.socket import Listener, from_supervisor
+from perada.deploy.local import LocalTransport
+from perada.deploy.messages import Order
+from perada.deploy.recipe import Recipe
+from perada.deploy.site_file import SiteFile, read_site
+from perada.deploy.state import STATE, Book, RunState, read_state
+from perada.deploy.transport import Transport
+from perada.deploy.worker import SiteWorker
+from perada.results.export import save_adapter
+from perada.results.report import epsilon_text, table
+
+OF_ALL: tuple[str, ...] = (
+    "public",
+    "public_fraction",
+    "validation_fraction",
+    "train_limit",
+    "test_limit",
+    "public_limit",
+)
+OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
+"""Options of a recipe's data that say what all clients and the server have."""
+NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
+QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
+SITE = "File of the site, such as site.yaml."
+
+
+def site(parser: ArgumentParser, words: list[str]) -> None:
+    """Serve a site: answer what comes through its socket, until it is stopped."""
+    parser.add_argument("site", type=Path, help=SITE)
+    given = read_site(parser.parse_args(words).site)
+    listener = from_supervisor()
+    if given.socket is None and listener is None:
+        raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    worker = worker_of(given)
+    with listener or Listener(given.socket) as listener:
+        print(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.", flush=True)
+        listener.serve(worker.answer)
+
+
+def check(parser: ArgumentParser, words: list[str]) -> None:
+    """Try at a site what its recipes would do; nothing is sent and nothing is kept."""
+    parser.add_argument("site", type=Path, help=SITE)
+    given = read_site(parser.parse_args(words).site)
+    for path, approved in given.recipes.items():
+        client = Client(site_recipe(path, given), given.max_epsilon)
+        seconds = _try_step(client)
+        data = client.data
+        names = ", ".join(data.classes) if data.classes else str(data.num_classes)
+        digest = client.recipe.digest
+        said = "approved" if digest == approved else "not approved: add it to the site's file" if not approved else ""
+        if approved and digest != approved:
+            raise ValueError(
+                f"{str(path)!r} with these weights has the digest {digest}, and the site approves {approved}; ask the "
+                "server for the recipe that was approved, or approve this one"
+            )
+        lines = [
+            f"{path.name}: digest {digest} ({said})",
+            f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
+            f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
+            f"{seconds:.2f} s",
+            f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
+            f"{', '.join(given.may_send) or 'nothing'} beside",
+        ]
+        privacy = client.settings.privacy
+        lines.append("  private training: " + ("no" if privacy is None else f"yes, δ = {privacy.delta:g}"))
+        print("\n".join(lines))
+
+
+def run(parser: ArgumentParser, words: list[str]) -> None:
+    """Run a recipe among sites."""
+    parser.add_argument("recipe", help="Recipe, as `perada ls` lists it, or a file.")
+    parser.add_argument("--local", nargs="+", type=Path, required=True, help="Files of sites that run in this process.")
+    parser.add_argument("--folder", type=Path, default=Path("deployed"), help="Of the run.")
+    parser.add_argument("--min-sites", type=int, default=1, help="Sites that must answer, or a round is not closed.")
+    parser.add_argument(
+        "--sample", type=int | None, default=None, help="Sites asked in a round; else the recipe's number."
+    )
+    parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round may take.")
+    late = Literal["wait", "skip"]
+    parser.add_argument(
+        "--late", type=late, default="wait", help="Wait for all that were asked, or go on with the first."
+    )
+    parser.add_argument("--resume", action="store_true", help="Go on with the run in the folder.")
+    given = parser.parse_args(words)
+    sites = [read_site(path) for path in given.local]
+    workers = {one.name: worker_of(one) for one in sites}
+    terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
+    coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
+    coordinator.run()
+    print(shown_rounds(coordinator.progress))
+    print(f"Run folder: {given.folder}")
+
+
+def status(parser: ArgumentParser, words: list[str]) -> None:
+    """Print how far a deployed run is, or what a site has trained and spent."""
+    parser.add_argument("where", type=Path, help="Folder of a deployed run, or the file of a site.")
+    where = parser.parse_args(words).where
+    if where.is_file():
+        given = read_site(where)
+        path = given.state / STATE
+        if not path.is_file():
+            print(f"Site {given.name} has trained nothing yet.")
+            return
+        state, header = read_state(path)
+        steps = sum(int(row[-1]) for row in header["total"]["rows"])
+        print(f"Site {given.name}: run {state.run}, {state.trained} rounds, the last was round {state.round}.")
+        print(f"Private steps of all runs together: {steps}")
+        return
+    progress, _ = records.read(where)
+    head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
+    print(f"{head}\n\n{shown_rounds(progress)}\n\n{_sites(progress)}")
+
+
+def export(parser: ArgumentParser, words: list[str]) -> None:
+    """Write the adapter of a site, or the global one of a deployed run, as a PEFT folder."""
+    parser.add_argument("where", type=Path, help="File of a site, or folder of a deployed run (with --recipe).")
+    parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
+    parser.add_argument("--output", type=Path, required=True, help="Folder for personal and global.")
+    given = parser.parse_args(words)
+    if given.where.is_file():
+        recipe, models = _of_site(read_site(given.where), given.recipe)
+    elif given.recipe is None:
+        raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
+    else:
+        recipe, _, classes, multilabel = server_recipe(given.recipe)
+        recipe.build(classes, multilabel)
+        state = records.read(given.where)[1]["global"]
+        models = {"global": unstack(state) if _many(recipe) else [state]}
+    assert recipe.module.adapted is not None
+    written, names = [], recipe.data.classes if given.where.is_file() else None
+    for name, states in models.items():
+        for place, state in enumerate(states):
+            folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
+            save_adapter(recipe.module.adapted, state, folder, classes=names)
+            written.append(folder.name)
+    print(f"Wrote {', '.join(written)} to {given.output}")
+
+
+def worker_of(given: SiteFile) -> SiteWorker:
+    """The worker of a site.
+
+    Raises:
+        ValueError: If a recipe is not the one that was approved, or cannot be used with the site's data.
+    """
+    clients = {}
+    for path, approved in given.recipes.items():
+        client = Client(site_recipe(path, given), given.max_epsilon)
+        if client.recipe.digest != approved:
+            raise ValueError(
+                f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved or 'none'}; "
+                "`perada deploy check` shows what it would do; to approve it, write the digest into the site's file"
+            )
+        clients[approved] = client
+    log = logging.getLogger(f"perada.site.{given.name}")
+    return SiteWorker(Book(given.state), clients, given.may_send, given.max_rounds, log)
+
+
+def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
+    """The server of a recipe that is named as `perada fit` names it."""
+    recipe, public, classes, multilabel = server_recipe(name)
+    options: dict[str, Any] = {"public": public, "num_classes": classes, "multilabel": multilabel, "resume": resume}
+    return Coordinator(recipe, transport, folder, terms, **options)
+
+
+def site_recipe(path: Path, given: SiteFile) -> Recipe:
+    """A recipe with the data of a site in the place of its own."""
+    text = path.read_bytes()
+    content = full_names(yaml.safe_load(text))
+    kept = {key: value for key, value in (content.get("data") or {}).items() if key not in OF_ALL}
+    own, place = dict(given.data), int(given.data.get("client", 0))
+    own.pop("client", None)
+    if "dataset" not in own:
+        size = {"size": kept["image_size"]} if kept.get("image_size") else {}
+        kind = "ImageTable" if "table" in own else "Images"
+        own = {"dataset": {"class_path": kind, "init_args": size | own}, "partition": NOWHERE}
+    cli = _parsed(content | {"data": kept | own}, given.accelerator)
+    division = cli.datamodule._division
+    division.download()
+    data = only(division.share_out()[0], place)
+    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
+    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
+    return Recipe(text, cli.model, cli.loop, cli.trainer, served)
+
+
+def server_recipe(name: str) -> tuple[Recipe, Dataset[Any] | None, int, bool]:
+    """A recipe as a server has it: no client's image is read.
+
+    Returns:
+        The recipe, its public set, the number of classes, and whether images have several labels.
+
+    Raises:
+        ValueError: If it does not say how many classes there are, or the public set would be clients' images.
+    """
+    text = whole(name).encode()
+    cli = _parsed(full_names(yaml.safe_load(text)), "auto")
+    data, division = cli.config["data"], cli.datamodule._division
+    for option in ("public_fraction", "validation_fraction"):
+        if data[option]:
+            raise ValueError(
+                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public"
+            )
+    classes = data.num_classes or cli.model.num_classes or division.dataset.num_classes
+    if not classes:
+        raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
+    public = None if division.public is None else division._public(division.dataset, [])
+    multilabel = bool(getattr(division.dataset, "multilabel", False))
+    return Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule), public, classes, multilabel
+
+
+def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
+    """What a recipe describes."""
+    content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
+    content["trainer"] = {**(content.get("trainer") or {})}
+    if accelerator != "auto":
+        content["trainer"]["accelerator"] = accelerator
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(content, file, sort_keys=False)
+        file.flush()
+        return make_cli(["--config", file.name, *(f"--trainer.{option}" for option in QUIET)], run=False)
+
+
+def _try_step(client: Client) -> float:
+    """Seconds of one local step, from the first state; nothing of it is kept."""
+    order = Order("train", "0" * 32, "0" * 64)
+    numbered, private = OneClient(client.data, 0), client.protection(None, 0).images
+    steps = client.plan(order)
+    first = next(iter(numbered.batches(steps, client.recipe.device, None if private is None else private.sampling())))
+    begin = time.monotonic()
+    client.train(
+        order, client.recipe.template.sending, RunState(order.run), client.protection(None, 0), only_step=first
+    )
+    return time.monotonic() - begin
+
+
+def _many(recipe: Recipe) -> bool:
+    state = recipe.template.initial
+    own = recipe.module.initial_state(0)
+    return any(state[key].dim() > own[key].dim() for key in own)
+
+
+def _of_site(given: SiteFile, name: str | None) -> tuple[Recipe, dict[str, list[State]]]:
+    """The site's personal model and the global one that it was last told."""
+    state = read_state(given.state / STATE)[0] if (given.state / STATE).is_file() else None
+    if state is None or not state.shared:
+        raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")
+    path = Path(name) if name else next(iter(given.recipes))
+    client = Client(site_recipe(path, given))
+    if client.recipe.digest != state.recipe:
+        raise ValueError(f"{str(path)!r} is not the recipe of the site's last run; name that one by --recipe")
+    shared = {key: value.to(client.recipe.device) for key, value in state.shared.items()}
+    models = {"global": unstack(shared) if _many(client.recipe) else [shared]}
+    personal = client.personal(shared, state)
+    return client.recipe, models | ({} if personal is None else {"personal": unstack(personal)})
+
+
+def shown_rounds(progress: records.Progress) -> str:
+    """The rounds of a deployed run as a table."""
+    rows = []
+    for record, row in zip(progress.records, progress.history, strict=True):
+        failed = ", ".join(f"{name} ({code})" for name, code in record.failed.items())
+        score = row.get("personal/local_test", float("nan"))
+        rows.append(
+            [
+                str(record.round),
+                f"{len(record.answered)}/{len(record.asked)}",
+                failed or "–",
+                record.void or "–",
+                f"{record.seconds:.1f}",
+                f"{record.up + record.down:.2f}",
+                "–" if score != score else f"{100 * score:.1f}",
+            ]
+        )
+    return table(["round", "answered", "missing", "void", "s", "MB", "personal %"], rows)
+
+
+def _sites(progress: records.Progress) -> str:
+    """The roster as a table."""
+    rows = [
+        [
+            member.name,
+            "–" if member.size is None else str(member.size),
+            str(member.rounds),
+            member.left or "–",
+            ", ".join(
+                f"{name} {epsilon_text(float('inf') if one is None else one)}" for name, one in member.epsilon.items()
+            )
+            or "–",
+        ]
+        for member in progress.roster
+    ]
+    return table(["site", "images", "rounds", "left", "ε"], rows)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands for real sites over Flower: ``perada deploy init``, ``keys`` and ``run``."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import ArgumentParser
+
+from perada.cli.messages import quiet_lightning
+from perada.cli.words import whole
+from perada.deploy.flower.app import check_target, write_app
+from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
+from perada.deploy.flower.running import Link, run_app
+from perada.deploy.flower.server_app import RunOptions
+from perada.deploy.transport import Transport
+
+
+def init(parser: ArgumentParser, words: list[str]) -> None:
+    """Write the Flower app of a recipe, and what the persons at the server and at the sites need beside it."""
+    parser.add_argument("recipe", help="Name of a recipe, as `perada ls` lists it, or a file.")
+    parser.add_argument("folder", type=Path, help="Folder to write; it must not be there.")
+    parser.add_argument("--name", type=str, default=None, help="Name of the app; by default the recipe's.")
+    parser.add_argument(
+        "--host", type=str, default="link.example.org", help="Name or address by which sites reach the server."
+    )
+    given = parser.parse_args(words)
+    check_hosts([given.host])
+    text = whole(given.recipe)
+    name = given.name or re.sub("[^a-z0-9-]+", "-", Path(given.recipe).stem.lower()).strip("-")
+    check_target(given.folder, name)
+    digest = recipe_digest(given.recipe)
+    write_app(given.folder, name, text, digest, given.host)
+    print(f"Wrote {given.folder}; its README.md says what is for whom.\nSites approve the digest {digest}")
+
+
+def recipe_digest(name: str) -> str:
+    """What sites approve: of the recipe's text and of the weights that it freezes."""
+    from perada.cli.deploy import server_recipe
+
+    recipe, _, classes, multilabel = server_recipe(name)
+    recipe.build(classes, multilabel)
+    return recipe.digest
+
+
+def keys_server(parser: ArgumentParser, words: list[str]) -> None:
+    """Write the server's certificate, and the authority's, by which sites know it."""
+    parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
+    parser.add_argument(
+        "--host", type=str, action="append", required=True, help="Name or address of the server; may be repeated."
+    )
+    parser.add_argument("--days", type=int, default=730, help="How long the certificate is valid.")
+    given = parser.parse_args(words)
+    write_server_keys(given.folder, given.host, given.days)
+    print(f"Wrote {given.folder}: send ca.crt to the sites; ca.key and server.key stay here")
+
+
+def keys_site(parser: ArgumentParser, words: list[str]) -> None:
+    """Write a site's keys."""
+    parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
+    parser.add_argument("--name", type=str, required=True, help="Name of the site, such as st-marys.")
+    given = parser.parse_args(words)
+    check_site_name(given.name)
+    write_site_keys(given.folder, given.name)
+    print(f"Wrote {given.folder}: send {given.name}.pub to the server; {given.name}.key stays here")
+
+
+def run(parser: ArgumentParser, words: list[str]) -> None:
+    """Start an app on a SuperLink and show what it prints until it ends."""
+    parser.add_argument("app", type=Path, help="The folder `app` that `perada deploy init` wrote.")
+    text = "Name of the SuperLink in Flower's configuration, or its address, such as link.example.org:8000."
+    parser.add_argument("--link", type=str, required=True, help=text)
+    text = "Certificate of the authority that signed the SuperLink's, for an address: ca.crt."
+    parser.add_argument("--root-certificates", type=Path, default=None, help=text)
+    parser.add_argument("--min-sites", type=int, default=2, help="Sites whose replies a round needs.")
+    text = "Sites that a round asks; 0 for those that the recipe draws, or all."
+    parser.add_argument("--sample", type=int, default=0, help=text)
+    parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round waits for replies.")
+    text = "Close a round when all who were asked have answered (wait), or with the first --min-sites (skip)."
+    parser.add_argument("--late", type=Literal["wait", "skip"], default="wait", help=text)
+    parser.add_argument("--resume", action="store_true", help="Go on with the run that was interrupted.")
+    text = "Folder for the server's state, on the SuperLink's machine; by default in Flower's own folder."
+    parser.add_argument("--state", type=str, default="", help=text)
+    given = vars(parser.parse_args(words))
+    app, link = given.pop("app"), Link(given.pop("link"), given.pop("root_certificates"))
+    sys.exit(run_app(app, link, RunOptions(**given)))
+
+
+def serve(path: Path, transport: Transport, options: RunOptions, state: Path) -> None:
+    """Run a recipe over a transport: what the app at the server calls."""
+    from perada.cli.deploy import make_coordinator, shown_rounds
+
+    quiet_lightning()
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
+    log = logging.getLogger("perada.deploy")
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
+    coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
+    coordinator.run()
+    print(shown_rounds(coordinator.progress), flush=True)

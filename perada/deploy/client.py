@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client's side of a recipe at its site: it trains, fine-tunes and scores on its own images."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from perada.algorithms import Broadcast, Stacks, ensemble_of
+from perada.core.batches import AnyBatch
+from perada.core.rounds import RoundPlan
+from perada.core.states import State, expand
+from perada.data.one_client import OneClient
+from perada.deploy.messages import Order
+from perada.deploy.recipe import Recipe, first_kept, laid_out
+from perada.deploy.state import RunState
+from perada.engine.ensembles import compare, ensemble
+from perada.federation.cohort import Trained
+from perada.federation.evaluation import Scores
+from perada.federation.settings import Settings
+from perada.federation.site import Site
+from perada.lightning.checks import check_batch_norm, check_images, keep_clients_apart
+from perada.lightning.private_setup import check_network, check_private, protect
+from perada.privacy.account import Row
+from perada.privacy.accounting import ROUNDING, history_epsilon
+from perada.privacy.ledgers import Ledger, Ledgers
+from perada.privacy.protection import Protection
+from perada.server import Distillation, Mean
+
+
+class Done(NamedTuple):
+    """What came of a round at the site."""
+
+    trained: Trained
+    losses: dict[str, float]  # by role; none where training is private
+    failed: str  # why a sample could not be read, if one could not
+
+
+class Client:
+    """A recipe with the data of one site.
+
+    Args:
+        recipe: With the site's data alone.
+        max_epsilon: Largest ε of all that the site ever trains; None for no limit.
+
+    Raises:
+        ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
+    """
+
+    def __init__(self, recipe: Recipe, max_epsilon: float | None = None) -> None:
+        self.recipe, self.module, self.data, self.max_epsilon = recipe, recipe.module, recipe.data, max_epsilon
+        self.data.setup()
+        if self.data.num_clients != 1:
+            raise ValueError(f"a site has the data of one client, and these are of {self.data.num_clients}; name one")
+        if max_epsilon is not None and recipe.loop.privacy is None:
+            raise ValueError(
+                f"max_epsilon={max_epsilon} of the site cannot be kept by a recipe without privacy, which shows its "
+                "images without noise; approve a recipe with privacy, or leave the limit out"
+            )
+        recipe.build(self.data.num_classes, self.data.multilabel)
+        # What needs the server's images or other clients is the server's to check.
+        alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
+        self.settings: Settings = recipe.settings(distillation=Distillation(steps=0), **alone)
+        with recipe.context():
+            self._protection = protection = protect(self.settings, recipe.rounds, self.data, self.module)
+        self._noise = [] if protection.images is None else list(protection.images.account.noise_multipliers)
+        assert self.module.adapted is not None
+        self.data.configure_rounds(
+            seed=self.settings.seed,
+            clients_per_round=None,
+            phases=self.settings.phases,
+            image=self.module.adapted.backbone.image,
+            private=None if protection.images is None else protection.images.sampling(),
+        )
+        with recipe.context():
+            check_private(self.settings, recipe.trainer, self.data, self.module)
+            batch = self.data.trial_batch([0])
+            check_images(batch.x, self.data, self.module)
+            if self.settings.privacy is None:
+                keep_clients_apart(self.module, batch.x)
+            check_network(self.settings, recipe.trainer, self.module, batch)
+        check_batch_norm(self.data, self.module, None)
+
+    @property
+    def size(self) -> int:
+        """Training images."""
+        return self.data.train_sizes[0]
+
+    @property
+    def tests(self) -> int:
+        """Test images."""
+        return sum(len(batch.y) for batch in OneClient(self.data, 0).test_batches(torch.device("cpu")))
+
+    @property
+    def labels(self) -> str:
+        """A digest of the classes, in their order: sites of one federation have the same."""
+        content = [self.data.num_classes, self.data.multilabel, self.data.classes]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
+        """The ledgers of a run that has trained so many rounds, of which ``account`` is the state; one run at a time.
+
+        Every round is planned for: with fewer, the site spends less than its target.
+        """
+        made = self._protection
+        if made.images is not None:
+            ledgers, noise = Ledgers().state_dict(), self._noise
+            new = {"ledgers": ledgers, "lost": ledgers, "noise_multipliers": noise, "least_noise": noise}
+            own = made.images.account
+            own.load_state_dict(account or new | {"sampling": own.options.sampling}, rounds_done)
+        return made
+
+    def plan(self, order: Order) -> RoundPlan:
+        """The site's steps. Ledgers know it as client 0, and what is private does not follow from its number."""
+        numbered = OneClient(self.data, 0 if self.settings.privacy is not None else order.client)
+        if order.kind == "tune":
+            tuning = self.settings.algorithm.personalization()
+            assert tuning is not None
+            return numbered.plan(order.round, [tuning[1]])
+        private = self.settings.privacy is not None
+        return numbered.plan(order.round, self.settings.phases, () if private else order.lengths)
+
+    def costs(self, order: Order, protection: Protection) -> list[Row]:
+        """What training will spend."""
+        if protection.images is None:
+            return []
+        return protection.images.account.cost(self.plan(order), tuning=order.kind == "tune")
+
+    def affordable(self, order: Order, protection: Protection, total: Ledger) -> bool:
+        """Whether the recipe's limits and the site's own leave room for it."""
+        if protection.images is None:
+            return True
+        account, limit = protection.images.account, self.max_epsilon
+        if not account.affordable([0], tuning=order.kind == "tune"):
+            return False
+        if limit is None:
+            return True
+        history = Counter(total.history(0))
+        for _, sigma, rate, steps, _ in self.costs(order, protection):
+            history[sigma, rate] += steps
+        return history_epsilon(history, account.options.delta, account.options.accountant) <= limit * ROUNDING
+
+    def train(
+        self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
+    ) -> Done:
+        """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched."""
+        settings, tuning = self.settings, order.kind == "tune"
+        plan, numbered = self.plan(order), OneClient(self.data, 0 if settings.privacy is not None else order.client)
+        device, slot = self.recipe.device, self.module.slot
+        initial = self.recipe.template.initial
+        site = Site(self.module.engine, slot, settings, protection)
+        with self.recipe.context():
+            if tuning:
+                chosen = settings.algorithm.personalization()
+                assert chosen is not None
+                kept = first_kept(chosen[0].kept(laid_out(given, initial, order.plain), slot))
+                cohort = site.open_tuning(plan, kept, expand(laid_out(given, initial, order.plain), 1), order.factor)
+            else:
+                kept = self._kept(state)
+                cohort = site.open(plan, kept, self._received(order, given, numbered), order.factor)
+            images = protection.images
+            sampling = None if images is None else images.sampling(tuning)
+            for batch in numbered.batches(plan, device, sampling) if only_step is None else [only_step]:
+                cohort.step(batch)
+            trained = cohort.close()
+        shown = self.recipe.loop.privacy is None and self.recipe.loop.client_privacy is None
+        losses = {role: float(loss[0]) for role, loss in cohort.mean_losses().items()} if shown else {}
+        finite = {role: loss for role, loss in losses.items() if math.isfinite(loss)}
+        return Done(trained, finite, next(iter(cohort.failed.values()), ""))
+
+    def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
+        """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
+        settings, module = self.settings, self.module
+        shared = laid_out(shared, self.recipe.template.initial, order.plain)
+        models = {}
+        personal = self.personal(shared, state)
+        if personal is not None:
+            models["personal"] = personal
+        if settings.algorithm.global_model:
+            many = ensemble_of(settings.algorithm)
+            held = {"members": {key: value.to(self.recipe.device) for key, value in members.items()}} if members else {}
+            models["global"] = many.members(shared, held)
+        found = {name: Scores(module.metrics, module.multilabel) for name in models}
+        average = ensemble_of(settings.algorithm).average
+        with torch.no_grad(), self.recipe.context():
+            for batch in OneClient(self.data, 0).test_batches(self.recipe.device):
+                for name, states in models.items():
+                    logits = ensemble(module.engine.shared_logits(states, batch.x), average, module.multilabel)
+                    found[name].update(logits.unsqueeze(0), batch.y)
+        return found
+
+    def personal(self, shared: State, state: RunState) -> State | None:
+        """The state (1, ...) that the site predicts with; None where that is the global one."""
+        algorithm, device = self.settings.algorithm, self.recipe.device
+        if state.tuned is not None:
+            tuning = algorithm.personalization()
+            assert tuning is not None
+            return tuning[0].personal(_to(state.tuned, device), shared)
+        return algorithm.personal(self._kept(state), shared) if algorithm.inference == "personal" else None
+
+    def _kept(self, state: RunState) -> Stacks:
+        if state.kept is not None:
+            return _to(state.kept, self.recipe.device)
+        return first_kept(self.settings.algorithm.kept(self.recipe.template.initial, self.module.slot))
+
+    def _received(self, order: Order, given: State, numbered: OneClient) -> State:
+        """What the client received, (1, ...); of several global models it chooses its own."""
+        many, template = ensemble_of(self.settings.algorithm), self.recipe.template
+        if not many.compares:
+            return expand(laid_out(given, template.sending, order.plain), 1)
+        shared = laid_out(given, template.initial, order.plain)
+        batches = numbered.comparison(order.round, self.recipe.device)
+        losses = compare(self.module.engine, many.members(shared, {}), batches, 1, self.module.multilabel)
+        seed = self.settings.seed
+        known = Broadcast(shared, self.module.slot, order.round, (order.client,), order.clients, seed)
+        return many.broadcast(known, losses)
+
+
+def _to(stacks: Stacks, device: torch.device) -> Stacks:
+    return {role: {key: value.to(device) for key, value in state.items()} for role, state in stacks.items()}

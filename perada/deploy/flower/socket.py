@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Unix socket between a site's worker, which has the data, and the ClientApp, which has the network.
+
+A frame is a head of 15 bytes, the run's name and the payload. The head holds ``PRDA``, a kind (0 for a payload, else
+the place of a code in `CODES`), the length of the name and that of the payload. This module needs no other library.
+"""
+
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from perada.deploy.transport import Failure
+
+CODES = ("unreachable", "late", "crashed", "refused", "malformed")
+"""What may come instead of a reply; all that a site says about a failure."""
+MOST = 2**30
+"""Bytes of a payload, by default."""
+LONGEST_NAME = 200
+"""Bytes of a run's name."""
+LONGEST_PATH = 100
+"""Bytes of the socket's path: systems allow 104 or 108."""
+STALLED = 30.0
+"""Seconds in which the bytes of a frame must follow one another."""
+_HEAD = struct.Struct(">4sBHQ")
+_MARK = b"PRDA"
+_CHUNK = 2**20
+
+log = logging.getLogger(__name__)
+
+
+class FrameError(Exception):
+    """A frame that cannot be read; ``code`` is what the other side is told."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def frame(payload: bytes | Failure, run: str = "") -> bytes:
+    """A payload or a code as bytes."""
+    kind, body = (0, payload) if isinstance(payload, bytes) else (1 + CODES.index(payload.code), b"")
+    name = run.encode()
+    return _HEAD.pack(_MARK, kind, len(name), len(body)) + name + body
+
+
+def read_frame(connection: socket.socket, most: int) -> tuple[bytes | Failure, str]:
+    """The payload or code, and the run's name. Nothing is set aside for bytes that have not come.
+
+    Raises:
+        FrameError: ``malformed`` if it is no frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if the
+            other side ended before it was whole.
+        OSError: If the connection fails; TimeoutError if the other side stalls.
+    """
+    mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    if mark != _MARK or kind > len(CODES) or name_length > LONGEST_NAME or (kind and length):
+        raise FrameError("malformed")
+    if length > most:
+        raise FrameError("refused")
+    try:
+        run = _exactly(connection, name_length).decode()
+    except UnicodeDecodeError as error:
+        raise FrameError("malformed") from error
+    return (Failure(CODES[kind - 1]) if kind else _exactly(connection, length)), run
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        part = connection.recv(min(_CHUNK, length - len(parts)))
+        if not part:
+            raise FrameError("crashed")
+        parts += part
+    return bytes(parts)
+
+
+def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int = MOST) -> bytes | Failure:
+    """Have the worker behind the socket answer a message. Never raises.
+
+    Args:
+        path: The socket. It must belong to this process's user and be closed to all others.
+        message: What the server sent.
+        run: Name of the run.
+        deadline: Seconds to wait for the answer.
+        most: Bytes that the answer may have.
+
+    Returns:
+        The answer, or ``unreachable`` (no worker), ``refused`` (a socket that is not ours alone, or too many bytes),
+        ``late``, ``crashed`` or ``malformed``.
+    """
+    end = time.monotonic() + deadline
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            return Failure("refused")
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(max(0.0, min(STALLED, deadline)))
+            connection.connect(os.fspath(path))
+            try:
+                connection.sendall(frame(message, run))
+            except BrokenPipeError:
+                pass  # refused at the head: the code is there to be read
+            connection.settimeout(max(0.001, end - time.monotonic()))
+            return read_frame(connection, most)[0]
+    except FrameError as error:
+        return Failure(error.code)
+    except TimeoutError:
+        return Failure("late")
+    except ConnectionResetError:
+        return Failure("crashed")
+    except OSError:
+        return Failure("unreachable")
+    except Exception:  # a frame too long for its head, a name that is no text: nothing of it may leave
+        return Failure("malformed")
+
+
+class Listener:
+    """The worker's end of the socket. It answers one request at a time; of those that wait, the newest.
+
+    One that a newer one overtakes is told ``late``: its server has given it up, and nothing stale is trained.
+
+    Args:
+        path: Where the socket is made, with mode 0600, in a folder that only its owner can write to. What a worker left
+            that was killed is replaced.
+        most: Bytes that a message may have.
+        inherited: A listening socket that a supervisor made, instead of a path (``from_supervisor``).
+
+    Raises:
+        ValueError: If the path cannot be used, or another worker listens there.
+    """
+
+    def __init__(self, path: Path | str | None, most: int = MOST, inherited: socket.socket | None = None) -> None:
+        self._made = inherited is None
+        self._path = None if path is None else Path(path)
+        self._most = most
+        self._waiting: tuple[socket.socket, bytes, str] | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._socket = inherited if inherited is not None else _bound(Path(path or ""))
+        self._socket.settimeout(None)
+        self._thread = threading.Thread(target=self._accept, name="perada-socket", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no more requests, and remove the socket's file if this listener made it."""
+        with self._changed:
+            self._closed = True
+            overtaken, self._waiting = self._waiting, None
+            self._changed.notify_all()
+        if overtaken is not None:
+            _reply(overtaken[0], Failure("unreachable"))
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(STALLED)
+        self._socket.close()
+        if self._made and self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def serve(self, answer: Callable[[bytes, str], bytes], requests: int | None = None) -> None:
+        """Answer requests in this thread until `close`, or ``requests`` of them.
+
+        Args:
+            answer: Makes a reply of a message and its run's name. If it raises, the other side is told ``crashed``
+                and the reason stays in this process's log.
+            requests: How many to answer; without end by default.
+        """
+        while requests is None or requests > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting is not None)
+                if self._waiting is None:
+                    return
+                (connection, message, run), self._waiting = self._waiting, None
+            if _gone(connection):
+                connection.close()
+                continue
+            reply: bytes | Failure
+            try:
+                reply = answer(message, run)
+            except Exception:
+                log.exception("a request failed")
+                reply = Failure("crashed")
+            _reply(connection, reply)
+            requests = None if requests is None else requests - 1
+
+    def _accept(self) -> None:
+        """Read requests; keep the newest."""
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.EINTR):
+                    time.sleep(0.1)
+                    continue
+                return
+            connection.settimeout(STALLED)
+            try:
+                message, run = read_frame(connection, self._most)
+                if isinstance(message, Failure):
+                    raise FrameError("malformed")
+            except (FrameError, OSError) as error:
+                code = error.code if isinstance(error, FrameError) else "malformed"
+                log.warning("a request was turned away: %s", code)
+                _reply(connection, Failure(code))
+                continue
+            with self._changed:
+                overtaken, self._waiting = self._waiting, (connection, message, run)
+                self._changed.notify_all()
+            if overtaken is not None:
+                _reply(overtaken[0], Failure("late"))
+
+
+def from_supervisor(most: int = MOST) -> Listener | None:
+    """The listener on the socket that systemd opened for this process, or ``None`` if it opened none.
+
+    A socket unit may give the file to the SuperNode's user while the worker runs as another, who owns the data.
+    """
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+        return None
+    return Listener(None, most, socket.socket(fileno=3))  # 3 is where the protocol of systemd begins
+
+
+def _bound(path: Path) -> socket.socket:
+    """A listening socket at a path."""
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        raise ValueError(
+            f"socket {str(path)!r} has more than {LONGEST_PATH} bytes, which systems refuse; give a shorter path"
+        )
+    folder = path.parent.resolve()
+    if not folder.is_dir():
+        raise ValueError(f"socket {str(path)!r} has no folder; make {str(folder)!r}, for its owner alone (mode 0700)")
+    mode = folder.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        raise ValueError(f"{str(folder)!r} of the socket can be written to by others; chmod 700 it")
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ValueError(f"{str(path)!r} is there and is no socket; remove it, or give another path")
+        with socket.socket(socket.AF_UNIX) as other:
+            try:
+                other.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink()  # of a worker that was killed
+            else:
+                raise ValueError(f"another worker listens at {str(path)!r}; stop it, or give another path")
+    listening = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        listening.bind(os.fspath(path))
+    finally:
+        os.umask(before)
+    listening.listen(8)
+    return listening
+
+
+def _gone(connection: socket.socket) -> bool:
+    """Whether the other side has given up."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _reply(connection: socket.socket, reply: bytes | Failure) -> None:
+    """Send what there is, if anybody still waits for it."""
+    with connection, suppress(OSError):
+        connection.settimeout(STALLED)
+        connection.sendall(frame(reply))

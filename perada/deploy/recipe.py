@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe as both parties of a deployment have it: built without the data of the others."""
+
+import hashlib
+import json
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from perada.algorithms import Broadcast, Stacks, ensemble_of
+from perada.core.states import State
+from perada.data import FederatedDataModule
+from perada.federation.settings import Settings
+from perada.federation.store import Storage
+from perada.lightning.checks import check_trainer
+from perada.lightning.federated_loop import FederatedLoop
+from perada.lightning.module import FederatedClassifier
+from perada.privacy import calibrate
+from perada.privacy.client_level import ClientLevel
+
+
+def recipe_digest(text: bytes, frozen: str) -> str:
+    """What a site approves: a digest of a recipe's file and of ``frozen``, the digest of all weights not trained."""
+    return hashlib.sha256(json.dumps([hashlib.sha256(text).hexdigest(), frozen]).encode()).hexdigest()
+
+
+@dataclass
+class Recipe:
+    """The objects that a recipe describes.
+
+    Attributes:
+        text: Of its file.
+        module: The network; :meth:`build` builds it.
+        loop: How rounds go.
+        trainer: Number of rounds, device, precision, how often models are scored.
+        data: A site's, of its one client; of the server's only options and the public set are looked at.
+    """
+
+    text: bytes
+    module: FederatedClassifier
+    loop: FederatedLoop
+    trainer: pl.Trainer
+    data: FederatedDataModule
+
+    def __post_init__(self) -> None:
+        check_trainer(self.trainer)
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' cannot be deployed: loss scales belong to all clients; give 'bf16-mixed'"
+            )
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"a site and a server each train on one device, not {self.trainer.world_size}: set devices: 1"
+            )
+        if self.loop.max_failures is not None:
+            raise ValueError(
+                "max_failures cannot be used in a deployment, where --min-sites says how many must answer; leave it out"
+            )
+        if self.loop.diagnostics:
+            raise ValueError(
+                "diagnostics cannot be measured in a deployment: they need what all clients have; leave them out"
+            )
+        if self.data.shifts:
+            raise ValueError(
+                "shifts cannot be scored in a deployment: they are drawn from the test images of all clients; leave "
+                "them out"
+            )
+        if self.rounds < 1:
+            raise ValueError(f"max_epochs={self.trainer.max_epochs} cannot be deployed; give the number of rounds")
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return self.trainer.max_epochs or 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where models run."""
+        return self.trainer.strategy.root_device
+
+    def build(self, num_classes: int, multilabel: bool) -> None:
+        """Build the network for data of so many classes. Features are not cached: both parties see images."""
+        self.module.cache_features = False
+        self.module.build(num_classes, multilabel, self.loop.seed)
+        self.module.to(self.device)
+
+    @cached_property
+    def digest(self) -> str:
+        """What a site approves; the network is built."""
+        return recipe_digest(self.text, self.module.frozen_digest)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """In which passes have the recipe's precision."""
+        return self.trainer.precision_plugin.forward_context()
+
+    def settings(self, **changes: Any) -> Settings:
+        """How the rounds go, with ``changes``; noise comes from a cryptographic generator, whatever was asked for."""
+        loop = self.loop
+        settings = Settings(
+            loop.algorithm,
+            self.module.training_options,
+            loop.distillation,
+            loop.weighting,
+            loop.phases,
+            loop.seed,
+            loop.clients_per_round,
+            self.module.clients_per_chunk,
+            loop.server_rule,
+            None if loop.privacy is None else replace(loop.privacy, secure_rng=True),
+            None if loop.client_privacy is None else replace(loop.client_privacy, secure_rng=True),
+            Storage("device"),
+        )
+        return replace(settings, **changes)
+
+    def level(self, sites: int) -> ClientLevel | None:
+        """Privacy of whole clients in rounds of so many sites, at least; None where none is asked for.
+
+        A target is calibrated for a site that takes part in every round.
+        """
+        options = self.settings().client_privacy
+        if options is None:
+            return None
+        noise = options.noise_multiplier
+        if noise is None:
+            assert options.target_epsilon is not None
+            noise = calibrate(options.target_epsilon, options.delta, 1.0, self.rounds, options.accountant)
+        level = ClientLevel(options, noise, self.loop.seed)
+        level.check(sites)
+        return level
+
+    @cached_property
+    def template(self) -> "Template":
+        """Shapes of what travels."""
+        algorithm, slot = self.loop.algorithm, self.module.slot
+        many = ensemble_of(algorithm)
+        state = many.initial(self.module.initial_state)
+        given = Broadcast(state, slot, 0, (0,), 1, self.loop.seed)
+        device = next(iter(state.values())).device
+        received = (
+            many.broadcast(given, torch.zeros(1, many.modes, device=device))
+            if many.compares
+            else algorithm.broadcast(given)
+        )
+        kept = first_kept(algorithm.kept(state, slot))
+        opened = algorithm.open(kept, received, slot)
+        sent = algorithm.close(opened, kept, received, slot)[1]
+        sending = state if many.compares else {key: value[0] for key, value in received.items()}
+        return Template(state, sending, opened, {key: value[0] for key, value in sent.items()})
+
+
+@dataclass(frozen=True)
+class Template:
+    """Examples of what travels, without a client axis but for ``opened``.
+
+    Attributes:
+        initial: The first global state.
+        sending: What a client is sent: its own state or, where it compares them, all global models.
+        opened: What a client trains, (1, ...) by role.
+        sent: What it sends.
+    """
+
+    initial: State
+    sending: State
+    opened: Stacks
+    sent: State
+
+
+def first_kept(kept: Stacks) -> Stacks:
+    """What one client keeps before its first round, (1, ...) by role, laid out as a store gives it."""
+    return {
+        role: {key: value.unsqueeze(0).clone(memory_format=torch.contiguous_format) for key, value in state.items()}
+        for role, state in kept.items()
+    }
+
+
+def laid_out(state: State, example: State, plain: bool) -> State:
+    """``state`` on the device of an example, row by row if it is ``plain``, or else in the example's memory format."""
+    form = torch.contiguous_format if plain else torch.preserve_format
+    return {key: torch.empty_like(example[key], memory_format=form).copy_(value) for key, value in state.items()}
+
+
+def is_plain(state: State) -> bool:
+    """Whether all tensors are laid out row by row."""
+    return all(value.is_contiguous() for value in state.values())

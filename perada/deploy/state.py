@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a site keeps on its disk: its personal state, its ledgers and its last reply, in one file."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from perada.algorithms import Stacks
+from perada.core.states import State
+from perada.deploy.codec import header_of, pack
+from perada.deploy.files import Lock, keep_link, write_whole
+from perada.privacy.ledgers import Ledger
+
+STATE = "state.safetensors"
+FORMAT = 1
+
+
+@dataclass
+class RunState:
+    """Where a site is in a run.
+
+    Attributes:
+        run: Id of the run.
+        recipe: Digest of its recipe.
+        client: The site's number in it; None before it is known.
+        round: The last round that was trained, or one more than there are after the fine-tuning; -1 before the first.
+        trained: How many rounds were.
+        message: Digest of what was last asked.
+        reply: What was answered to it.
+        account: State of the run's ledgers; None where training is not private.
+        kept: What the client keeps, (1, ...) by role; None before the first round.
+        tuned: What it fine-tuned after the last one, likewise.
+        shared: The last global state that it was told.
+    """
+
+    run: str
+    recipe: str = ""
+    client: int | None = None
+    round: int = -1
+    trained: int = 0
+    message: str = ""
+    reply: bytes = b""
+    account: dict[str, Any] | None = None
+    kept: Stacks | None = None
+    tuned: Stacks | None = None
+    shared: State = field(default_factory=dict)
+
+
+class Book:
+    """The state folder of a site.
+
+    ``state.safetensors`` holds the run that was last trained, and what all runs together spent. A change is one
+    renaming: after a crash the file is the one before or the one after. ``runs/`` has the former runs.
+
+    Args:
+        folder: Is made for its owner alone, and locked.
+
+    Attributes:
+        total: What all runs have spent, as client 0.
+        sampling: How their batches were drawn; None before the first.
+
+    Raises:
+        OSError: If another worker uses the folder.
+        ValueError: If its file is not what was written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = Lock(folder, "worker")
+        self.folder, self.total = folder, Ledger()
+        self.sampling: str | None = None
+        current = self.current()
+        self._run = None if current is None else current.run
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._lock.close()
+
+    def current(self) -> RunState | None:
+        """The run that was last trained, whose totals are taken over; None if there is none."""
+        path = self.folder / STATE
+        if not path.exists():
+            return None
+        state, header = read_state(path)
+        self.total.load_state_dict(header["total"])
+        self.sampling = header["sampling"]
+        return state
+
+    def load(self, run: str) -> RunState:
+        """Where the site is in a run; at its beginning if it does not know it."""
+        current = self.current()
+        if current is not None and current.run == run:
+            return current
+        former = self.folder / "runs" / f"{run}.safetensors"
+        return read_state(former)[0] if former.exists() else RunState(run)
+
+    def commit(self, state: RunState, total: Ledger, sampling: str | None) -> None:
+        """Write a run's state and the totals, all at once."""
+        path = self.folder / STATE
+        if self._run not in (None, state.run):
+            (self.folder / "runs").mkdir(exist_ok=True, mode=0o700)
+            keep_link(path, self.folder / "runs" / f"{self._run}.safetensors")
+        header = {name: getattr(state, name) for name in ("run", "recipe", "client", "round", "trained", "message")}
+        header |= {"account": state.account, "total": total.state_dict(), "sampling": sampling, "format": FORMAT}
+        tensors = {f"shared/{key}": value for key, value in state.shared.items()}
+        for name, stacks in (("kept", state.kept), ("tuned", state.tuned)):
+            header[name] = None if stacks is None else list(stacks)
+            for role, stack in (stacks or {}).items():
+                tensors |= {f"{name}/{role}/{key}": value for key, value in stack.items()}
+        if state.reply:
+            tensors["reply"] = torch.frombuffer(bytearray(state.reply), dtype=torch.uint8)
+        write_whole(path, pack(header, tensors))
+        self.total, self.sampling, self._run = total, sampling, state.run
+
+
+def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
+    """A run's state, and all that its file says.
+
+    Raises:
+        ValueError: If it is not what :meth:`Book.commit` wrote.
+    """
+    content = path.read_bytes()
+    try:
+        header = header_of(content)
+        if header["format"] != FORMAT:
+            raise KeyError(f"format {header['format']}, this version reads {FORMAT}")
+        tensors = load(content)
+        names = ("run", "recipe", "client", "round", "trained", "message", "account")
+        state = RunState(**{name: header[name] for name in names})
+        state.shared = {key[7:]: value for key, value in tensors.items() if key.startswith("shared/")}
+        for name in ("kept", "tuned"):
+            if header[name] is not None:
+                setattr(state, name, {role: _part(tensors, f"{name}/{role}/") for role in header[name]})
+        state.reply = tensors["reply"].numpy().tobytes() if "reply" in tensors else b""
+    except Exception as error:  # whatever a damaged file gives
+        raise ValueError(
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: without its ledger "
+            "nobody knows what was spent"
+        ) from error
+    return state, header
+
+
+def _part(tensors: State, prefix: str) -> State:
+    return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}

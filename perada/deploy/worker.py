@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resident worker of a site: it answers the server's messages from its own data, and says no more than it may."""
+
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from perada.deploy.client import Client
+from perada.deploy.codec import Spec, digest, header_of, pack, spec_of, table_of, unpack
+from perada.deploy.messages import Answer, Code, Malformed, Order
+from perada.deploy.state import Book, RunState
+from perada.federation.evaluation import Scores
+
+MEMBERS = 1000
+"""Models of an ensemble that are scored, at most."""
+
+
+class Refused(Exception):
+    """The site does not do what it is asked; the server learns the code, the log the reason."""
+
+    def __init__(self, code: Code, reason: str) -> None:
+        super().__init__(reason)
+        self.code: Code = code
+
+
+class SiteWorker:
+    """Answers messages, one at a time.
+
+    Args:
+        book: The site's state folder.
+        clients: The recipes that the site approves, by digest, with its data.
+        may_send: What of :data:`perada.deploy.messages.SENDABLE` may leave the site beside updates.
+        max_rounds: Rounds that it trains in one run, at most; None for no limit.
+        log: Where reasons go; they never leave the site.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        clients: Mapping[str, Client],
+        may_send: Sequence[str] = (),
+        max_rounds: int | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        self.book, self.clients, self.may_send, self.max_rounds = book, dict(clients), set(may_send), max_rounds
+        self.log = log or logging.getLogger("perada.site")
+        self._busy = threading.Lock()
+
+    def answer(self, message: bytes, run: str) -> bytes:
+        """The reply to a message. It never raises: what goes wrong is a code, and its reason is in the log.
+
+        Args:
+            message: As it came.
+            run: What the transport calls the run; it is written to the log alone.
+        """
+        answers = digest(message)
+        if not self._busy.acquire(blocking=False):
+            return _reply("busy", answers)
+        try:
+            return self._answer(message, answers, run)
+        except Refused as refusal:
+            self.log.warning("run %s: refused (%s): %s", run, refusal.code, refusal)
+            return _reply(refusal.code, answers)
+        except Malformed as error:
+            self.log.warning("run %s: malformed: %s", run, error)
+            return _reply("malformed", answers)
+        except Exception:
+            self.log.exception("run %s: failed", run)
+            return _reply("failed", answers)
+        finally:
+            self._busy.release()
+
+    def _answer(self, message: bytes, answers: str, run: str) -> bytes:
+        order = Order.read(header_of(message))
+        client = self.clients.get(order.recipe)
+        if client is None:
+            raise Refused("unapproved", f"the recipe with the digest {order.recipe} is not among the approved ones")
+        self.log.info("run %s: %s, round %d", run, order.kind, order.round)
+        if order.kind == "join":
+            unpack(message, {})
+            sizes = self._allowed(sizes={"size": client.size, "tests": client.tests})
+            return _reply("ok", answers, sizes | {"labels": client.labels})
+        state = self.book.load(order.run)
+        if state.client not in (None, order.client) or state.recipe not in ("", order.recipe):
+            raise Refused("other", f"in run {order.run} the site is client {state.client} of recipe {state.recipe}")
+        rounds = client.recipe.rounds
+        if order.round > rounds or (order.kind == "train" and order.round == rounds):
+            raise Refused("future", f"the recipe has {rounds} rounds, and round {order.round} was asked for")
+        if order.kind == "tune" and (order.round < rounds or not client.settings.algorithm.personalization()):
+            raise Refused("other", "the recipe has no fine-tuning then")
+        if order.round < state.round:
+            raise Refused("past", f"round {order.round} after round {state.round}")
+        state.client, state.recipe = order.client, order.recipe
+        if order.kind == "evaluate":
+            return self._evaluate(client, message, order, answers, state)
+        if order.round == state.round:
+            if answers != state.message:
+                raise Refused("other", f"round {order.round} was trained for another message")
+            return state.reply
+        return self._train(client, message, order, answers, state)
+
+    def _train(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
+        """Train, and commit what is kept, what it cost and the reply together."""
+        template = client.recipe.template
+        _, given = unpack(message, spec_of(template.initial if order.kind == "tune" else template.sending))
+        if len(order.lengths) not in (0, len(client.settings.phases)):
+            raise Malformed(f"{len(order.lengths)} lengths for {len(client.settings.phases)} phases")
+        if self.max_rounds is not None and state.trained >= self.max_rounds:
+            raise Refused("exhausted", f"{state.trained} rounds of max_rounds={self.max_rounds} are trained")
+        protection, total = client.protection(state.account, state.trained), deepcopy(self.book.total)
+        sampling = self.book.sampling
+        if protection.images is not None:
+            drawn = protection.images.account.options.sampling
+            if sampling not in (None, drawn):
+                raise Refused("exhausted", f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}")
+            sampling = drawn
+        if not client.affordable(order, protection, total):
+            raise Refused("exhausted", "another round would pass the largest ε that is allowed")
+        costs = client.costs(order, protection)
+        done = client.train(order, given, state, protection)
+        trained, facts = done.trained, {}
+        if protection.images is not None:
+            account = protection.images.account
+            account.spend(costs)
+            for _, sigma, rate, steps, _ in costs:
+                total.add(0, sigma, rate, steps)
+            state.account = account.state_dict()
+            spent = {name: _finite(values[0]) for name, values in account.epsilons().items()}
+            facts = self._allowed(epsilon={"epsilon": spent})
+        sent = {key: value[0] for key, value in trained.sent.items()} if order.kind == "train" else {}
+        counts = bool(trained.counts[0]) or order.kind == "tune"
+        if counts and done.losses:
+            facts |= self._allowed(losses={"losses": done.losses})
+        if bool(trained.finite[0]):
+            kept = {role: {key: value.cpu() for key, value in part.items()} for role, part in trained.kept.items()}
+            if order.kind == "tune":
+                state.tuned = kept
+            else:
+                state.kept = kept
+        if not bool(trained.finite[0]):
+            reason = done.failed or "the training became NaN or infinite"
+            self.log.warning("round %d: %s; the personal state stays", order.round, reason)
+        reply = pack(Answer("ok", answers, facts).header(), sent)
+        try:
+            unpack(reply, spec_of(sent))  # as the server will
+        except Malformed as error:
+            self.log.warning("round %d: what came of the training cannot be sent: %s", order.round, error)
+            counts = False
+        reply = reply if counts else _reply("broken", answers)
+        state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
+        self.book.commit(state, total, sampling)
+        return reply
+
+    def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
+        """Score the models, and remember the global one."""
+        shared_spec = {f"shared/{key}": entry for key, entry in spec_of(client.recipe.template.initial).items()}
+        _, given = unpack(message, shared_spec | _members_spec(message, client))
+        shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
+        members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
+        facts: dict[str, Any] = {}
+        if self.may_send & {"counts", "scores"}:
+            scores = client.score(order, shared, members, state)
+            counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
+            values = {name: _values(found) for name, found in scores.items() if found}
+            facts = self._allowed(counts={"counts": counts}, scores={"scores": values})
+        state.shared = shared
+        self.book.commit(state, self.book.total, self.book.sampling)
+        return _reply("ok", answers, facts)
+
+    def _allowed(self, **facts: dict[str, Any]) -> dict[str, Any]:
+        """Those of the facts, by what they are, that may leave the site."""
+        return {key: value for name, part in facts.items() if name in self.may_send for key, value in part.items()}
+
+
+def _members_spec(message: bytes, client: Client) -> Spec:
+    """What is expected of the models of an ensemble, if the message has them: as many as it says, within reason."""
+    entries = {name: entry for name, entry in table_of(message).items() if name.startswith("members/")}
+    if not entries:
+        return {}
+    shape = next(iter(entries.values())).get("shape") if isinstance(next(iter(entries.values())), dict) else None
+    models = shape[0] if isinstance(shape, list) and shape else 0
+    if not isinstance(models, int) or not 1 <= models <= MEMBERS:
+        raise Malformed(f"an ensemble of {str(models)[:80]} models")
+    spec = spec_of(client.recipe.template.sent)
+    return {f"members/{key}": (kind, (models, *shape)) for key, (kind, shape) in spec.items()}
+
+
+def _values(scores: Scores) -> dict[str, float | None]:
+    """The scores of one model, by metric; those of each class as their mean."""
+    return {name: _finite(float(values[0, 0])) for name, values in scores.means().items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _reply(code: Code, answers: str, facts: dict[str, Any] | None = None) -> bytes:
+    return pack(Answer(code, answers, facts or {}).header())

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's half of a round: what it sends, and what it makes of what came back."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_of
+from perada.core.ranks import Ranks
+from perada.core.rounds import RoundPlan
+from perada.core.states import State, clone, expand, is_finite, to_device
+from perada.engine.engine import Engine
+from perada.engine.loss_scaling import KeptScales
+from perada.federation.round_report import RoundReport
+from perada.federation.settings import Settings
+from perada.privacy.client_level import ClientLevel, floor_variances
+from perada.server import Updates, client_weights
+from perada.server.distill import Distiller, ServerData
+
+Progress = Callable[[Tensor], Iterable[Tensor]]
+"""Wraps the steps of a distillation in a progress bar."""
+
+
+class Server:
+    """The server's states and its side of a round. It sees what clients send, never what they keep.
+
+    Args:
+        engine: Runs teachers and student.
+        slot: Names of the tensors of a state.
+        initial: Gives the k-th random initial state; that of 0 unless there are several global models.
+        settings: How the rounds go.
+        ranks: The processes that share the work.
+
+    Attributes:
+        global_state: The global state w, or a stack of several.
+        server_state: What algorithm and server rule remember.
+        scales: The student's loss scale, in float16.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        slot: Slot,
+        initial: Callable[[int], State],
+        settings: Settings,
+        ranks: Ranks | None = None,
+        scales: KeptScales | None = None,
+    ) -> None:
+        self.engine, self.slot, self.settings, self.ranks = engine, slot, settings, ranks or Ranks()
+        self.global_state = ensemble_of(settings.algorithm).initial(initial)
+        self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
+        self.server_state: dict[str, State] = {}
+        self.scales = scales or KeptScales(settings.loss_scaling)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+        return next(iter(self.global_state.values())).device
+
+    def sending(
+        self, plan: RoundPlan, num_clients: int, losses: Tensor | None = None, algorithm: Algorithm | None = None
+    ) -> State:
+        """What each of a plan's C clients receives, (C, ...), in the run's algorithm or in another one.
+
+        ``losses`` (C, K) are those of K global models on the clients' images, where clients compare them.
+        """
+        settings, algorithm = self.settings, algorithm or self.settings.algorithm
+        given = Broadcast(self.global_state, self.slot, plan.round, plan.clients, num_clients, settings.seed)
+        return algorithm.broadcast(given) if losses is None else ensemble_of(algorithm).broadcast(given, losses)
+
+    def members(self) -> State:
+        """The global models (K, ...) whose outputs are averaged; usually one."""
+        return ensemble_of(self.settings.algorithm).members(self.global_state, self.server_state)
+
+    def privatized(self, level: ClientLevel, sent: State, received: State, plan: RoundPlan, places: list[int]) -> State:
+        """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...).
+
+        ``sent`` and ``received`` (c, ...) are of this process's clients, at ``places`` in the plan.
+        """
+        noisy = level.privatized(sent, received, plan.round, plan.clients, places, self.ranks)
+        # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
+        mean = Updates(noisy, places, len(plan.clients), self.ranks).mean(client_weights("uniform", plan.clients))
+        return expand(mean, len(places))
+
+    def close(
+        self,
+        round: int,
+        clients: Sequence[int],
+        num_clients: int,
+        updates: Updates,
+        samples: Sequence[int],
+        data: ServerData,
+        report: RoundReport,
+        progress: Progress = iter,
+        noisy: bool = False,
+    ) -> State | None:
+        """Make the next global state of what ``clients`` sent; all ranks do alike.
+
+        Args:
+            round: Counted from 0.
+            clients: Who sent the updates, in their order.
+            num_clients: M.
+            updates: (C, ...).
+            samples: Training images of each of the C clients, for their weights.
+            data: Public images, and the server's validation set.
+            report: What is measured, and what went wrong, is written into it.
+            progress: For the distillation's steps.
+            noisy: Whether noise may have taken running variances below 0.
+
+        Returns:
+            What was distilled into, as it was before; None if nothing was distilled.
+        """
+        settings = self.settings
+        distiller = Distiller(
+            self.engine,
+            settings.distillation,
+            self.slot.parameters,
+            data,
+            round,
+            settings.seed,
+            settings.training.multilabel,
+            self.ranks,
+            self.scales,
+            progress,
+        )
+        step = ServerStep(
+            round,
+            tuple(clients),
+            num_clients,
+            self.slot,
+            settings.seed,
+            self.global_state,
+            updates,
+            client_weights(settings.weighting, samples),
+            dict(self.server_state),
+            settings.rule,
+            distiller,
+        )
+        state = clone(settings.algorithm.server_step(step))
+        state = floor_variances(state) if noisy else state
+        report.metrics |= distiller.metrics
+        report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
+        if not report.broken_server:
+            self.global_state, self.server_state = self.global_state | state, step.state
+        return distiller.student
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, for a checkpoint."""
+        return {"global": self.global_state, "server": self.server_state}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take the place of the server whose states were saved; other entries are not looked at."""
+        device = self.device
+        self.global_state = to_device(saved["global"], device)
+        self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small recipe, its simulation, and the same recipe among sites in this process."""
+
+from pathlib import Path
+
+import pytorch_lightning as pl
+
+from perada.algorithms import make_algorithm
+from perada.data import FederatedDataModule
+from perada.data.one_client import only
+from perada.deploy.client import Client
+from perada.deploy.coordinator import Coordinator, Terms
+from perada.deploy.local import LocalTransport
+from perada.deploy.recipe import Recipe
+from perada.deploy.state import Book
+from perada.deploy.worker import SiteWorker
+from perada.lightning import FederatedLoop
+from perada.lightning.module import FederatedClassifier
+from perada.server import Distillation
+
+SIZES = (9, 5, 14)
+TEXT = b"a recipe"
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Parties:
+    """Makes the parties of one recipe; ``options`` are those of loop, module and data by their names."""
+
+    def __init__(self, tiny, tmp_path, algorithm="fedavg", *, rounds=2, sizes=SIZES, engine="loop", every=1, **options):
+        self.tiny, self.folder, self.algorithm, self.rounds, self.sizes = tiny, Path(tmp_path), algorithm, rounds, sizes
+        self.engine, self.every, self.options = engine, every, options
+        self.whole = tiny.data(sizes=sizes)
+        self.names = [f"site{number}" for number in range(len(sizes))]
+
+    def loop(self):
+        distillation = Distillation(steps=3, batch_size=4)
+        given = {"local_epochs": 2, "distillation": distillation, "seed": 3} | self.options.get("loop", {})
+        algorithm = self.algorithm
+        return FederatedLoop(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm, **given)
+
+    def module(self):
+        given = {"adapter": "full", "lr_personal": 0.1, "lr_local": 0.1, "momentum": 0.9, "cache_features": False}
+        given |= {"engine": self.engine} | self.options.get("module", {})
+        return FederatedClassifier(self.options.get("net", self.tiny.net)(), **given)
+
+    def data(self, data):
+        return FederatedDataModule(data, batch_size=4, num_classes=3, **self.options.get("data", {}))
+
+    def trainer(self, *callbacks):
+        every = {"check_val_every_n_epoch": self.every, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+        return pl.Trainer(max_epochs=self.rounds, accelerator="cpu", callbacks=list(callbacks), **every, **QUIET)
+
+    def simulated(self):
+        """Loop and module after a run in one process."""
+        loop, module = self.loop(), self.module()
+        self.trainer(loop).fit(module, datamodule=self.data(self.whole))
+        return loop, module
+
+    def recipe(self, place=None):
+        data = self.whole if place is None else only(self.whole, place)
+        return Recipe(TEXT, self.module(), self.loop(), self.trainer(), self.data(data))
+
+    def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
+        epsilon = limits.pop("max_epsilon", None)
+        client = Client(self.recipe(place), epsilon)
+        book = Book(self.folder / self.names[place])
+        return SiteWorker(book, {client.recipe.digest: client}, may_send, **limits)
+
+    def workers(self, **given):
+        return {name: self.worker(place, **given) for place, name in enumerate(self.names)}
+
+    def coordinator(self, transport, resume=False, **terms):
+        terms = {"min_sites": len(self.sizes), "deadline": 60.0} | terms
+        return Coordinator(
+            self.recipe(),
+            transport,
+            self.folder / "server",
+            Terms(**terms),
+            public=self.whole.public,
+            num_classes=3,
+            resume=resume,
+        )
+
+    def deployed(self, **terms):
+        """Coordinator and workers after a run."""
+        workers = self.workers()
+        coordinator = self.coordinator(LocalTransport(workers), **terms)
+        coordinator.run()
+        return coordinator, workers

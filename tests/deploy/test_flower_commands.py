@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written for a federation parses, and what cannot be run is refused before anything starts."""
+
+import configparser
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from perada.cli import main
+from perada.deploy.flower.app import write_app
+from perada.deploy.flower.running import Link, run_app, write_connection
+from perada.deploy.flower.server_app import RunOptions
+
+
+@pytest.fixture
+def app(tmp_path):
+    folder = tmp_path / "federation"
+    write_app(folder, "chest-x-rays", "seed_everything: 3\n", "ab" * 32, "link.example.org")
+    return folder
+
+
+def test_the_app_says_what_flower_asks_for(app):
+    content = tomllib.loads((app / "app" / "pyproject.toml").read_text())
+    assert content["project"]["name"] == "chest-x-rays"
+    assert content["tool"]["flwr"]["app"]["config"]["digest"] == "ab" * 32
+    assert RunOptions.of(content["tool"]["flwr"]["app"]["config"]) == RunOptions()
+    for component in content["tool"]["flwr"]["app"]["components"].values():
+        module, attribute = component.split(":")
+        text = (app / "app" / (module.replace(".", "/") + ".py")).read_text()
+        compile(text, module, "exec")
+        assert f"\n{attribute} = " in text  # Flower looks for an assignment
+    assert (app / "app" / "perada_app" / "recipe.yaml").read_text() == "seed_everything: 3\n"
+
+
+def test_what_a_site_has_for_itself_is_not_in_the_app(app):
+    names = {file.name for file in (app / "app").rglob("*") if file.is_file()}
+    assert names == {"pyproject.toml", "__init__.py", "client.py", "server.py", "recipe.yaml"}
+    site = yaml.safe_load((app / "site" / "site.yaml").read_text())
+    assert site["recipes"] == [{"recipe": "recipe.yaml", "digest": "ab" * 32}]
+    assert site["socket"] == "/run/perada/site.sock"
+
+
+def test_the_units_agree_on_the_socket_and_its_owner(app):
+    units = {}
+    for file in (*app.glob("server/*"), *app.glob("site/perada*")):
+        parser = configparser.ConfigParser(strict=False, interpolation=None)
+        parser.optionxform = str
+        parser.read_string(file.read_text().replace("\\\n", " "))
+        units[file.name] = parser
+    listening, node = units["perada-site.socket"]["Socket"], units["perada-supernode.service"]["Service"]
+    assert listening["SocketMode"] == "0600"
+    assert listening["SocketUser"] == node["User"] != units["perada-site.service"]["Service"]["User"]
+    assert f'socket="{listening["ListenStream"]}"' in node["ExecStart"]
+    assert "--superlink link.example.org:8000" in node["ExecStart"]
+    assert "--enable-supernode-auth" in units["perada-superlink.service"]["Service"]["ExecStart"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.slow
+def test_systemd_accepts_the_units(app, tmp_path):
+    files = []
+    for file in (*app.glob("server/*"), *app.glob("site/perada*")):
+        text = file.read_text()
+        for program in ("flower-superlink", "flower-supernode", "perada"):
+            text = text.replace(f"=/opt/perada/bin/{program} ", "=/bin/true ")
+        for user in ("perada-node", "perada-site", "perada"):
+            text = text.replace(f"User={user}\n", "User=root\n")
+        files.append(tmp_path / file.name)
+        files[-1].write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_init_names_the_digest_of_recipe_and_weights(tmp_path, capsys):
+    said = []
+    for name, words in (("one", []), ("two", []), ("other", ["--name", "other"])):
+        recipe = "quickstart"
+        if name == "other":
+            recipe = str(tmp_path / "recipe.yaml")
+            main(["cp", "quickstart", recipe])
+            text = (tmp_path / "recipe.yaml").read_text()
+            (tmp_path / "recipe.yaml").write_text(text.replace("prox_strength: 1.0", "prox_strength: 2.0"))
+        main(["deploy", "init", recipe, str(tmp_path / name), *words])
+        said.append(capsys.readouterr().out.split()[-1])
+    config = tomllib.loads((tmp_path / "one" / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert said[0] == said[1] == config["digest"] != said[2]
+
+
+def test_nothing_is_written_over(app):
+    before = {file: file.read_bytes() for file in app.rglob("*") if file.is_file()}
+    with pytest.raises(FileExistsError, match="is there already; give another folder"):
+        write_app(app, "other", "", "", "localhost")
+    assert {file: file.read_bytes() for file in app.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["", "Chest", "9", "a/b", "a_b", "a" * 42])
+def test_names_that_no_app_can_have(tmp_path, name):
+    with pytest.raises(ValueError, match="is no name of an app; give"):
+        write_app(tmp_path / "app", name, "", "", "localhost")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_sites": 0}, "min_sites=0 cannot be used; give a whole number of 1 or more"),
+        ({"sample": -1}, "sample=-1 cannot be used"),
+        ({"min_sites": 4, "sample": 3}, r"sample=3 cannot be used; give a whole number of 4 or more, .*min_sites is 4"),
+        ({"deadline": 0.0}, "deadline=0.0 cannot be used; give a finite number above 0"),
+        ({"late": "never"}, "late='never' is unknown; choose one of 'wait', 'skip'"),
+        ({"state": "state"}, "state='state' is relative; give the path from / on"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        RunOptions(**options)
+
+
+def test_options_come_back_from_flower_as_they_went():
+    options = RunOptions(3, 5, 1.5, "skip", True, "/srv/state")
+    assert RunOptions.of(options.config() | {"digest": "ab"}) == options
+    assert "min-sites" in options.config()
+
+
+def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"link='there' is unknown to .*, which has none; give"):
+        Link("there")
+    authority = tmp_path / "ca.crt"
+    authority.write_text("")
+    write_connection(tmp_path, "there", "link.example.org:8000", authority)
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]["there"] == {
+        "address": "link.example.org:8000",
+        "root-certificates": str(authority),
+    }
+    Link("there")
+    Link("link.example.org:8000", authority)
+    for where, given, message in [
+        ("here", None, "which has there; give"),
+        ("there", authority, "is a name, whose certificate"),
+        ("link.example.org:8000", None, "is an address; give its certificate"),
+        ("link.example.org:0", authority, "has no port from 1 to 65535"),
+        ("https://link.example.org:8000", authority, "neither a host's name nor an address"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Link(where, given)
+    with pytest.raises(FileNotFoundError, match="is no file; give the"):
+        Link("link.example.org:8000", tmp_path / "none.crt")
+
+
+def test_the_command_refuses_what_is_no_app(tmp_path, app):
+    authority = tmp_path / "ca.crt"
+    authority.write_text("")
+    words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
+    with pytest.raises(FileNotFoundError, match="is no app; give the folder `app`"):
+        main(["deploy", "run", str(app), *words])
+    with pytest.raises(ValueError, match="min_sites=0 cannot be used"):
+        main(["deploy", "run", str(app / "app"), *words, "--min-sites", "0"])
+
+
+def test_the_connection_to_an_address_is_flowers_own_while_it_is_used(tmp_path):
+    authority = tmp_path / "ca.crt"
+    authority.write_text("")
+    with Link("localhost:8000", authority).connection() as (name, environment):
+        content = tomllib.loads(Path(environment["FLWR_HOME"], "config.toml").read_text())["superlink"]
+        assert content == {
+            "default": name,
+            name: {"address": "localhost:8000", "root-certificates": str(authority)},
+        }
+        assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
+
+
+def test_the_commands_of_the_page_are_read_by_the_program(monkeypatch):
+    """Each with the parser that it has; what it would do then is left out."""
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    lines = re.findall(r"^perada (deploy .*)$", page.replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) >= 4
+    seen = []
+    for name in ("write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"):
+        monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *given, name=name: seen.append(name))
+    monkeypatch.setattr("perada.cli.demo.run_demo", seen.append)
+    for line in lines:
+        with contextlib.suppress(SystemExit):
+            main(shlex.split(line))
+    assert set(seen) == {"write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest", 3}
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        (
+            "echo Successfully started run 42; echo round 0",
+            "finished:completed",
+            "Flower's run 42 is finished:completed",
+        ),
+        ("echo Successfully started run 42; exit 1", "finished:failed", "Flower's run 42 is finished:failed"),
+        ("echo no such SuperLink; exit 1", "", "no such SuperLink"),
+        ("echo Successfully started run 42; kill -INT $PPID; exec sleep 20", "", "stop it with: flwr stop 42"),
+    ],
+)
+def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, code, said):
+    """By a program in the place of Flower's, which says what that says."""
+    flower = tmp_path / "flwr"
+    flower.write_text(
+        f"""#!/bin/sh\nif [ $1 = list ]; then echo '{{"runs": [{{"status": "{code}"}}]}}'; else {does}; fi\n"""
+    )
+    flower.chmod(0o755)
+    monkeypatch.setattr("perada.deploy.flower.running.program", lambda name: flower)
+    (tmp_path / "ca.crt").write_text("")
+    ended = run_app(app / "app", Link("localhost:8000", tmp_path / "ca.crt"), RunOptions())
+    assert ended == (0 if code == "finished:completed" else 130 if "kill" in does else 1)
+    assert said in "".join(capfd.readouterr())

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and certificates, read by Python's TLS and OpenSSH, which did not write them."""
+
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import threading
+
+import pytest
+
+from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
+
+
+@pytest.fixture
+def _cryptography():
+    pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'perada[flower]'")
+
+
+def connects(folder, host, authority=None):
+    """Whether a client that knows the authority alone accepts the server as ``host``."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(folder / "server.pem", folder / "server.key")
+    client = ssl.create_default_context(cafile=authority or folder / "ca.crt")
+    client.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 does by itself
+    near, far = socket.socketpair()
+
+    def serve():
+        try:
+            server.wrap_socket(far, server_side=True).close()
+        except (ssl.SSLError, OSError):
+            far.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        client.wrap_socket(near, server_hostname=host).close()
+        return True
+    except ssl.SSLCertVerificationError:
+        return False
+    finally:
+        near.close()
+        thread.join(5)
+
+
+@pytest.mark.usefixtures("_cryptography")
+def test_sites_accept_the_server_by_its_names_only(tmp_path):
+    write_server_keys(tmp_path / "keys", ["link.example.org", "127.0.0.1", "::1"])
+    assert [connects(tmp_path / "keys", host) for host in ("link.example.org", "127.0.0.1", "::1")] == [True] * 3
+    assert not connects(tmp_path / "keys", "other.example.org")
+    write_server_keys(tmp_path / "other", ["link.example.org"])
+    assert not connects(tmp_path / "keys", "link.example.org", tmp_path / "other" / "ca.crt")
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "keys").iterdir()}
+    assert modes == {"ca.crt": 0o644, "ca.key": 0o600, "server.pem": 0o644, "server.key": 0o600}
+
+
+@pytest.mark.usefixtures("_cryptography")
+def test_a_certificate_is_renewed_and_sites_keep_what_they_have(tmp_path):
+    write_server_keys(tmp_path, ["link.example.org"])
+    authority, before = (tmp_path / "ca.crt").read_bytes(), (tmp_path / "server.pem").read_bytes()
+    with pytest.raises(FileExistsError, match="is there already"):
+        write_server_keys(tmp_path, ["new.example.org"])
+    (tmp_path / "server.pem").unlink()
+    (tmp_path / "server.key").unlink()
+    write_server_keys(tmp_path, ["new.example.org"])
+    assert (tmp_path / "ca.crt").read_bytes() == authority
+    assert (tmp_path / "server.pem").read_bytes() != before
+    assert connects(tmp_path, "new.example.org")
+
+
+@pytest.mark.usefixtures("_cryptography")
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH is not installed")
+def test_openssh_reads_a_sites_keys(tmp_path):
+    write_site_keys(tmp_path, "st-marys")
+    private, public = tmp_path / "st-marys.key", tmp_path / "st-marys.pub"
+    derived = subprocess.run(["ssh-keygen", "-y", "-f", private], capture_output=True, text=True, check=True).stdout
+    assert derived.split()[:2] == public.read_text().split()[:2]
+    assert derived.startswith("ecdsa-sha2-nistp384 ")
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    before = private.read_bytes()
+    with pytest.raises(FileExistsError, match="is there already"):
+        write_site_keys(tmp_path, "st-marys")
+    assert private.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["", "St-Marys", "../up", "a b", "-a", "a.", "x" * 65, "a\n"])
+def test_names_that_cannot_be_a_sites(name):
+    with pytest.raises(ValueError, match="is no name of a site; give"):
+        check_site_name(name)
+
+
+@pytest.mark.parametrize("host", ["link.example.org:8000", "https://link.example.org", "a b", "-a.org", "*", ""])
+def test_what_is_no_host(host):
+    with pytest.raises(ValueError, match="neither a host's name nor an address; give"):
+        check_hosts([host])
+    with pytest.raises(ValueError, match="no host is named; give"):
+        check_hosts([])
+
+
+def test_days_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="days=0 cannot be used"):
+        write_server_keys(tmp_path, ["localhost"], days=0)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run over Flower, with TLS and authentication, is to the bit the run of the same sites in one process."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
+
+from perada.cli import main
+from perada.cli.demo import ENVIRONMENT, SITES, Demo, demo_recipe, run_demo, site_file
+from perada.cli.flower import recipe_digest
+from perada.deploy import records
+from perada.deploy.flower.loopback import LINK
+from perada.deploy.flower.running import program
+from perada.deploy.state import STATE, read_state
+
+pytestmark = pytest.mark.slow
+
+
+def local(folder, rounds):
+    """The server's records and states, and the sites' states, after a run in this process."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(demo_recipe(rounds))
+    digest = recipe_digest(str(recipe))
+    files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
+    main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
+    return records.read(folder / "local")
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def untimed(progress):
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in progress.history]
+
+
+def test_over_flower_or_in_one_process(tmp_path, capfd):
+    assert run_demo(1, tmp_path / "flower") == 0
+    said = capfd.readouterr().out
+    assert "is finished:completed" in said
+    assert "3 of 3 sites replied" in said
+    (over, states), (here, expected) = records.read(tmp_path / "flower"), local(tmp_path, 1)
+    assert [member.name for member in over.roster] == [member.name for member in here.roster] == list(SITES)
+    same(states["global"], expected["global"])
+    assert untimed(over) == untimed(here)
+
+
+def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
+    """The personal states too are those of a run in which nothing happened."""
+    here = tmp_path / "here"
+    here.mkdir()
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as demo:
+        demo.begin(2)
+        words = [program("flwr"), "run", demo.app, LINK, "--stream", "-c"]
+        config = f'min-sites=3 deadline=300.0 state="{demo.folder}/server"'
+        demo.start("run", [*words, config])
+        log = demo.log("worker-beta")
+        demo.wait_for(lambda: "train, round 1" in log.read_text(), "run", "round 1 at beta", 300)
+        demo.kill("worker-beta")
+        (server,) = demo.children(demo.processes["link"].pid, "flwr-serverapp")
+        os.kill(server, signal.SIGKILL)
+        demo.work("beta")
+        demo.processes["run"].wait(180)
+        demo.start("run", [*words, f"{config} resume=true"])
+        demo.wait_for(lambda: "| 1     |" in demo.log("run").read_text(), "run", "the table of rounds", 300)
+        over, states = records.read(demo.folder / "server")
+        sites = [read_state(demo.folder / f"state-{site}" / STATE)[0] for site in SITES]
+    expected = local(here, 2)
+    same(states["global"], expected[1]["global"])
+    assert untimed(over) == untimed(expected[0])
+    for site, state in zip(SITES, sites, strict=True):
+        other = read_state(here / f"state-{site}" / STATE)[0]
+        assert state.trained == other.trained == 2
+        assert state.kept.keys() == other.kept.keys() != set()
+        for role in other.kept:
+            same(state.kept[role], other.kept[role])

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The socket between a ClientApp and a site's worker: what passes, what is turned away, what never gets through."""
+
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from perada.deploy.flower.socket import CODES, LONGEST_NAME, STALLED, Listener, ask, from_supervisor
+from perada.deploy.transport import Failure
+
+
+@pytest.fixture
+def path():
+    """A short path in a folder of our own: tmp_path may be longer than a socket's path can be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "site.sock"
+
+
+@contextmanager
+def worker(path, answer, most=1000):
+    with Listener(path, most) as listener:
+        thread = threading.Thread(target=listener.serve, args=(answer,))
+        thread.start()
+        try:
+            yield listener
+        finally:
+            listener.close()
+            thread.join(5)
+
+
+def echo(message, run):
+    return run.encode() + b":" + message[::-1]
+
+
+def raw(path, sent, ends=True):
+    """What comes back for bytes that are no proper request."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5)
+        connection.connect(str(path))
+        connection.sendall(sent)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
+        got = b""
+        while part := connection.recv(1000):
+            got += part
+        return got
+
+
+def head(mark=b"PRDA", kind=0, name=0, length=0):
+    return mark + struct.pack(">BHQ", kind, name, length)
+
+
+def test_a_message_and_its_run_reach_the_worker_and_the_answer_comes_back(path):
+    with worker(path, echo):
+        assert ask(path, b"abc", "run é", 5) == "run é:cba".encode()
+        assert ask(path, b"", "", 5) == b":"
+        assert ask(path, b"x" * 1000, "r", 5) == b"r:" + b"x" * 1000
+
+
+def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
+    before = os.umask(0)
+    try:
+        with worker(path, echo):
+            assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    assert not path.exists()
+    assert ask(path, b"abc", "r", 5) == Failure("unreachable")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (head()[:7], "crashed"),
+        (head(length=10) + b"abc", "crashed"),
+        (head(mark=b"GET "), "malformed"),
+        (head(kind=1), "malformed"),  # a code is an answer, not a request
+        (head(kind=len(CODES) + 1), "malformed"),
+        (head(name=LONGEST_NAME + 1), "malformed"),
+        (head(name=1) + b"\xff", "malformed"),
+        (head(length=1001), "refused"),
+        (head(length=2**63), "refused"),
+    ],
+)
+def test_what_is_no_request_is_turned_away_and_the_next_one_answered(path, sent, code):
+    with worker(path, echo):
+        assert raw(path, sent) == head(kind=1 + CODES.index(code))
+        assert ask(path, b"abc", "r", 5) == b"r:cba"
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_read(path):
+    with worker(path, echo):
+        assert ask(path, b"x" * 10_000_000, "r", 5) == Failure("refused")
+
+
+def test_an_answer_that_is_too_long_is_refused(path):
+    with worker(path, lambda message, run: b"x" * 50):
+        assert ask(path, b"", "r", 5, most=49) == Failure("refused")
+        assert ask(path, b"", "r", 5, most=50) == b"x" * 50
+
+
+def test_a_reason_stays_at_the_site(path, caplog):
+    def fails(message, run):
+        raise ValueError("patient 4711 has no image")
+
+    with worker(path, fails):
+        assert raw(path, head(), ends=False) == head(kind=1 + CODES.index("crashed"))
+        assert ask(path, b"", "r", 5) == Failure("crashed")
+    assert "patient 4711" in caplog.text
+
+
+def test_it_answers_one_at_a_time_and_of_those_that_wait_the_newest(path):
+    began, go = threading.Event(), threading.Event()
+    seen, got = [], {}
+
+    def slow(message, run):
+        seen.append(message)
+        began.set()
+        go.wait(5)
+        return message
+
+    def client(message):
+        got[message] = ask(path, message, "r", 5)
+
+    with worker(path, slow) as listener:
+        threads = []
+        for message in (b"first", b"second", b"third"):
+            thread = threading.Thread(target=client, args=(message,))
+            thread.start()
+            threads.append(thread)
+            assert began.wait(5)
+            if message != b"first":
+                wait_until(lambda message=message: listener._waiting is not None and listener._waiting[1] == message)
+        wait_until(lambda: b"second" in got)
+        go.set()
+        for thread in threads:
+            thread.join(5)
+    assert seen == [b"first", b"third"]
+    assert got == {b"first": b"first", b"second": Failure("late"), b"third": b"third"}
+
+
+def wait_until(there):
+    end = time.monotonic() + 5
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(path):
+    began, go = threading.Event(), threading.Event()
+    seen = []
+
+    def slow(message, run):
+        seen.append(message)
+        began.set()
+        go.wait(5)
+        return message
+
+    with worker(path, slow) as listener:
+        first = threading.Thread(target=ask, args=(path, b"first", "r", 5))
+        first.start()
+        assert began.wait(5)
+        assert ask(path, b"second", "r", 0.2) == Failure("late")
+        assert listener._waiting is not None
+        go.set()
+        first.join(5)
+        assert ask(path, b"third", "r", 5) == b"third"
+    assert seen == [b"first", b"third"]
+
+
+def test_a_worker_that_dies_at_work(path):
+    code = (
+        "import os, sys; from perada.deploy.flower.socket import Listener\n"
+        "Listener(sys.argv[1]).serve(lambda message, run: os._exit(9))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    wait_until(path.exists)
+    wait_until(lambda: ask(path, b"", "r", 5) == Failure("crashed"))
+    process.wait(5)
+    assert path.exists()  # it could not remove it
+    assert ask(path, b"", "r", 5) == Failure("unreachable")
+    with worker(path, echo):  # and the next worker takes its place
+        assert ask(path, b"abc", "r", 5) == b"r:cba"
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o606, 0o777, 0o601])
+def test_a_socket_that_is_open_to_others_is_not_used(path, mode):
+    with worker(path, echo):
+        path.chmod(mode)
+        assert ask(path, b"abc", "r", 5) == Failure("refused")
+
+
+def test_neither_a_link_nor_a_file_is_a_socket(path):
+    with worker(path, echo):
+        link, file = path.with_name("link"), path.with_name("file")
+        link.symlink_to(path)
+        file.write_text("")
+        file.chmod(0o600)
+        assert ask(link, b"abc", "r", 5) == Failure("refused")
+        assert ask(file, b"abc", "r", 5) == Failure("refused")
+
+
+def test_a_socket_of_another_user_is_not_used(path, monkeypatch):
+    with worker(path, echo):
+        monkeypatch.setattr(os, "geteuid", lambda: path.lstat().st_uid + 1)
+        assert ask(path, b"abc", "r", 5) == Failure("refused")
+
+
+def test_places_where_no_socket_can_be(path):
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        Listener(path.with_name("x" * 100))
+    with pytest.raises(ValueError, match="has no folder; make"):
+        Listener(path.parent / "none" / "site.sock")
+    path.write_text("notes")
+    with pytest.raises(ValueError, match="is no socket; remove it"):
+        Listener(path)
+    assert path.read_text() == "notes"
+    path.unlink()
+    path.parent.chmod(0o770)
+    with pytest.raises(ValueError, match="written to by others; chmod 700"):
+        Listener(path)
+    path.parent.chmod(0o700)
+    target = path.with_name("elsewhere")
+    path.symlink_to(target)
+    with pytest.raises(ValueError, match="is no socket; remove it"):
+        Listener(path)
+    assert not target.exists()
+
+
+def test_a_second_worker_is_refused_and_the_first_goes_on(path):
+    with worker(path, echo):
+        with pytest.raises(ValueError, match="another worker listens"):
+            Listener(path)
+        assert ask(path, b"abc", "r", 5) == b"r:cba"
+
+
+def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
+    """As systemd hands it on: descriptor 3, and two variables of the environment."""
+    code = (
+        "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n"
+        "from perada.deploy.flower.socket import from_supervisor\n"
+        "with from_supervisor() as listener: listener.serve(lambda message, run: message * 2, 1)"
+    )
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(path))
+        path.chmod(0o600)
+        opened.listen()
+        process = subprocess.Popen([sys.executable, "-c", code, str(opened.fileno())], pass_fds=[opened.fileno()])
+        assert ask(path, b"ab", "r", STALLED) == b"abab"
+        assert process.wait(5) == 0
+    assert path.exists()  # it is the supervisor's
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
+    assert from_supervisor() is None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deployed run gives the bits of its simulation."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from perada.algorithms import ALGORITHMS, FedEnsemble, PerAda
+from perada.data import FederatedData
+from perada.deploy.state import read_state
+from perada.server.rules import FedAdam, Median
+
+from .parties import Parties
+
+
+def shared(run):
+    return run.server.global_state
+
+
+def personal(coordinator, workers, name):
+    """The state that a site predicts with, from the file on its disk."""
+    (client,) = workers[name].clients.values()
+    state = read_state(workers[name].book.folder / "state.safetensors")[0]
+    return client.personal(shared(coordinator), state)
+
+
+def assert_equal(parties, tolerance=0.0, personalized=True, **terms):
+    loop, module = parties.simulated()
+    federation = module.federation
+    coordinator, workers = parties.deployed(**terms)
+    pairs = [(federation.global_state, shared(coordinator))]
+    if personalized and federation.personalized:
+        for place, name in enumerate(parties.names):
+            pairs.append((federation.personal_states([place]), personal(coordinator, workers, name)))
+    for expected, found in pairs:
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            if tolerance:
+                torch.testing.assert_close(found[key], value, rtol=0, atol=tolerance)
+            else:
+                assert torch.equal(found[key], value), key
+    return loop, coordinator
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "ditto", "perada"])
+def test_a_deployed_run_equals_its_simulation(algorithm, tiny, tmp_path):
+    loop, _ = assert_equal(Parties(tiny, tmp_path, algorithm))
+    with (tmp_path / "server" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(loop.history) == 2
+    for row, expected in zip(rows, loop.history, strict=True):
+        for name in ("params/trained", "params/sent", "train/local_loss", "personal/local_test", "global/global_test"):
+            assert math.isclose(float(row[name]), expected[name], rel_tol=1e-6), name
+
+
+OTHERS = sorted(set(ALGORITHMS) - {"fedavg", "ditto", "perada", "fedalt_adapter", "fedsim_adapter", "fedbn"})
+VARIANTS = {
+    "sampled": ("perada", {"loop": {"clients_per_round": 2, "seed": 5}}),
+    "weights": ("feddf", {"loop": {"weighting": "samples"}}),
+    "median": ("fedavg", {"loop": {"server_rule": Median()}}),
+    "fedadam": ("fedavg", {"loop": {"server_rule": FedAdam()}}),
+    "by loss": (FedEnsemble(modes=2, assignment="loss"), {}),
+    "best mode": (FedEnsemble(modes=2, keeps="best"), {}),
+    "modes of PerAda": (FedEnsemble(PerAda(), modes=2), {}),
+    "rates": ("ditto", {"module": {"lr_schedule": "cosine", "optimizer": "adam", "momentum": 0.0}}),
+    "held out": ("fedrep", {"loop": {"local_epochs": None, "local_steps": 3}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OTHERS)
+def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
+    loop, coordinator = assert_equal(Parties(tiny, tmp_path, algorithm, rounds=3, every=3))
+    found = coordinator.progress.history[-1]
+    for name in ("personal/local_test", "global/global_test"):
+        expected = loop.history[-1].get(name)
+        assert found.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-6)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_options_of_rounds_are_those_of_a_simulation(variant, tiny, tmp_path):
+    algorithm, options = VARIANTS[variant]
+    terms = {"min_sites": 2} if variant == "sampled" else {}
+    assert_equal(Parties(tiny, tmp_path, algorithm, rounds=3, every=3, **options), **terms)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("ditto", marks=pytest.mark.slow)])
+def test_a_folded_simulation_is_equal_but_for_rounding(algorithm, tiny, tmp_path):
+    assert_equal(Parties(tiny, tmp_path, algorithm, engine="folded"), tolerance=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["perada", "fedbn", "fedalt_adapter", "fedsim_adapter"])
+def test_a_residual_network_in_channels_last_with_augmentation(algorithm, tiny, tmp_path):
+    """Its weights' memory format does not travel, and some clients have fewer images than a batch."""
+    random = torch.Generator().manual_seed(0)
+
+    def images(n):
+        drawn = torch.randint(0, 256, (n, 1, 8, 8), generator=random, dtype=torch.uint8)
+        return torch.utils.data.TensorDataset(drawn, torch.arange(n) % 3)
+
+    options = {"net": lambda: "test_resnet", "data": {"image_size": 32, "crop_padding": 2, "flip": True}}
+    options["module"] = {"adapter": "residual", "pretrained": False, "image_size": 32, "lr_local": 0.01}
+    options["module"]["train_backbone"] = algorithm.endswith("adapter")
+    parties = Parties(tiny, tmp_path, algorithm, sizes=(6, 3), **options)
+    parties.whole = FederatedData([images(6), images(3)], [images(4), images(4)], images(8))
+    assert_equal(parties)

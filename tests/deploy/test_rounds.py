@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of a server whose sites are late, gone, hostile or new, and a server that was stopped."""
+
+import math
+
+import pytest
+import torch
+
+from perada.deploy import records
+from perada.deploy.asking import Terms
+from perada.deploy.codec import digest, header_of, pack, spec_of, unpack
+from perada.deploy.local import LocalTransport
+from perada.deploy.messages import Answer
+from perada.deploy.transport import Failure
+from perada.privacy import ClientPrivacy
+from perada.server.rules import Median
+
+from .parties import Parties
+
+
+class Troubled(LocalTransport):
+    """Sites in this process, of which some fail; ``trouble(name, message, number of the exchange)`` says how."""
+
+    def __init__(self, workers, trouble=lambda *_: None):
+        super().__init__(workers)
+        self.trouble, self.exchanges, self.asked = trouble, 0, []
+
+    def exchange(self, messages, enough, deadline):
+        self.exchanges += 1
+        if "train" in {header_of(message)["kind"] for message in messages.values()}:
+            self.asked.append(list(messages))
+        failing = {name: self.trouble(name, message, self.exchanges) for name, message in messages.items()}
+        failing = {name: what for name, what in failing.items() if what is not None}
+        rest = {name: message for name, message in messages.items() if name not in failing}
+        return super().exchange(rest, enough, deadline) | failing
+
+
+def trains(message, round=None):
+    header = header_of(message)
+    return header["kind"] == "train" and round in (None, header["round"])
+
+
+def state(coordinator):
+    return {key: value.clone() for key, value in coordinator.server.global_state.items()}
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_with_too_few_sites_a_round_ends_by_the_deadline_and_names_who_is_missing(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path)
+    workers = parties.workers()
+    gone = {"site1": Failure("unreachable"), "site2": Failure("late")}
+    transport = Troubled(workers, lambda name, message, _: gone.get(name) if trains(message) else None)
+    coordinator = parties.coordinator(transport, min_sites=2, deadline=2.0)
+    with pytest.raises(
+        TimeoutError, match=r"1 of at least 2 sites .* within 2 s; missing: site1 \(unreachable\), site2"
+    ):
+        coordinator.run()
+    assert coordinator.progress.done == 0
+    coordinator.close()
+    again = parties.coordinator(LocalTransport(workers), resume=True)
+    again.run()
+    for worker in workers.values():
+        worker.book.close()
+    plain = Parties(tiny, tmp_path / "plain").deployed()[0]
+    assert equal(state(again), state(plain))
+
+
+def test_a_straggler_is_skipped_for_a_round_and_comes_back(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=3, every=3)
+    late = lambda name, message, _: Failure("late") if name == "site2" and trains(message, 0) else None  # noqa: E731
+    transport = Troubled(parties.workers(), late)
+    coordinator = parties.coordinator(transport, min_sites=2, late="skip", sample=3)
+    progress = coordinator.run()
+    assert progress.records[0].failed == {"site2": "late"}
+    assert "site2" not in progress.records[1].asked
+    assert "site2" in progress.records[2].asked
+
+
+def test_the_first_k_count(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    coordinator = parties.coordinator(LocalTransport(parties.workers()), min_sites=2, late="skip", sample=3)
+    record = coordinator.run().records[0]
+    assert (len(record.asked), len(record.answered)) == (3, 2)
+
+
+FORGED = {  # of the header of an answer, zeros in the shapes that are expected, and the name of one of them
+    "NaN": lambda header, good, name: pack(header, good | {name: good[name] * math.nan}),
+    "header": lambda header, good, name: (2**32).to_bytes(8, "little") + b" " * 99,
+    "large": lambda header, good, name: pack(header, good | {name: good[name] + 1e8}),
+    "shape": lambda header, good, name: pack(header, good | {name: good[name][:1]}),
+    "more": lambda header, good, name: pack(header, good | {"x": torch.zeros(1)}),
+    "pickle": lambda header, good, name: b"\x80\x04N.",
+    "another message": lambda header, good, name: pack(header | {"answers": "0" * 64}, good),
+    "a fact": lambda header, good, name: pack(header | {"facts": {"path": "/data"}}, good),
+    "a loss": lambda header, good, name: pack(header | {"facts": {"losses": {"local": "high"}}}, good),
+    "a code": lambda header, good, name: pack(header | {"code": "patient 4711"}),
+}
+SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in list(FORGED)[2:]]
+
+
+@pytest.mark.parametrize("what", [*list(FORGED)[:2], *SLOW])
+def test_what_a_hostile_site_sends_is_refused_by_name_and_changes_nothing(what, tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    workers = parties.workers()
+
+    def forged(name, message, _):
+        if name != "site2" or not trains(message):
+            return None
+        spec = spec_of(coordinator.recipe.template.sent)
+        good = {key: torch.zeros(shape) for key, (_, shape) in spec.items()}
+        return FORGED[what](Answer("ok", digest(message)).header(), good, next(iter(spec)))
+
+    coordinator = parties.coordinator(Troubled(workers, forged), min_sites=2)
+    assert coordinator.run().records[0].failed == {"site2": "malformed"}
+    parties.folder = tmp_path / "honest"
+    honest = parties.coordinator(Troubled({name: workers[name] for name in ("site0", "site1")}), min_sites=2)
+    honest.run()
+    assert equal(state(coordinator), state(honest))
+
+
+def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch):
+    """Stopped after sites have answered a round and before it is saved: they answer it again without training."""
+    plain = Parties(tiny, tmp_path / "plain", "perada", rounds=3, every=3).deployed()[0]
+    parties = Parties(tiny, tmp_path / "stopped", "perada", rounds=3, every=3)
+    workers = parties.workers()
+    first = parties.coordinator(LocalTransport(workers))
+
+    class Stopped(BaseException):
+        pass
+
+    real, calls = records.write_whole, []
+
+    def stopping(path, content):
+        calls.append(path.name)
+        if calls.count(records.STATE) == 4:  # each round is saved when it begins and when it ends
+            raise Stopped
+        real(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "write_whole", stopping)
+        with pytest.raises(Stopped):
+            first.run()
+    first.close()
+    trained = {name: worker.book.current().trained for name, worker in workers.items()}
+    assert set(trained.values()) == {2}
+    again = parties.coordinator(LocalTransport(workers), resume=True)
+    assert again.progress.done == 1
+    again.run()
+    assert {worker.book.current().trained for worker in workers.values()} == {3}
+    assert equal(state(again), state(plain))
+    keys = ("round", "train/local_loss", "personal/local_test")
+    ours, theirs = again.progress.history, plain.progress.history
+    assert [[row.get(key) for key in keys] for row in ours] == [[row.get(key) for key in keys] for row in theirs]
+
+
+def test_a_folder_is_not_overwritten_and_not_shared(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    coordinator, workers = parties.deployed()
+    with pytest.raises(ValueError, match="holds a run; resume it"):
+        parties.coordinator(LocalTransport(workers))
+    with pytest.raises(OSError, match="in use by another server"):
+        parties.coordinator(LocalTransport(workers), resume=True)
+    coordinator.close()
+    parties.rounds = 2
+    with pytest.raises(ValueError, match="of another recipe or other weights"):
+        parties.coordinator(LocalTransport(workers), resume=True)
+
+
+def test_sites_join_later_and_leave(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
+    everyone = parties.workers()
+    transport = Troubled({name: everyone[name] for name in ("site0", "site1")})
+    coordinator = parties.coordinator(transport, min_sites=1)
+    coordinator._round()
+    transport.workers["site2"] = everyone["site2"]
+    coordinator._round()
+    del transport.workers["site0"]
+    coordinator.run()
+    assert transport.asked == [["site0", "site1"], ["site0", "site1", "site2"], ["site1", "site2"]]
+    assert [member.joined for member in coordinator.progress.roster] == [0, 0, 1]
+
+
+def test_a_site_whose_budget_is_spent_is_asked_no_more(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=3, every=3)
+    workers = parties.workers()
+    workers["site1"].max_rounds = 1
+    coordinator = parties.coordinator(LocalTransport(workers), min_sites=2)
+    progress = coordinator.run()
+    assert [record.failed for record in progress.records] == [{}, {"site1": "exhausted"}, {}]
+    assert progress.records[2].asked == ["site0", "site2"]
+
+
+class Poisoned(LocalTransport):
+    """site1 adds 1e5 to all that it sends; ``sent`` keeps what each had to send."""
+
+    def __init__(self, workers, spec):
+        super().__init__(workers)
+        self.spec, self.sent = spec, {}
+
+    def exchange(self, messages, enough, deadline):
+        found = super().exchange(messages, enough, deadline)
+        for name, reply in found.items():
+            if trains(messages[name]):
+                header, self.sent[name] = unpack(reply, self.spec)
+                if name == "site1":
+                    found[name] = pack(header, {key: value + 1e5 for key, value in self.sent[name].items()})
+        return found
+
+
+@pytest.mark.parametrize("given", [{"server_rule": Median()}, {"refuse_far": True}])
+def test_a_poisoned_site_moves_nothing_further_than_honest_ones(given, tiny, tmp_path):
+    """Each number of the median of three lies between those of the two honest sites; without it, it is their mean."""
+    parties = Parties(tiny, tmp_path, rounds=1, loop=given)
+    transport = Poisoned(parties.workers(), spec_of(parties.coordinator(LocalTransport({})).recipe.template.sent))
+    parties.folder = tmp_path / "again"
+    coordinator = parties.coordinator(transport)
+    record = coordinator.run().records[0]
+    assert set(record.far) == {"site1"}
+    for key, value in coordinator.server.global_state.items():
+        honest = torch.stack([transport.sent["site0"][key], transport.sent["site2"][key]])
+        assert ((value >= honest.amin(0)) & (value <= honest.amax(0))).all()
+        if "refuse_far" in given and value.is_floating_point():
+            torch.testing.assert_close(value, honest.double().mean(0).to(value.dtype))
+
+
+def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
+    privacy = ClientPrivacy(noise_multiplier=1.0, max_norm=1e-3, delta=1e-2, secure_rng=False)
+    parties = Parties(tiny, tmp_path, rounds=2, every=2, loop={"client_privacy": privacy})
+    gone = lambda name, message, _: Failure("late") if name == "site2" and trains(message, 1) else None  # noqa: E731
+    coordinator = parties.coordinator(Troubled(parties.workers(), gone), min_sites=2, deadline=1.5)
+    before = state(coordinator)
+    coordinator.run()
+    assert coordinator.level.options.secure_rng
+    assert [len(coordinator.level.ledger.history(client)) for client in range(3)] == [1, 1, 1]
+    assert [coordinator.level.ledger.history(client)[1.0, 1.0] for client in range(3)] == [2, 2, 1]
+    moved = torch.cat([(value - before[key]).flatten() for key, value in coordinator.server.global_state.items()])
+    # Two rounds' noise in the mean of 3 and of 2 sites; the clipped changes are at most 1e-3 long in all.
+    expected = 1e-3 * math.sqrt(1 / 9 + 1 / 4)
+    assert float(moved.std()) == pytest.approx(expected, rel=0.25)
+    assert all(not any(name.startswith("train/") for name in row) for row in coordinator.progress.history)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_sites": 0}, "min_sites=0 cannot be used"),
+        ({"min_sites": 3, "sample": 2}, "sample=2 cannot be used"),
+        ({"deadline": 0}, "deadline=0 cannot be used"),
+        ({"late": "never"}, "late='never' is unknown"),
+    ],
+)
+def test_terms_that_cannot_be_kept_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Terms(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loop": {"max_failures": 3}}, "max_failures cannot be used in a deployment"),
+        ({"loop": {"diagnostics": True}}, "diagnostics cannot be measured in a deployment"),
+        ({"data": {"shifts": {"noise": ["gaussian_noise"]}}}, "shifts cannot be scored in a deployment"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_by_name(given, message, tiny, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Parties(tiny, tmp_path, **given).recipe()

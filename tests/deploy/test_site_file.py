@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `site.yaml` says, and the commands that read it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from perada.cli.main import main
+from perada.deploy.site_file import read_site
+
+RECIPE = {
+    "trainer": {"max_epochs": 1, "accelerator": "cpu"},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "engine": "loop"},
+    "data": {
+        "dataset": "Digits",
+        "partition": {"class_path": "IID", "init_args": {"num_clients": 2}},
+        "image_size": 32,
+        "batch_size": 8,
+        "train_limit": 40,
+        "test_limit": 20,
+    },
+    "federated": {"algorithm": "Ditto", "local_steps": 1},
+}
+PART = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")}
+
+
+def write(folder, name, digest="", /, **entries):
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    content = {"name": name, "recipes": [{"recipe": "recipe.yaml", "digest": digest}], "data": PART | {"client": 0}}
+    path = folder / "site.yaml"
+    path.write_text(yaml.safe_dump(content | entries))
+    return path
+
+
+def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
+    data, limits = {"root": "images", "layout": "{class}/*"}, {"max_epsilon": 8, "max_rounds": 3}
+    path = write(tmp_path, "st-marys", data=data, limits=limits, may_send=["sizes"], socket="run.sock")
+    given = read_site(path)
+    assert given.data == {"root": str(tmp_path / "images"), "layout": "{class}/*"}
+    assert (given.state, given.socket) == (tmp_path / "state", tmp_path / "run.sock")
+    assert (given.max_epsilon, given.max_rounds, given.may_send) == (8, 3, ("sizes",))
+    assert given.recipes == {tmp_path / "recipe.yaml": ""}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"name": "../x"}, "name='../x' cannot be used"),
+        ({"more": 1}, "entry='more' is unknown"),
+        ({"may_send": ["images"]}, "may_send='images' is unknown"),
+        ({"may_send": "sizes"}, "may_send='sizes' cannot be used"),
+        ({"limits": {"max_epsilon": -1}}, "max_epsilon=-1 cannot be used"),
+        ({"limits": {"epsilon": 1}}, "limits='epsilon' is unknown"),
+        ({"data": None}, "data=None cannot be used"),
+        ({"recipes": []}, "recipes=.* cannot be used"),
+        ({"recipes": [{"recipe": "recipe.yaml", "digest": "12"}]}, "digest='12' cannot be used"),
+        ({"recipes": [{"recipe": "none.yaml"}]}, "none.yaml' is not there"),
+    ],
+)
+def test_an_entry_that_cannot_be_used_is_named(entries, message, tmp_path):
+    path = write(tmp_path, "a", **entries)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_site(path)
+
+
+def test_reading_it_needs_no_torch(tmp_path):
+    path = write(tmp_path, "a")
+    program = (
+        "import sys; from pathlib import Path; from perada.deploy.site_file import read_site; "
+        "import perada.deploy.transport, perada.deploy.messages; "
+        f"from perada.deploy.codec import header_of, pack; read_site(Path({str(path)!r})); header_of(pack({{}})); "
+        "sys.exit('torch' in sys.modules or 'flwr' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [write(tmp_path / name, name, data=PART | {"client": n}) for n, name in enumerate("ab")]
+    main(["deploy", "check", str(paths[0])])
+    said = capsys.readouterr().out
+    (digest,) = re.findall("digest ([0-9a-f]{64}) ", said)
+    assert "not approved" in said and "20 training images, 10 test images" in said
+    run = ["deploy", "run", "a/recipe.yaml", "--local", *map(str, paths), "--folder", "srv", "--min-sites", "2"]
+    with pytest.raises(ValueError, match="the site approves none"):
+        main(run)
+    for n, path in enumerate(paths):
+        write(path.parent, path.parent.name, digest, data=PART | {"client": n}, may_send=["sizes", "counts"])
+    main(run)
+    main(["deploy", "status", "srv"])
+    said = capsys.readouterr().out
+    assert "1 of 1 rounds" in said and "2/2" in said
+    main(["deploy", "status", str(paths[1])])
+    assert "1 rounds, the last was round 0" in capsys.readouterr().out
+    main(["deploy", "export", str(paths[1]), "--output", "out"])
+    main(["deploy", "export", "srv", "--recipe", "a/recipe.yaml", "--output", "server"])
+    for folder in ("out/personal", "out/global", "server/global"):
+        assert (tmp_path / folder / "adapter_model.safetensors").is_file()
+    main(["report", "srv"])
+    assert "personal/local_test" in capsys.readouterr().out

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site: what it answers, what it refuses, what is on its disk after a crash, and what never leaves it."""
+
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from perada.data.one_client import only
+from perada.deploy.codec import digest, header_of, pack, spec_of, unpack
+from perada.deploy.files import sync
+from perada.deploy.local import LocalTransport
+from perada.deploy.messages import Answer, Malformed, Order
+from perada.deploy.state import Book, read_state
+from perada.privacy import Privacy
+from perada.privacy.accounting import history_epsilon
+
+from .parties import Parties
+
+RUN = "ab" * 16
+
+
+@pytest.fixture
+def site(tiny, tmp_path):
+    return Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
+
+
+def only_client(worker):
+    (client,) = worker.clients.values()
+    return client
+
+
+def train(worker, round=0, kind="train", shift=0.0, **given):
+    """A message that asks for a round; ``shift`` makes another state of it."""
+    client = only_client(worker)
+    order = Order(kind, RUN, client.recipe.digest, round, **{"client": 0, "clients": 3} | given)
+    state = {key: value + shift if value.is_floating_point() else value for key, value in sending(client).items()}
+    return pack(order.header(), state)
+
+
+def sending(client):
+    return client.recipe.template.sending
+
+
+def code(reply, message):
+    return Answer.read(header_of(reply), digest(message)).code
+
+
+def state_bytes(worker):
+    path = worker.book.folder / "state.safetensors"
+    return path.read_bytes() if path.exists() else None
+
+
+def test_a_repeated_message_gets_the_same_reply_and_trains_nothing(site):
+    message = train(site)
+    first = site.answer(message, "x")
+    assert code(first, message) == "ok"
+    before = state_bytes(site)
+    assert site.answer(message, "y") == first
+    assert state_bytes(site) == before
+
+
+def test_rounds_of_the_past_and_the_future_are_refused(site):
+    for round in (0, 2):
+        message = train(site, round)
+        assert code(site.answer(message, ""), message) == "ok"
+    before = state_bytes(site)
+    for message, expected in [
+        (train(site, 1), "past"),
+        (train(site, 3), "future"),
+        (train(site, 2, shift=0.5), "other"),
+        (train(site, 2, client=1), "other"),
+        (train(site, 3, kind="tune"), "other"),  # Ditto has no fine-tuning
+    ]:
+        assert code(site.answer(message, ""), message) == expected
+    assert state_bytes(site) == before
+
+
+def test_a_recipe_that_is_not_approved_is_refused(site):
+    client = only_client(site)
+    message = pack(Order("train", RUN, "0" * 64).header(), sending(client))
+    assert code(site.answer(message, ""), message) == "unapproved"
+    assert state_bytes(site) is None
+
+
+def hostile(client):
+    """Messages that no server sends."""
+    good = Order("train", RUN, client.recipe.digest, clients=3)
+    state = sending(client)
+    name = next(iter(state))
+    yield "nothing", b""
+    yield "pickle", b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
+    yield "huge table", (2**32).to_bytes(8, "little") + b"{}" * 100
+    yield "cut off", pack(good.header(), state)[:-1]
+    yield "more at the end", pack(good.header(), state) + b"\0"
+    yield "deep", (100_000).to_bytes(8, "little") + b"[" * 100_000
+    yield "NaN", pack(good.header(), state | {name: state[name] * torch.nan})
+    yield "infinite", pack(good.header(), state | {name: state[name] + torch.inf})
+    yield "too large", pack(good.header(), state | {name: state[name] + 1e9})
+    yield "shape", pack(good.header(), state | {name: state[name][..., :1]})
+    yield "dtype", pack(good.header(), state | {name: state[name].double()})
+    yield "another tensor", pack(good.header(), state | {"more": torch.zeros(1)})
+    yield "a tensor is missing", pack(good.header(), {key: value for key, value in state.items() if key != name})
+    yield "another kind", pack(good.header() | {"kind": "delete"}, state)
+    yield "a path for a run", pack(good.header() | {"run": "../../etc/passwd"}, state)
+    yield "a number of another type", pack(good.header() | {"round": 0.5}, state)
+    yield "true for a number", pack(good.header() | {"round": True}, state)
+    yield "one entry more", pack(good.header() | {"code": "import os"}, state)
+    yield "phases", pack(replace(good, lengths=(1, 2, 3)).header(), state)
+    yield "a length without end", pack(good.header() | {"lengths": [10**18]}, state)
+    yield "not a number", pack(good.header(), state).replace(b'\\"factor\\":1.0', b'\\"factor\\":NaN')
+
+
+def test_hostile_messages_are_refused_and_nothing_changes(site):
+    client = only_client(site)
+    for name, message in hostile(client):
+        assert code(site.answer(message, ""), message) == "malformed", name
+    assert state_bytes(site) is None
+
+
+class Stopped(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monkeypatch):
+    """Before and after each of the file operations of a commit, in a first round and in a later one."""
+    parties = Parties(tiny, tmp_path, "ditto", rounds=3)
+    whole = parties.worker(0)
+    messages = [train(whole), train(whole, 1)]
+    replies = [whole.answer(message, "") for message in messages]
+    final = state_bytes(whole)
+    whole.book.close()
+    where = {"open": "builtins.open", "fsync": "os.fsync", "replace": "os.replace", "sync": "perada.deploy.files.sync"}
+    real = {"open": open, "fsync": os.fsync, "replace": os.replace, "sync": sync}
+    places = [("open", False), *((name, after) for name in list(where)[1:] for after in (False, True))]
+    for name, after in places:
+        folder = tmp_path / f"{name}{after}"
+        client = only_client(whole)
+        book = Book(folder)
+        site = type(whole)(book, whole.clients, whole.may_send)
+        if not first:
+            assert site.answer(messages[0], "") == replies[0]
+        before = state_bytes(site)
+
+        def stopping(*args, _real=real[name], _after=after, **kwargs):
+            if _after:
+                _real(*args, **kwargs)
+            raise Stopped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where[name], stopping)
+            with pytest.raises(Stopped):
+                site.answer(messages[0 if first else 1], "")
+        left = state_bytes(site)
+        new = name == "sync" or (name == "replace" and after)
+        assert (left != before) == new, (name, after)
+        book.close()
+        again = type(whole)(Book(folder), {client.recipe.digest: client}, whole.may_send)
+        for message, reply in zip(messages, replies, strict=True):
+            if message is messages[0] and not first:
+                continue
+            assert again.answer(message, "") == reply
+        assert state_bytes(again) == final
+        again.book.close()
+
+
+class Canaries(Dataset):
+    """Images that hold a mark, and of which one cannot be read."""
+
+    MARK = b"canary-image-77"
+    targets = (0, 1, 2, 0)
+
+    def __init__(self, broken):
+        self.broken = broken
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if self.broken and index == 3:
+            raise RuntimeError("canary: patient 4711 has no image at /data/4711.png")
+        image = torch.zeros(1, 8, 8, dtype=torch.uint8)
+        image.view(-1)[: len(self.MARK)] = torch.frombuffer(bytearray(self.MARK), dtype=torch.uint8)
+        return image, self.targets[index]
+
+
+def test_neither_images_nor_texts_of_errors_leave_a_site(tiny, tmp_path, caplog):
+    parties = Parties(tiny, tmp_path, "fedavg")
+    images = Canaries(False)
+    parties.whole = replace(parties.whole, train=[images] * 3, test=[images] * 3, public=None)
+    site, replies = parties.worker(0), []
+    client = only_client(site)
+    shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
+    asked = [train(site), pack(Order("evaluate", RUN, client.recipe.digest, 1).header(), shared)]
+    asked.append(pack(Order("join", RUN, client.recipe.digest).header()))
+    replies = [site.answer(message, "") for message in asked]
+    images.broken = True
+    failing = train(site, 1)
+    with caplog.at_level(logging.WARNING):
+        replies.append(site.answer(failing, ""))
+    assert code(replies[-1], failing) == "broken"
+    assert "patient 4711" in caplog.text  # the site's own log says it
+    for reply in replies:
+        for mark in (Canaries.MARK, b"canary", b"4711", b"Traceback", str(tmp_path).encode()):
+            assert mark not in reply
+
+
+def test_nothing_leaves_beside_updates_unless_the_site_says_so(tiny, tmp_path):
+    site = Parties(tiny, tmp_path, "ditto").worker(0, may_send=())
+    client = only_client(site)
+    shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
+    for kind, tensors in (("join", None), ("evaluate", shared)):
+        message = pack(Order(kind, RUN, client.recipe.digest).header(), tensors)
+        facts = header_of(site.answer(message, ""))["facts"]
+        assert set(facts) <= {"labels"}
+    assert header_of(site.answer(train(site), ""))["facts"] == {}
+
+
+def private(tiny, tmp_path, **options):
+    privacy = Privacy(noise_multiplier=1.0, max_norm=1.0, delta=1e-3, secure_rng=False, **options)
+    return Parties(tiny, tmp_path, "ditto", rounds=4, loop={"privacy": privacy})
+
+
+def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tmp_path):
+    worker = private(tiny, tmp_path).worker(0, may_send=("losses", "epsilon", "sizes"))
+    sigma, rate, delta = 1.0, 4 / 9, 1e-3
+    steps = 2 * 5  # roles; batches of 4 in two passes through 9 images
+    spent = [history_epsilon({(sigma, rate): steps * rounds}, delta, "rdp") for rounds in range(1, 4)]
+    replies = []
+    for round in range(2):
+        message = train(worker, round)
+        reply = worker.answer(message, "")
+        assert worker.answer(message, "") == reply
+        facts = header_of(reply)["facts"]
+        assert set(facts) == {"epsilon"}  # no loss
+        assert facts["epsilon"]["release"] == pytest.approx(spent[round])
+        replies.append(reply)
+    assert worker.book.total.history(0) == {(sigma, rate): 2 * steps}
+    folder = worker.book.folder
+    worker.book.close()
+    limited = private(tiny, tmp_path).worker(0, max_epsilon=(spent[1] + spent[2]) / 2)
+    assert limited.book.folder == folder
+    for run in (RUN, "cd" * 16):  # nor does another run begin at zero
+        client = only_client(limited)
+        message = pack(Order("train", run, client.recipe.digest, 2, clients=3).header(), sending(client))
+        assert code(limited.answer(message, ""), message) == "exhausted"
+    assert limited.book.total.history(0) == {(sigma, rate): 2 * steps}
+
+
+def test_the_recipes_own_limit_stops_a_site(tiny, tmp_path):
+    two = history_epsilon({(1.0, 4 / 9): 2 * 10}, 1e-3, "rdp")
+    worker = private(tiny, tmp_path, max_epsilon=two * 1.01).worker(0)
+    messages = [train(worker, round) for round in range(3)]
+    assert [code(worker.answer(message, ""), message) for message in messages] == ["ok", "ok", "exhausted"]
+
+
+def test_noise_does_not_follow_from_what_the_server_knows(tiny, tmp_path):
+    """The recipe asks for the test mode, whose noise follows from the seed; the site does not take it."""
+    sent = []
+    for name in ("a", "b"):
+        worker = private(tiny, tmp_path / name).worker(0)
+        message = train(worker)
+        sent.append(unpack(worker.answer(message, ""), spec_of(only_client(worker).recipe.template.sent))[1])
+    assert all(not torch.equal(sent[0][key], sent[1][key]) for key in sent[0] if sent[0][key].is_floating_point())
+
+
+def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):
+    with pytest.raises(ValueError, match="max_epsilon=1 of the site cannot be kept by a recipe without privacy"):
+        Parties(tiny, tmp_path).worker(0, max_epsilon=1)
+
+
+def test_a_folder_has_one_worker(site):
+    with pytest.raises(OSError, match="is in use by another worker"):
+        Book(site.book.folder)
+
+
+def test_a_damaged_state_is_named(site):
+    site.answer(train(site), "")
+    path = site.book.folder / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is damaged"):
+        read_state(path)
+    message = train(site, 1)
+    assert code(site.answer(message, ""), message) == "failed"
+
+
+def test_runs_that_take_turns_keep_their_states(site):
+    """A second run begins with a personal state of its own; the first goes on with its own."""
+    client = only_client(site)
+    first = train(site)
+    reply = site.answer(first, "")
+    other = pack(Order("train", "cd" * 16, client.recipe.digest, clients=3).header(), sending(client))
+    assert code(site.answer(other, ""), other) == "ok"
+    assert site.answer(first, "") == reply
+
+
+def test_a_worker_answers_one_message_at_a_time(site):
+    message = train(site)
+    with site._busy:
+        assert code(site.answer(message, ""), message) == "busy"
+
+
+def test_one_client_of_many_is_served_as_in_a_simulation(tiny):
+    data = tiny.data(sizes=(9, 5))
+    own = only(data, 1)
+    assert len(own.train) == 1 and isinstance(own.train[0], TensorDataset)
+    assert own.train[0] is data.train[1] and own.public is None
+
+
+def test_a_message_is_what_it_was(site):
+    state = {"a": torch.randn(2, 3).bfloat16(), "b": torch.tensor(7), "c": torch.zeros(0, 2)}
+    header, found = unpack(pack({"x": [1, "y"]}, state), spec_of(state))
+    assert header == {"x": [1, "y"]}
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) and found[key].dtype == state[key].dtype for key in state)
+    with pytest.raises(Malformed, match="the tensor 'a' is"):
+        unpack(pack({}, state), spec_of(state | {"a": torch.zeros(2, 3)}))
+    assert LocalTransport({"one": site}).names() == ["one"]
