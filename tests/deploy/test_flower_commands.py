@@ -15,7 +15,7 @@ import yaml
 
 from perada.cli import main
 from perada.deploy.flower.app import write_app
-from perada.deploy.flower.running import Link, write_connection
+from perada.deploy.flower.running import Link, run_app, write_connection
 from perada.deploy.flower.server_app import RunOptions
 
 
@@ -190,3 +190,30 @@ def test_the_commands_of_the_page_are_read_by_the_program(monkeypatch):
         with contextlib.suppress(SystemExit):
             main(shlex.split(line))
     assert set(seen) == {"write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest", 3}
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        (
+            "echo Successfully started run 42; echo round 0",
+            "finished:completed",
+            "Flower's run 42 is finished:completed",
+        ),
+        ("echo Successfully started run 42; exit 1", "finished:failed", "Flower's run 42 is finished:failed"),
+        ("echo no such SuperLink; exit 1", "", "no such SuperLink"),
+        ("echo Successfully started run 42; kill -INT $PPID; exec sleep 20", "", "stop it with: flwr stop 42"),
+    ],
+)
+def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, code, said):
+    """By a program in the place of Flower's, which says what that says."""
+    flower = tmp_path / "flwr"
+    flower.write_text(
+        f"""#!/bin/sh\nif [ $1 = list ]; then echo '{{"runs": [{{"status": "{code}"}}]}}'; else {does}; fi\n"""
+    )
+    flower.chmod(0o755)
+    monkeypatch.setattr("perada.deploy.flower.running.program", lambda name: flower)
+    (tmp_path / "ca.crt").write_text("")
+    ended = run_app(app / "app", Link("localhost:8000", tmp_path / "ca.crt"), RunOptions())
+    assert ended == (0 if code == "finished:completed" else 130 if "kill" in does else 1)
+    assert said in "".join(capfd.readouterr())

@@ -109,14 +109,17 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
     """Start an app, print what it prints, and wait for its end.
 
     Returns:
-        0 if the run was completed, else 1.
+        0 if the run was completed; 130 after Ctrl-C, which leaves the run going; else 1.
     """
     check_app(app)
     with link.connection() as (name, environment):
         words = ["run", str(app), name, "--stream", "--run-config", _run_config(options)]
-        run = _shown(words, environment, name)
+        run, interrupted = _shown(words, environment)
         if run is None:
             return 1
+        if interrupted:
+            print(f"The run goes on at the SuperLink {link.where}; stop it with: flwr stop {run}", file=sys.stderr)
+            return 130
         listed = subprocess.run(
             [program("flwr"), "list", name, "--run-id", run, "--format", "json"],
             env=environment,
@@ -130,11 +133,16 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
         return 0 if status == "finished:completed" else 1
 
 
-def _shown(words: Sequence[str], environment: dict[str, str], link: str) -> str | None:
-    """Run a command of ``flwr``, print its lines as they come; the id of the run that it started, if it did."""
-    run = None
+def _shown(words: Sequence[str], environment: dict[str, str]) -> tuple[str | None, bool]:
+    """Run a command of ``flwr`` and print its lines as they come.
+
+    Returns:
+        The id of the run that it started, if it did, and whether Ctrl-C ended it.
+    """
+    run, interrupted = None, False
+    command = [str(program("flwr")), *words]
     with subprocess.Popen(
-        [program("flwr"), *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         try:
@@ -143,10 +151,8 @@ def _shown(words: Sequence[str], environment: dict[str, str], link: str) -> str 
                 run = found[1] if (found := _STARTED.search(line)) else run
         except KeyboardInterrupt:
             process.terminate()
-            if run is not None:
-                print(f"The run goes on at the SuperLink; stop it with: flwr stop {run} {link}", file=sys.stderr)
-            raise
-    return run
+            interrupted = True
+    return run, interrupted
 
 
 def _run_config(options: RunOptions) -> str:
