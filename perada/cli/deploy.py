@@ -30,6 +30,7 @@ from perada.deploy.site_file import SiteFile, read_site
 from perada.deploy.state import STATE, Book, RunState, read_state
 from perada.deploy.transport import Transport
 from perada.deploy.worker import SiteWorker
+from perada.privacy.ledgers import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
 
@@ -45,6 +46,8 @@ OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
 """Options of a recipe's data that say what all clients and the server have."""
 NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
+DELTA = 1e-5
+"""Of the ε that `perada deploy status` prints of a site."""
 SITE = "File of the site, such as site.yaml."
 
 
@@ -127,9 +130,12 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
             print(f"Site {given.name} has trained nothing yet.")
             return
         state, header = read_state(path)
-        steps = sum(int(row[-1]) for row in header["total"]["rows"])
         print(f"Site {given.name}: run {state.run}, {state.trained} rounds, the last was round {state.round}.")
-        print(f"Private steps of all runs together: {steps}")
+        total = Ledger()
+        total.load_state_dict(header["total"])
+        if total.history(0):
+            spent = epsilon_text(total.epsilon(0, DELTA))
+            print(f"All runs together: ε {spent} at δ = {DELTA:g}, by RDP.")
         return
     progress, _ = records.read(where)
     head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"

@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from perada.cli.main import main
 from perada.deploy.site_file import read_site
+from perada.deploy.state import read_state
 
 RECIPE = {
     "trainer": {"max_epochs": 1, "accelerator": "cpu"},
@@ -101,5 +104,9 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     main(["deploy", "export", "srv", "--recipe", "a/recipe.yaml", "--output", "server"])
     for folder in ("out/personal", "out/global", "server/global"):
         assert (tmp_path / folder / "adapter_model.safetensors").is_file()
+    exported = load_file(tmp_path / "out" / "personal" / "adapter_model.safetensors").values()
+    (kept,) = read_state(tmp_path / "b" / "state" / "state.safetensors")[0].kept.values()
+    assert len(exported) == len(kept) == 2
+    assert all(any(torch.equal(value, own[0]) for own in kept.values()) for value in exported)
     main(["report", "srv"])
     assert "personal/local_test" in capsys.readouterr().out
