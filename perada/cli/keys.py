@@ -14,7 +14,7 @@ _SECTIONS = {
     "global_test_clients",
     "data": "image_size batch_size num_classes",
     "federated": "algorithm clients_per_round local_epochs local_steps weighting server_rule distillation client_store "
-    "diagnostics resume_allow",
+    "diagnostics resume_allow max_failures refuse_far",
 }
 SHORT = {name: f"{section}.{name}" for section, names in _SECTIONS.items() for name in names.split()}
 SHORT |= {

@@ -69,7 +69,8 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
         free: Files that people may edit: if they changed, a warning says so.
 
     Raises:
-        ValueError: If a file is missing or is not what was written.
+        FileNotFoundError: If a file is missing.
+        ValueError: If one is not what was written.
     """
     path = folder / SUMS_FILE
     if not path.is_file():
@@ -87,8 +88,11 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
         if name in free:
             warnings.warn(f"{str(file)!r} is not what perada wrote: it was edited, or is damaged", stacklevel=2)
             continue
-        how = "was changed or damaged since it was written" if file.is_file() else "is missing"
-        raise ValueError(f"{str(file)!r} {how}, as {SUMS_FILE} beside it shows; {remedy}")
+        if not file.is_file():
+            raise FileNotFoundError(f"{str(file)!r} is missing, as {SUMS_FILE} beside it shows; copy the whole folder")
+        raise ValueError(
+            f"{str(file)!r} was changed or damaged since it was written, as {SUMS_FILE} beside it shows; {remedy}"
+        )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

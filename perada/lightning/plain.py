@@ -16,6 +16,7 @@ Plain = bool | int | float | str | list["Plain"] | dict[str, "Plain"] | None
 def as_plain(value: object) -> Plain:
     """An option as it stands in a recipe; what has no place in one as a string that shows what it is.
 
+    >>> from perada.algorithms import make_algorithm
     >>> as_plain(make_algorithm("ditto", prox_strength=0.5))
     {'class_path': 'perada.algorithms.ditto.Ditto', 'init_args': {'prox_strength': 0.5}}
     """

@@ -62,6 +62,10 @@ def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Al
         )
 
 
+class NothingLearnedError(ValueError):
+    """A run in which every client failed in every round."""
+
+
 class Failures:
     """How many clients were drawn in each round, and how many of them failed.
 
@@ -83,9 +87,9 @@ class Failures:
             )
 
     def check_any_result(self) -> None:
-        """Refuse, by a ValueError, to end a run well in which every client failed in every round."""
+        """Refuse, by a :class:`NothingLearnedError`, to end a run well in which every client failed in every round."""
         if self.rounds and all(drawn == failed for drawn, failed in self.rounds):
-            raise ValueError(
+            raise NothingLearnedError(
                 f"every client failed in all {len(self.rounds)} rounds, as the warnings say, so nothing was "
                 "learned; mend the data, or lower the learning rates"
             )

@@ -5,13 +5,14 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 
 from perada.experiments.compare.plan import CHOSEN_BY, MakeCLI
+from perada.lightning.steps import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
 
@@ -87,7 +88,8 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         result["start"] = _known(cli.model.scores)
     watch = Stopwatch()
     cli.trainer.callbacks.append(watch)
-    cli.trainer.fit(cli.model, cli.datamodule)
+    with suppress(NothingLearnedError):  # which the table shows as diverged
+        cli.trainer.fit(cli.model, cli.datamodule)
     whole = build_backbone(cli.model.backbone, cli.model.num_classes, pretrained=False, image_size=cli.model.image_size)
     tensors = [*whole.model.parameters(), *whole.model.buffers()]
     history, last = cli.loop.history, cli.loop.history[-1]
