@@ -46,6 +46,10 @@ $(VENV)/.installed-dev: pyproject.toml
 $(VENV)/.installed-flower: pyproject.toml
 	$(call set_up,.[flower])
 
+# The packages that only slow tests ask for. Flower takes older versions of some that `make test` has.
+$(VENV)/.installed-all: pyproject.toml
+	$(call set_up,.[dev$(comma)docs$(comma)flower$(comma)loggers])
+
 # One thread: its batches are small, and threads that wait for one another on a busy machine cost more than they give.
 quickstart: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/perada compare quickstart --algorithms fedavg standalone perada --jobs 2
@@ -63,7 +67,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-dev
+test-all: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev

@@ -56,6 +56,14 @@ def test_what_computes_nothing_imports_nothing_large(tmp_path, words, code):
     assert len(modules) < 500  # torch alone makes 1200
 
 
+def test_python_runs_the_program_as_a_module(tmp_path):
+    command = [sys.executable, "-m", "perada"]
+    told = subprocess.run([*command, "ls"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "quickstart" in told.stdout.split()
+    refused = subprocess.run([*command, "fti"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and refused.stderr.startswith("perada: error: ")
+
+
 def test_optional_packages_are_imported_where_they_are_used():
     """At the top of a file they would be imported by every recipe that reaches it."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
