@@ -115,11 +115,14 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
     with link.connection() as (name, environment):
         words = ["run", str(app), name, "--stream", "--run-config", _run_config(options)]
         run, interrupted = _shown(words, environment)
+        if interrupted:
+            goes_on = f"The run goes on at the SuperLink {link.where}; stop it with: flwr stop {run}"
+            print(
+                goes_on if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr
+            )
+            return 130
         if run is None:
             return 1
-        if interrupted:
-            print(f"The run goes on at the SuperLink {link.where}; stop it with: flwr stop {run}", file=sys.stderr)
-            return 130
         listed = subprocess.run(
             [program("flwr"), "list", name, "--run-id", run, "--format", "json"],
             env=environment,
@@ -147,11 +150,13 @@ def _shown(words: Sequence[str], environment: dict[str, str]) -> tuple[str | Non
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                print(line, end="", flush=True)
                 run = found[1] if (found := _STARTED.search(line)) else run
+                print(line, end="", flush=True)
         except KeyboardInterrupt:
             process.terminate()
             interrupted = True
+            rest = _STARTED.search(process.stdout.read())  # what was said before it was stopped
+            run = rest[1] if rest else run
     return run, interrupted
 
 
