@@ -93,6 +93,9 @@ def quiet_lightning() -> None:
     """Leave out what Lightning says that is no news to whoever runs a recipe."""
     # Lightning 2.6 itself uses what torch 2.15 deprecates.
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+    # LightningCLI calls a method and gives an option of jsonargparse by their former names.
+    former = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"
+    warnings.filterwarnings("ignore", former, DeprecationWarning)
     rank_zero = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())
     # What noise may follow from is not for every terminal.

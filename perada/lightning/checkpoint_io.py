@@ -37,28 +37,15 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         buffer = BytesIO()
         torch.save(checkpoint, buffer)
-        content = buffer.getbuffer()
-        comment = _MARK + hashlib.sha256(content).hexdigest().encode()
         target = Path(path)
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                file.write(content[:-2])  # the last two bytes are the length of the comment, which was 0
-                file.write(_LENGTH + comment)
-                file.flush()
-                os.fsync(file.fileno())
-            if target.name == LAST and target.is_file():
-                _keep(target, target.with_name(PREVIOUS))
-            partial.replace(target)
-            _sync(target.parent)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            what = f"the checkpoint {str(target)!r} ({len(content) / 2**20:,.1f} MiB)"
-            raise OSError(
-                error.errno,
-                f"{what} could not be written: {error.strerror or error}; mend this, and resume with ckpt_path=last",
-            ) from error
+        with buffer.getbuffer() as content:
+            try:
+                _write(content, target)
+            except OSError as error:
+                what = f"the checkpoint {str(target)!r} ({len(content) / 2**20:,.1f} MiB) could not be written"
+                raise OSError(
+                    error.errno, f"{what}: {error.strerror or error}; mend this, and resume with ckpt_path=last"
+                ) from error
 
     def load_checkpoint(
         self,
@@ -112,6 +99,26 @@ def damage_of(path: Path) -> str | None:
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
         return f"is not a checkpoint, or was cut off ({' '.join(str(error).split())[:150]})"
     return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
+
+
+def _write(content: memoryview, target: Path) -> None:
+    """Put the bytes of a zip archive without a comment in their place, with their digest as its comment."""
+    comment = _MARK + hashlib.sha256(content).hexdigest().encode()
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(content[:-2])  # the last two bytes are the length of the comment, which was 0
+            file.write(_LENGTH + comment)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.name == LAST and target.is_file():
+            _keep(target, target.with_name(PREVIOUS))
+        partial.replace(target)
+        _sync(target.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _keep(path: Path, name: Path) -> None:

@@ -2,6 +2,7 @@
 """Shifted test sets: what the corruptions make of an image, and what is refused."""
 
 import random
+import sys
 
 import imagecorruptions
 import numpy as np
@@ -199,3 +200,9 @@ def test_a_missing_library_is_named(monkeypatch):
     with pytest.raises(ImportError, match=r"install perada\[shifts\]"):
         module({"a": "fog"})
     assert len(module({"a": "label_shift"}).conditions) == 1
+
+
+def test_a_library_that_does_not_load_is_refused_at_set_up(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(ImportError, match=r"^shifts: corruptions need OpenCV, which does not load here .*\(on Debian "):
+        module({"fog": Corruptions("fog")})

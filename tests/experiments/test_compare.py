@@ -692,6 +692,12 @@ def test_the_lower_error_is_chosen():
     ]
     assert [score(record) for record in records] == pytest.approx([-0.3, -0.1, 0.15])
     assert choose([({"lr": str(n)}, record) for n, record in enumerate(records[:2])]) == ({"lr": "1"}, -0.1)
+    run = {"stage": "tune", "label": "ditto", "recipe": "r", "seed": 0, "variant": ["--tune=lr=0,1"]}
+    tried = [run | record | {"point": {"lr": str(n)}} for n, record in enumerate(records[:2])]
+    shown = grid_table(tried)
+    assert [cell.strip() for cell in shown.splitlines()[2].split("|")[1:-1]] == ["ditto", "30.00", "10.00", "1"]
+    assert "personal/local_test_ece on held-out validation images; the lowest is chosen" in shown
+    assert "-personal" not in shown
 
 
 def test_scores_to_choose_by_are_those_of_the_metrics():

@@ -25,12 +25,19 @@ SMALLEST = 32
 
 
 def check_installed() -> None:
-    """Refuse to go on without the library, by an ImportError that names the extra."""
+    """Refuse to go on without the library, or without what it needs, by an ImportError that says what to install."""
     if find_spec("imagecorruptions") is None:
         raise ImportError(
             "shifts: corruptions need the package imagecorruptions-imaug, which is not installed; install "
             "perada[shifts], or leave the corruptions out"
         )
+    try:
+        import cv2  # noqa: F401  # whether it loads
+    except ImportError as error:
+        raise ImportError(
+            f"shifts: corruptions need OpenCV, which does not load here ({error}); install the system's libraries that "
+            "it lacks (on Debian libgl1 and libxcb1), or opencv-python-headless in place of opencv-python"
+        ) from error
 
 
 def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:

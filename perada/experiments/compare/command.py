@@ -28,7 +28,7 @@ from perada.experiments.compare.plan import (
     words,
 )
 from perada.experiments.compare.ranges import ends, inside, propose, ranges, require_optuna
-from perada.experiments.compare.results import Results, choose, score
+from perada.experiments.compare.results import Results, choose, score, shown_score
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
 from perada.experiments.compare.workers import CarryOut, Workers, in_process
@@ -86,7 +86,8 @@ class Comparison:
             best = choose([(job.point, self.results.find(job)) for job in jobs])
             if best is not None:
                 chosen[row] = best[0]
-                print(f"{jobs[0].label}: {' '.join(words(best[0]))} chosen, validation score {100 * best[1]:.2f} %")
+                value = shown_score(best[1], self.plan.signed)
+                print(f"{jobs[0].label}: {' '.join(words(best[0]))} chosen, validation score {value} %")
             elif not jobs:
                 chosen[row] = {}
             else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from perada.core.digests import check_sealed, sealed
 from perada.experiments.compare.plan import CHOSEN_BY, Job, Point
+from perada.results.report import percent
 
 Record = dict[str, Any]
 
@@ -100,3 +101,8 @@ def score(record: Record | None) -> float | None:
     if any(record.get(name) is None for name in signs):
         return None
     return fmean(sign * record[name] for name, sign in signs.items())
+
+
+def shown_score(value: float, chosen_by: Sequence[str]) -> str:
+    """A score as it is printed, in %: an error, or the mean of several, without the minus that it is chosen by."""
+    return percent(-value if all(name.startswith("-") for name in chosen_by) else value)

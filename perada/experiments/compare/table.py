@@ -7,7 +7,7 @@ from typing import Any
 
 from perada.core.text import printable
 from perada.experiments.compare.plan import CHOSEN_BY, named
-from perada.experiments.compare.results import choose, score
+from perada.experiments.compare.results import choose, score, shown_score
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, mean_and_std, percent, shift_names, table
 
 Records = Sequence[dict[str, Any]]
@@ -125,8 +125,11 @@ def _trial_table(tried: Records) -> str:
 def _note(tried: Records) -> str:
     names = list(dict.fromkeys(name for record in tried for name in record["point"]))
     by = dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY))
-    what = f"mean of {' and '.join(by)}" if len(by) > 1 else next(iter(by), "")
-    return f"Scores of {' and '.join(names)} in %: {what} on held-out validation images."
+    lower = all(name.startswith("-") for name in by)
+    parts = [name.removeprefix("-" * lower) for name in by]
+    what = f"mean of {' and '.join(parts)}" if len(parts) > 1 else parts[0]
+    best = "; the lowest is chosen" * lower
+    return f"Scores of {' and '.join(names)} in %: {what} on held-out validation images{best}."
 
 
 def _value_table(tried: Records) -> str:
@@ -177,7 +180,9 @@ def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
 
 def _score(record: dict[str, Any]) -> str:
     value = score(record)
-    return percent(value) if value is not None else "failed" if "failed" in record else "diverged"
+    if value is None:
+        return "failed" if "failed" in record else "diverged"
+    return shown_score(value, record.get("chosen_by", CHOSEN_BY))
 
 
 def _failures(records: Records) -> list[str]:
