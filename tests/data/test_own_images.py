@@ -10,6 +10,7 @@ import torch
 from perada.data import ByDomain, FederatedDataModule, Images, ImageTable
 from perada.data.partitions.shares import spread_share
 from perada.data.sets.own import layout_pattern
+from perada.results.inference import find_images
 
 from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table
 
@@ -185,6 +186,17 @@ def test_other_refusals(tmp_path):
     root = write(tmp_path, "a/1.jpg", "a/2.jpg", "3.jpg")
     with pytest.warns(UserWarning, match=r"1 of 3 images in .*, such as 3\.jpg, do not have the layout .*left out"):
         assert len(Images(root, layout="{class}/*")) == 2
+
+
+def test_images_of_kinds_that_are_not_read_are_counted(tmp_path):
+    root = write(
+        tmp_path, "north/a/1.jpg", "north/b/2.jpg", "north/a/3.gif", "north/b/4.DCM", "north/b/5.dcm", "north/Thumbs.db"
+    )
+    left = r"files in .* are left out \(2 \.dcm, 1 \.gif\): convert them to PNG or TIFF to use them"
+    with pytest.warns(UserWarning, match=left):
+        assert len(Images(root, layout="{client}/{class}/*", test_share=0.5)._records().paths) == 2
+    with pytest.warns(UserWarning, match=left):
+        assert find_images(tmp_path)[0] == ["north/a/1.jpg", "north/b/2.jpg"]
 
 
 def rows(count=12):

@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -28,6 +29,23 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
     ("val", "valid", "validation", "dev"), "val"
 )
 """Words for a split, in any case, and what they mean."""
+UNREAD = (
+    ".avif",
+    ".dcm",
+    ".dicom",
+    ".gif",
+    ".heic",
+    ".heif",
+    ".jfif",
+    ".jp2",
+    ".j2k",
+    ".jxl",
+    ".nii",
+    ".nii.gz",
+    ".svs",
+    ".tga",
+)
+"""Ends of names of images of other kinds."""
 
 
 @dataclass(frozen=True)
@@ -232,14 +250,22 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
 
 
 def list_images(root: Path) -> list[str]:
-    """Paths of all images below ``root``, relative to it, with ``/``, sorted; nothing that begins with a dot."""
-    found = []
+    """Paths of all images below ``root``, relative to it, with ``/``, sorted; nothing that begins with a dot.
+
+    A warning counts images of kinds that are not read, such as DICOM.
+    """
+    found, unread = [], Counter[str]()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))]
         inside = Path(folder).relative_to(root)
         for name in names:
             if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
                 found.append((inside / name).as_posix())
+            elif not name.startswith(".") and name.lower().endswith(UNREAD):
+                unread[Path(name).suffix.lower()] += 1
+    if unread:
+        kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
+        warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
     return sorted(found)
 
 
