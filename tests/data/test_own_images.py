@@ -241,9 +241,11 @@ def test_spreadsheets_and_tabs_are_read(tmp_path):
     text = "path\tlabel\tclient\n0.jpg\ta\tone\n\n1.jpg\tb\ttwo\n2.jpg\ta\tone\n3.jpg\tb\ttwo\n"
     write(tmp_path, *(f"{n}.jpg" for n in range(4)))
     (tmp_path / "t.tsv").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    made = ImageTable(str(tmp_path / "t.tsv"), test_share=0.5)
-    both = sorted(names(made) + names(made.with_split(False)))
-    assert (both, {*made.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})
+    (tmp_path / "semicolons.csv").write_text(text.replace("\t", ";").replace("\n", "\r\n"))
+    for name in ("t.tsv", "semicolons.csv"):
+        made = ImageTable(str(tmp_path / name), test_share=0.5)
+        both = sorted(names(made) + names(made.with_split(False)))
+        assert (both, {*made.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})
 
 
 def test_parquet_says_the_same(tmp_path):

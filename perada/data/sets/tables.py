@@ -41,7 +41,8 @@ def read_columns(path: Path, names: Sequence[str], source: str) -> list[Array]:
 def read_table(path: Path) -> tuple[dict[str, Array], Array]:
     """Read a CSV, TSV or Parquet file: columns (N,) of strings by name, and the number (N,) of each row in the file.
 
-    What a Parquet file lacks is an empty string. Rows of text files count from 1, the header.
+    What a Parquet file lacks is an empty string. Rows of text files count from 1, the header. The fields of a CSV file
+    are divided by commas, or by semicolons if its header has these and no comma.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -52,7 +53,7 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
         raise FileNotFoundError(f"{path} does not exist: set table to a .csv, .tsv or .parquet file")
     suffix = path.suffix.lower()
     if suffix != ".parquet":
-        return _read_csv(path, "correct the table", "\t" if suffix == ".tsv" else ",")
+        return _read_csv(path, "correct the table", "\t" if suffix == ".tsv" else _delimiter(path))
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -73,12 +74,21 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
     return columns, np.arange(1, len(content) + 1)
 
 
+def _delimiter(path: Path) -> str:
+    """What divides the fields: spreadsheets write semicolons where the comma stands in numbers."""
+    with path.open("rb") as file:
+        header = file.readline(2**16)
+    return ";" if b";" in header and b"," not in header else ","
+
+
 def _read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, Array], Array]:
     """The columns of a text file and the rows' numbers; empty lines are passed over."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark at its start
             rows = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no table in UTF-8 ({error}): {remedy}") from None
+    except csv.Error as error:
         raise ValueError(f"{path} is no table ({error}): {remedy}") from None
     if not rows:
         raise ValueError(f"{path} is empty: {remedy}")
