@@ -395,6 +395,18 @@ def test_summary_marks_what_is_not_known():
     assert table["x"]["s / round"] == "1.2"
 
 
+def test_initial_models_that_differ_have_rows_of_their_own_and_none_failed():
+    starts = [
+        record("before fine-tuning", stage="start", varied={"data.alpha": alpha}, **{"personal/local_test": value})
+        for alpha, value in (("1", 0.5), ("0.3", 0.25))
+    ]
+    table = rows(summary([*starts, record("x", **{"personal/local_test": 0.25})]))
+    assert list(table)[:3] == ["before fine-tuning, alpha=1", "before fine-tuning, alpha=0.3", "x"]
+    assert not any("failed" in name for name in table)
+    lost = record("y", stage="tune", failed="no", diverged=False)
+    assert "y (failed)" in rows(summary([*starts, lost]))
+
+
 def test_shifts_have_columns():
     scores = {"personal/local_test": 0.25, "personal/fog": 0.5, "personal/fog_std": 0.1, "global/fog": 0.4}
     plain = record("before fine-tuning", stage="start", **{"personal/local_test": 0.5})

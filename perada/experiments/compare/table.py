@@ -30,7 +30,8 @@ def summary(records: Records) -> str:
     shown = _with_starts([record for record in records if record["stage"] != "tune"])
     groups = _groups(shown)
     labels = [every[0]["label"] for every in groups.values()]
-    lost = [label for label in dict.fromkeys(record["label"] for record in records) if label not in labels]
+    tried = dict.fromkeys(record["label"] for record in records if record["stage"] == "tune")
+    lost = [label for label in tried if label not in labels]
     tuned = any(record.get("point") for record in shown)
     private = [name for name in EPSILONS if any(name in record for record in shown)]
     scored = [*SCORES, *(name for name in MODES if any(record.get(name) is not None for record in shown))]
