@@ -2,50 +2,31 @@
 """Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
 
 import logging
-import tempfile
+import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
+import torch
 from jsonargparse import ArgumentParser
-from torch.utils.data import Dataset
 
-from perada.cli.keys import full_names
-from perada.cli.runs import PeradaCLI, make_cli
-from perada.cli.words import whole
+from perada.cli.parties import make_coordinator, server_recipe, site_recipe, worker_of
 from perada.core.states import State, megabytes, unstack
 from perada.core.text import printable
-from perada.data import FederatedDataModule
-from perada.data.one_client import OneClient, only
+from perada.data.one_client import OneClient
 from perada.deploy import records
 from perada.deploy.asking import Terms
 from perada.deploy.client import Client
-from perada.deploy.coordinator import Coordinator
 from perada.deploy.flower.socket import Listener, from_supervisor
 from perada.deploy.local import LocalTransport
 from perada.deploy.messages import Order
 from perada.deploy.recipe import Recipe
 from perada.deploy.site_file import SiteFile, read_site
-from perada.deploy.state import STATE, Book, RunState, read_state
-from perada.deploy.transport import Transport
-from perada.deploy.worker import SiteWorker
+from perada.deploy.state import STATE, RunState, read_state
 from perada.privacy.ledgers import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
 
-OF_ALL: tuple[str, ...] = (
-    "public",
-    "public_fraction",
-    "validation_fraction",
-    "train_limit",
-    "test_limit",
-    "public_limit",
-)
-OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
-"""Options of a recipe's data that say what all clients and the server have."""
-NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
-QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
 DELTA = 1e-5
 """Of the ε that `perada deploy status` prints of a site."""
 SITE = "File of the site, such as site.yaml."
@@ -86,6 +67,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
             f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{seconds:.2f} s",
+            f"  memory: {_peak_memory(client.recipe.device)}",
             f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
             f"{', '.join(given.may_send) or 'nothing'} beside",
         ]
@@ -167,89 +149,6 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Wrote {', '.join(written)} to {given.output}")
 
 
-def worker_of(given: SiteFile) -> SiteWorker:
-    """The worker of a site.
-
-    Raises:
-        ValueError: If a recipe is not the one that was approved, or cannot be used with the site's data.
-    """
-    clients = {}
-    for path, approved in given.recipes.items():
-        client = Client(site_recipe(path, given), given.max_epsilon)
-        if client.recipe.digest != approved:
-            raise ValueError(
-                f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved or 'none'}; "
-                "`perada deploy check` shows what it would do; to approve it, write the digest into the site's file"
-            )
-        clients[approved] = client
-    log = logging.getLogger(f"perada.site.{given.name}")
-    return SiteWorker(Book(given.state), clients, given.may_send, given.max_rounds, log)
-
-
-def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
-    """The server of a recipe that is named as `perada fit` names it."""
-    recipe, public, classes, multilabel = server_recipe(name)
-    options: dict[str, Any] = {"public": public, "num_classes": classes, "multilabel": multilabel, "resume": resume}
-    return Coordinator(recipe, transport, folder, terms, **options)
-
-
-def site_recipe(path: Path, given: SiteFile) -> Recipe:
-    """A recipe with the data of a site in the place of its own."""
-    text = path.read_bytes()
-    content = full_names(yaml.safe_load(text))
-    kept = {key: value for key, value in (content.get("data") or {}).items() if key not in OF_ALL}
-    own, place = dict(given.data), int(given.data.get("client", 0))
-    own.pop("client", None)
-    if "dataset" not in own:
-        size = {"size": kept["image_size"]} if kept.get("image_size") else {}
-        kind = "ImageTable" if "table" in own else "Images"
-        own = {"dataset": {"class_path": kind, "init_args": size | own}, "partition": NOWHERE}
-    cli = _parsed(content | {"data": kept | own}, given.accelerator)
-    division = cli.datamodule._division
-    division.download()
-    data = only(division.share_out()[0], place)
-    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
-    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
-    return Recipe(text, cli.model, cli.loop, cli.trainer, served)
-
-
-def server_recipe(name: str) -> tuple[Recipe, Dataset[Any] | None, int, bool]:
-    """A recipe as a server has it: no client's image is read.
-
-    Returns:
-        The recipe, its public set, the number of classes, and whether images have several labels.
-
-    Raises:
-        ValueError: If it does not say how many classes there are, or the public set would be clients' images.
-    """
-    text = whole(name).encode()
-    cli = _parsed(full_names(yaml.safe_load(text)), "auto")
-    data, division = cli.config["data"], cli.datamodule._division
-    for option in ("public_fraction", "validation_fraction"):
-        if data[option]:
-            raise ValueError(
-                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public"
-            )
-    classes = data.num_classes or cli.model.num_classes or division.dataset.num_classes
-    if not classes:
-        raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
-    public = None if division.public is None else division._public(division.dataset, [])
-    multilabel = bool(getattr(division.dataset, "multilabel", False))
-    return Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule), public, classes, multilabel
-
-
-def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
-    """What a recipe describes."""
-    content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
-    content["trainer"] = {**(content.get("trainer") or {})}
-    if accelerator != "auto":
-        content["trainer"]["accelerator"] = accelerator
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(content, file, sort_keys=False)
-        file.flush()
-        return make_cli(["--config", file.name, *(f"--trainer.{option}" for option in QUIET)], run=False)
-
-
 def _try_step(client: Client) -> float:
     """Seconds of one local step, from the first state; nothing of it is kept."""
     order = Order("train", "0" * 32, "0" * 64)
@@ -261,6 +160,17 @@ def _try_step(client: Client) -> float:
         order, client.recipe.template.sending, RunState(order.run), client.protection(None, 0), only_step=first
     )
     return time.monotonic() - begin
+
+
+def _peak_memory(device: torch.device) -> str:
+    """The most that this process has held."""
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.2f} GB at most in this process"
+    if device.type != "cuda":
+        return host
+    return f"{host}, and {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB on the accelerator"
 
 
 def _many(recipe: Recipe) -> bool:

@@ -38,7 +38,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
 
 def recipe_digest(name: str) -> str:
     """What sites approve: of the recipe's text and of the weights that it freezes."""
-    from perada.cli.deploy import server_recipe
+    from perada.cli.parties import server_recipe
 
     recipe, _, classes, multilabel = server_recipe(name)
     recipe.build(classes, multilabel)
@@ -90,7 +90,8 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 def serve(path: Path, transport: Transport, options: RunOptions, state: Path) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
-    from perada.cli.deploy import make_coordinator, shown_rounds
+    from perada.cli.deploy import shown_rounds
+    from perada.cli.parties import make_coordinator
 
     quiet_lightning()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from perada.algorithms import ensemble_of
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan, make_plan, sample_cohort
+from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, stack
 from perada.data.batches.preparation import Preparation
 from perada.data.one_client import ServerImages
@@ -25,16 +25,14 @@ from perada.deploy.files import Lock
 from perada.deploy.measures import mean_scores, measured
 from perada.deploy.messages import Answer, Kind, Order
 from perada.deploy.recipe import Recipe, is_plain, laid_out
-from perada.deploy.records import Member, Progress, Record
+from perada.deploy.records import Progress, Record
+from perada.deploy.roster import Roster
 from perada.deploy.transport import Transport
 from perada.federation.changes import changes, far
 from perada.federation.round_report import RoundReport
 from perada.federation.server import Server
 from perada.privacy.rehearsal import check_client_level
 from perada.server import Updates
-
-REPEAT = 10
-"""Rounds after which a site that did not join is asked once more."""
 
 
 class Coordinator:
@@ -91,10 +89,10 @@ class Coordinator:
             self.server.load_state_dict(states)
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
-        self._turned_away: dict[str, int] = {}  # the round in which a site last did not join
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
+        self.roster = Roster(self.progress, transport, terms, self.settings, self.level, lambda: self._order("join"))
 
     def _check(self) -> None:
         """Refuse, by a ValueError, what cannot be deployed."""
@@ -148,86 +146,17 @@ class Coordinator:
         given["plain"] = is_plain(self.server.global_state)
         return Order(kind, progress.run, progress.recipe, progress.done, client, clients, **given)
 
-    def _admit(self, names: Sequence[str], seconds: float) -> None:
-        """Let new sites join."""
-        progress = self.progress
-        known = {member.name for member in progress.roster}
-        soon = {name for name, round in self._turned_away.items() if round <= progress.done < round + REPEAT}
-        known |= soon if len(known) >= self.terms.min_sites else set()
-        new = sorted(name for name in names if name not in known)
-        if not new:
-            return
-        message = pack(self._order("join").header())
-        answers, failed = ask(self.transport, dict.fromkeys(new, message), len(new), seconds, {}, Record(progress.done))
-        for name in new:
-            self._turned_away[name] = progress.done
-            if name in failed:
-                self.log.warning("site %s does not join: %s", name, failed[name])
-                continue
-            facts = answers[name][0].facts
-            progress.labels = progress.labels or facts.get("labels", "")
-            if facts.get("labels") != progress.labels:
-                self.log.warning("site %s does not join: it has other classes than the sites before it", name)
-                continue
-            if self.settings.weighting == "samples" and "size" not in facts:
-                self.log.warning(
-                    "site %s does not join: weighting='samples' needs its size, which it does not send", name
-                )
-                continue
-            progress.roster.append(Member(name, facts.get("size"), progress.done))
-
-    def _eligible(self, names: Sequence[str]) -> list[int]:
-        """Numbers of the sites that may be asked now."""
-        progress, late = self.progress, self.terms.late == "skip"
-        present = [number for number, member in enumerate(progress.roster) if member.name in names and not member.left]
-        if self.level is not None:
-            present = self.level.affordable(present)
-        ready = [
-            n for n in present if not (late and progress.done > 0 and progress.roster[n].late == progress.done - 1)
-        ]
-        return ready if len(ready) >= self.terms.min_sites else present
-
-    def _gather_sites(self, end: float) -> list[int]:
-        """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
-        progress, terms = self.progress, self.terms
-        while True:
-            names = self.transport.names()
-            if not progress.asked:  # else sites know this round's messages, which say how many sites there are
-                self._admit(names, (end - time.monotonic()) / 2)
-            able = self._eligible(names)
-            if len(able) >= terms.min_sites or time.monotonic() >= end:
-                break
-            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        if len(able) < terms.min_sites:
-            missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self._too_few(len(able), missing))
-        total = len(progress.roster)
-        draw = total if self._sample is not None else None
-        return sample_cohort(self.settings.seed, progress.done, total, draw, lambda _: able)
-
-    @property
-    def _sample(self) -> int | None:
-        return self.settings.clients_per_round if self.terms.sample is None else self.terms.sample
-
-    def _too_few(self, have: int, missing: Mapping[str, str]) -> str:
-        """What is said when a round cannot be closed."""
-        named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "all others never joined"
-        return (
-            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered within "
-            f"{self.terms.deadline:g} s; missing: {named}. Resume when they are back, or ask for fewer (min_sites)"
-        )
-
     # A round
 
     def _round(self) -> None:
         """Ask, wait, and close."""
         progress, terms, begin = self.progress, self.terms, time.monotonic()
         end, record = begin + terms.deadline, Record(self.progress.done)
-        order = self._gather_sites(end)
+        order = self.roster.gather(end)
         numbers = {member.name: number for number, member in enumerate(progress.roster)}
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
-            progress.asked = names[: self._sample]
+            progress.asked = names[: self.roster.sample]
             progress.lengths = self._lengths([numbers[name] for name in progress.asked])
         self._save()
         spare = [name for name in names if name not in progress.asked]
@@ -264,12 +193,13 @@ class Coordinator:
         answered = len(got) + sum(code == "broken" for code in record.failed.values())
         if answered < terms.min_sites:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self._too_few(answered, missing))
+            raise TimeoutError(self.roster.too_few(answered, missing))
         record.asked, record.answered = asked, list(got)
         self._close(record, {numbers[name]: pair for name, pair in got.items()}, numbers)
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
+        self._log(progress.history[-1])
 
     def _lengths(self, clients: Sequence[int]) -> list[int]:
         """Steps of each phase of the longest of ``clients``, if all of them say their sizes."""
@@ -390,6 +320,13 @@ class Coordinator:
             self.progress.history[-1] |= found
         self.progress.scored = self.progress.done
         self._save()
+        self._log(found)
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        """Tell the recipe's loggers of the last round; ``metrics.csv`` has it anyway."""
+        for logger in self.recipe.trainer.loggers:
+            logger.log_metrics({"round": self.progress.done - 1.0, **metrics}, step=self.progress.done - 1)
+            logger.save()
 
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)

@@ -230,7 +230,7 @@ def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
     privacy = ClientPrivacy(noise_multiplier=1.0, max_norm=1e-3, delta=1e-2, secure_rng=False)
     parties = Parties(tiny, tmp_path, rounds=2, every=2, loop={"client_privacy": privacy})
     gone = lambda name, message, _: Failure("late") if name == "site2" and trains(message, 1) else None  # noqa: E731
-    coordinator = parties.coordinator(Troubled(parties.workers(), gone), min_sites=2, deadline=1.5)
+    coordinator = parties.coordinator(Troubled(parties.workers(), gone), min_sites=2, deadline=4)
     before = state(coordinator)
     coordinator.run()
     assert coordinator.level.options.secure_rng
