@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished run is used for without its data: ``perada predict RUN``, ``perada export RUN --format ...``."""
+"""What a finished run is used for without its data: ``perada predict``, ``export --format``, ``push``."""
 
 import sys
 from dataclasses import replace
@@ -48,6 +48,25 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     )
     replace(found, paths=tuple(names)).to_csv(given.output)
     print(f"Predictions of {len(names)} image{'s' * (len(names) > 1)}: {given.output}")
+
+
+def push(parser: ArgumentParser, words: list[str]) -> None:
+    """Upload one adapter of a run to the Hugging Face Hub."""
+    parser.add_argument("run", type=Path, help="Folder that Run.save or `perada export` wrote.")
+    parser.add_argument("repo", type=str, help="Repository, user/name; it is made if it does not exist.")
+    parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global adapter.")
+    parser.add_argument("--public", action="store_true", help="For everybody to see; else the repository is private.")
+    parser.add_argument("--license", type=str, default="unknown", help="Of the adapter, as the Hub writes licences.")
+    parser.add_argument(
+        "--scores", type=bool | None, default=None, help="Whether scores go along; by default not of a private run."
+    )
+    given = vars(parser.parse_args(words))
+    path, repo, public = given.pop("run"), given.pop("repo"), given.pop("public")
+    if not (path / RUN_FILE).is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} holds no {RUN_FILE}: give one that `perada export RUN --output FOLDER` or Run.save wrote"
+        )
+    print(Run.load(path).push_to_hub(repo, private=not public, **given))
 
 
 def export_one(path: Path, client: str | None, form: Format, folder: Path) -> None:

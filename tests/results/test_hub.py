@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import perada
+from perada.cli import main
 
 from .test_model_card import made
 
@@ -122,6 +123,22 @@ def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
         found.global_model()
     with pytest.raises(ValueError, match="this is that of client 'south' alone"):
         found.push_to_hub("me/global", token="hf_x")
+
+
+def test_the_command_does_the_same(hub, tmp_path, monkeypatch, capsys):
+    made().save(tmp_path / "saved")
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    main(["push", str(tmp_path / "saved"), "me/south", "--client=south", "--license=mit"])
+    assert capsys.readouterr().out.strip().endswith("me/south")
+    repo = hub.repos["me/south"]
+    assert (repo.get("private") is True or repo["visibility"] == "private") and b"license: mit" in repo["files"][
+        "README.md"
+    ]
+    main(["push", str(tmp_path / "saved"), "me/all", "--public"])
+    assert hub.repos["me/all"].get("private") is not True
+    with pytest.raises(FileNotFoundError, match=r"holds no run\.json: give one that `perada export RUN"):
+        main(["push", str(tmp_path), "me/none"])
+    assert set(hub.repos) == {"me/south", "me/all"}
 
 
 def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
