@@ -56,6 +56,12 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
         ("frozen weights", belongs["frozen weights"], module.frozen_digest),
     ):
         if saved_value != here:
+            if what == "frozen weights" and seed is None:
+                raise ValueError(
+                    f"{str(path)!r} is of a private run in test mode, and its frozen weights follow from its seed, "
+                    "which is not written; save what perada.finetune returned with Run.save, or begin with pretrained "
+                    "weights"
+                )
             raise ValueError(
                 f"{str(path)!r} has other {what} than its config.yaml gives; put the run's own config.yaml beside its "
                 "checkpoints, and its weights where it names them"

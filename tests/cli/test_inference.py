@@ -114,6 +114,13 @@ def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, monkeypatch,
             assert torch.equal(found.global_model()(x), run.global_model()(x))
 
 
+def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
+    privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
+    _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)
+    with pytest.raises(ValueError, match="of a private run in test mode, and its frozen weights follow from its seed"):
+        open_run(folder)
+
+
 def test_what_a_run_lacks_is_said(tmp_path):
     _, folder = made_in_python(tmp_path, rounds=1)
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
