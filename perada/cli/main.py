@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.messages import one_line, quiet_lightning
+from perada.cli.messages import one_line, quiet_lightning, short_warnings
 from perada.cli.words import is_comparison, listing, spelt_out, whole
 
 Tree = dict[str, tuple["str | Tree", str]]
@@ -202,11 +202,13 @@ def _tables(path: Path) -> str:
 
 
 def entry_point() -> None:
-    """The ``perada`` program: errors about what was asked for are one line; ``PERADA_DEBUG=1`` shows tracebacks.
+    """The ``perada`` program: errors and warnings are one line each; ``PERADA_DEBUG=1`` shows where they arose.
 
     A run that is ended by Ctrl-C or SIGTERM says how to resume, with the status that shells give these, 130 and 143.
     """
     quiet_lightning()
+    if not os.environ.get("PERADA_DEBUG"):
+        short_warnings()
     try:
         main()
     except (KeyboardInterrupt, SystemExit) as end:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
+from typing import TextIO
 
 from perada.core.text import printable
 
@@ -101,3 +102,23 @@ def quiet_lightning() -> None:
     # What noise may follow from is not for every terminal.
     seed = logging.getLogger("lightning_fabric.utilities.seed")
     seed.addFilter(lambda record: "Seed set to" not in record.getMessage())
+
+
+def short_warnings() -> None:
+    """From now on, show what users are warned of as one line, without the place in the code that found it."""
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, UserWarning) and file is None:
+            print(f"perada: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
+        else:
+            shown(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show

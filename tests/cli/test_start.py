@@ -64,6 +64,14 @@ def test_python_runs_the_program_as_a_module(tmp_path):
     assert refused.returncode == 1 and refused.stderr.startswith("perada: error: ")
 
 
+def test_warnings_are_one_line_each():
+    said = "import warnings; from perada.cli.messages import short_warnings; short_warnings(); "
+    said += "warnings.warn('two\\n lines \\x1b[2J'); warnings.warn('old', DeprecationWarning)"
+    found = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stderr.splitlines()
+    assert found[0].startswith("perada: warning: two lines ") and "\x1b" not in found[0]
+    assert found[1:] == ["<string>:1: DeprecationWarning: old"]
+
+
 def test_optional_packages_are_imported_where_they_are_used():
     """At the top of a file they would be imported by every recipe that reaches it."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
