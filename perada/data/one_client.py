@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, one_of
-from perada.core.rounds import Phase, PrivateSampling, RoundPlan, batch_indices, make_plan
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, batch_indices, make_plan
 from perada.core.states import send
 from perada.data.batches.loaders import RoundBatches, loader
 from perada.data.batches.preparation import Preparation
@@ -57,8 +57,10 @@ class OneClient:
         """The prepared local steps of a plan."""
         store = self._numbered()
         given = store, plan, self.data.batch_size, self.data._preparation.seed
-        batches = RoundBatches(*given) if private is None else PrivateRoundBatches(*given, private)
-        for batch in loader(batches, store, self.data.num_workers):
+        whole = RoundBatches(*given) if private is None else PrivateRoundBatches(*given, private)
+        # Others may take more steps: nothing is done then, and a site may say any number.
+        own = Subset(whole, [place for place, (*_, active) in enumerate(active_steps(plan)) if active])
+        for batch in loader(own, store, self.data.num_workers):
             yield self.data.prepare(_moved(batch, device))  # type: ignore[type-var]  # either kind
 
     def comparison(self, round: int, device: torch.device) -> Iterator[CohortBatch]:

@@ -2,7 +2,6 @@
 """The server of a deployed run: it asks sites over a transport, and closes rounds with those who answered."""
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -13,26 +12,23 @@ import torch
 from torch.utils.data import Dataset
 
 from perada.algorithms import ensemble_of
-from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan, make_plan
-from perada.core.states import State, stack
+from perada.core.rounds import RoundPlan, sample_cohort
+from perada.core.states import State
 from perada.data.batches.preparation import Preparation
 from perada.data.one_client import ServerImages
 from perada.deploy import records
 from perada.deploy.asking import PASSING, PAUSE, Terms, ask
+from perada.deploy.closing import close_round
 from perada.deploy.codec import Spec, pack, spec_of
 from perada.deploy.files import Lock
-from perada.deploy.measures import mean_scores, measured
+from perada.deploy.measures import mean_scores
 from perada.deploy.messages import Answer, Kind, Order
 from perada.deploy.recipe import Recipe, is_plain, laid_out
 from perada.deploy.records import Progress, Record
 from perada.deploy.roster import Roster
 from perada.deploy.transport import Transport
-from perada.federation.changes import changes, far
-from perada.federation.round_report import RoundReport
 from perada.federation.server import Server
 from perada.privacy.rehearsal import check_client_level
-from perada.server import Updates
 
 
 class Coordinator:
@@ -92,7 +88,7 @@ class Coordinator:
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
-        self.roster = Roster(self.progress, transport, terms, self.settings, self.level, lambda: self._order("join"))
+        self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
 
     def _check(self) -> None:
         """Refuse, by a ValueError, what cannot be deployed."""
@@ -104,6 +100,11 @@ class Coordinator:
             )
         if algorithm.distills and settings.distillation.validate_every:
             raise ValueError("distillation: validate_every needs labelled images on the server; set it to 0")
+        if self._sample is not None and self._sample < terms.min_sites:
+            raise ValueError(
+                f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self._sample} sites "
+                "a round; give sample, the sites to ask, or ask for fewer"
+            )
         try:
             settings.rule.check(max(1, terms.min_sites // ensemble_of(algorithm).modes))
         except ValueError as error:
@@ -146,18 +147,58 @@ class Coordinator:
         given["plain"] = is_plain(self.server.global_state)
         return Order(kind, progress.run, progress.recipe, progress.done, client, clients, **given)
 
+    def _admit(self, names: Sequence[str], seconds: float) -> None:
+        """Let new sites join."""
+        new = self.roster.newcomers(names)
+        if not new:
+            return
+        message = pack(self._order("join").header())
+        record = Record(self.progress.done)
+        answers, failed = ask(self.transport, dict.fromkeys(new, message), len(new), seconds, {}, record)
+        self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
+
+    def _gather_sites(self, end: float) -> list[int]:
+        """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
+        progress, terms = self.progress, self.terms
+        while True:
+            names = self.transport.names()
+            if not progress.asked:  # else sites know this round's messages, which say how many sites there are
+                self._admit(names, (end - time.monotonic()) / 2)
+            able = self.roster.eligible(names)
+            if len(able) >= terms.min_sites or time.monotonic() >= end:
+                break
+            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
+        if len(able) < terms.min_sites:
+            missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
+            raise TimeoutError(self._too_few(len(able), missing))
+        total = len(progress.roster)
+        draw = total if self._sample is not None else None
+        return sample_cohort(self.settings.seed, progress.done, total, draw, lambda _: able)
+
+    @property
+    def _sample(self) -> int | None:
+        return self.settings.clients_per_round if self.terms.sample is None else self.terms.sample
+
+    def _too_few(self, have: int, missing: Mapping[str, str]) -> str:
+        """What is said when a round cannot be closed."""
+        named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "all others never joined"
+        return (
+            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered within "
+            f"{self.terms.deadline:g} s; missing: {named}. Resume when they are back, or ask for fewer (min_sites)"
+        )
+
     # A round
 
     def _round(self) -> None:
         """Ask, wait, and close."""
         progress, terms, begin = self.progress, self.terms, time.monotonic()
         end, record = begin + terms.deadline, Record(self.progress.done)
-        order = self.roster.gather(end)
-        numbers = {member.name: number for number, member in enumerate(progress.roster)}
+        order = self._gather_sites(end)
+        numbers = self.roster.numbers
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
-            progress.asked = names[: self.roster.sample]
-            progress.lengths = self._lengths([numbers[name] for name in progress.asked])
+            progress.asked = names[: self._sample]
+            progress.lengths = self.roster.lengths([numbers[name] for name in progress.asked])
         self._save()
         spare = [name for name in names if name not in progress.asked]
         asked, got = list(progress.asked), dict[str, tuple[Answer, State]]()
@@ -166,8 +207,7 @@ class Coordinator:
             while spare and sum(name not in hard for name in asked) < len(progress.asked):
                 asked.append(spare.pop(0))
             pending = [name for name in asked if name not in got and record.failed.get(name) in (None, *PASSING)]
-            answered = len(got) + sum(code == "broken" for code in record.failed.values())
-            wanted = (terms.min_sites if terms.late == "skip" else answered + len(pending)) - answered
+            wanted = terms.min_sites - len(got) if terms.late == "skip" else len(pending)  # to say "broken" is quick
             if not pending or wanted <= 0:
                 break
             messages = {name: self._message(numbers[name]) for name in pending}
@@ -193,24 +233,14 @@ class Coordinator:
         answered = len(got) + sum(code == "broken" for code in record.failed.values())
         if answered < terms.min_sites:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self.roster.too_few(answered, missing))
+            raise TimeoutError(self._too_few(answered, missing))
         record.asked, record.answered = asked, list(got)
-        self._close(record, {numbers[name]: pair for name, pair in got.items()}, numbers)
+        by_number = {numbers[name]: pair for name, pair in got.items()}
+        close_round(self.recipe, self.server, self.roster, self.images, record, by_number)
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
         self._log(progress.history[-1])
-
-    def _lengths(self, clients: Sequence[int]) -> list[int]:
-        """Steps of each phase of the longest of ``clients``, if all of them say their sizes."""
-        sizes = [self.progress.roster[client].size for client in clients]
-        if self.settings.privacy is not None or any(size is None for size in sizes):
-            return []
-        return list(self._plan(clients).lengths)
-
-    def _plan(self, clients: Sequence[int]) -> RoundPlan:
-        sizes = [member.size or 1 for member in self.progress.roster]
-        return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.recipe.data.batch_size)
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
@@ -227,72 +257,13 @@ class Coordinator:
         beside = (value for key, value in state.items() if key not in self.recipe.module.slot.keys)
         return all(value.is_floating_point() or int(value.max()) < modes for value in beside)
 
-    def _close(self, record: Record, got: Mapping[int, tuple[Answer, State]], numbers: Mapping[str, int]) -> None:
-        """Make the next global state of the answers, and note what there is to note."""
-        progress, server = self.progress, self.server
-        broken = [numbers[name] for name, code in record.failed.items() if code == "broken"]
-        counted = [*got, *broken] if self.level is not None else list(got)  # who broke depends on images
-        metrics: dict[str, float] = {}
-        report = RoundReport([])
-        if counted:
-            plan = self._plan(counted)
-            states = [self._row(got, client) for client in plan.clients]
-            sent = stack(states) if states[0] else {}
-            received = server.sending(plan, len(progress.roster))
-            if self.level is not None:
-                self.level.spend(plan.clients)
-                sent = server.privatized(self.level, sent, received, plan, list(range(len(plan.clients))))
-                metrics |= self.level.metrics()
-                progress.level = self.level.state_dict()
-            elif sent:
-                everyone = list(range(len(plan.clients)))
-                slot = self.recipe.module.slot.parameters
-                found = changes(slot, sent, received, everyone, everyone, len(everyone), Ranks(), cosines=False)
-                record.far = {progress.roster[client].name: times for client, times in far(found[0], plan).items()}
-            far_off = record.far if self.recipe.loop.refuse_far else {}
-            rows = [row for row, one in enumerate(plan.clients) if progress.roster[one].name not in far_off]
-            clients = [plan.clients[row] for row in rows]
-            sizes = [progress.roster[client].size or 1 for client in clients]
-            updates = Updates(sent, list(range(len(plan.clients))), len(plan.clients)).part(rows)
-            with self.recipe.context():
-                given = progress.done, clients, len(progress.roster), updates, sizes, self.images, report
-                server.close(*given, noisy=self.level is not None)
-        record.void = "all broke" if not counted else "the new state was not finite" if report.broken_server else ""
-        self._note(record, got)
-        metrics |= report.metrics | measured(self.recipe, record, progress.roster, [a.facts for a, _ in got.values()])
-        progress.history.append({"round": float(progress.done), **metrics})
-        progress.records.append(record)
-        progress.done, progress.asked, progress.lengths = progress.done + 1, [], []
-        for problem in filter(None, [record.void, "the distillation diverged" if report.diverged else ""]):
-            self.log.warning("round %d: %s", record.round, problem)
-
-    def _row(self, got: Mapping[int, tuple[Answer, State]], client: int) -> State:
-        """What a client sent; NaN of one whose training broke, which privacy of whole clients counts as no change."""
-        if client in got:
-            return {key: value.to(self.recipe.device) for key, value in got[client][1].items()}
-        sent = self.recipe.template.sent
-        return {key: value * math.nan if value.is_floating_point() else value for key, value in sent.items()}
-
-    def _note(self, record: Record, got: Mapping[int, tuple[Answer, State]]) -> None:
-        """Write down who took part, who was late and who is not to be asked any more."""
-        for client, (answer, _) in got.items():
-            member = self.progress.roster[client]
-            member.rounds += 1
-            member.epsilon = answer.facts.get("epsilon", member.epsilon)
-        for member in self.progress.roster:
-            code = record.failed.get(member.name)
-            if code in ("exhausted", "unapproved"):
-                member.left = code
-            if code in ("late", "busy"):
-                member.late = record.round
-
     # What comes after rounds
 
     def _everyone(self, kind: Kind, tensors: State, expected: Spec) -> dict[str, Answer]:
         """Ask all sites that are there, within the deadline; those that fail are asked again while there is time."""
         progress, end = self.progress, time.monotonic() + self.terms.deadline
         record, got = Record(progress.done), dict[str, Answer]()
-        numbers = {member.name: number for number, member in enumerate(progress.roster)}
+        numbers = self.roster.numbers
         pending = [name for name in numbers if name in self.transport.names()]
         while pending:
             messages = {name: pack(self._order(kind, numbers[name]).header(), tensors) for name in pending}

@@ -57,7 +57,7 @@ def mean_scores(metrics: Sequence[Metric], facts: Sequence[Facts]) -> dict[str, 
         own = [_own_score(fact, metric) for fact in facts]
         if any(map(math.isfinite, own)):
             found |= spread(f"personal/local_test{ending}", torch.tensor(own), metric.falls, weights)
-        shared = [one["global"] for one in counts if "global" in one]
+        shared = [one["global"] for one in counts if "global" in one and one["global"][1]]
         if metric.compute is None and shared:
             found[f"global/global_test{ending}"] = sum(right for right, _ in shared) / sum(total for _, total in shared)
     return found

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+from perada.core.text import printable
+
 Kind = Literal["join", "train", "tune", "evaluate"]
 """Say who you are; train a round; fine-tune after the last one; score the models."""
 Code = Literal[
@@ -23,12 +25,15 @@ Code = Literal[
 ]
 SENDABLE = ("sizes", "counts", "scores", "losses", "epsilon")
 """What a site may be allowed to send beside updates."""
-ROUNDS, CLIENTS, STEPS = 10**6, 10**6, 10**6
+ROUNDS, CLIENTS, STEPS, IMAGES = 10**6, 10**6, 10**6, 10**12
 """Numbers above these are refused."""
 
 
 class Malformed(ValueError):
-    """What came is not a message that could be meant; the text is for the log of who found it."""
+    """What came is not a message that could be meant; the text is for the log of who found it, on one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Order:
         _whole("client", order.client, order.clients - 1)
         for length in order.lengths:
             _whole("a length", length, STEPS)
+        _whole("all lengths", sum(order.lengths), STEPS)
         _number("factor", order.factor, 0, 1e6)
         if not isinstance(order.plain, bool):
             raise Malformed(f"plain={str(order.plain)[:80]}")
@@ -132,18 +138,18 @@ class Answer:
 def _fact(name: str, value: object) -> None:
     """Refuse what no site of perada's sends."""
     if name in ("size", "tests"):
-        _whole(name, value, 10**12)
+        _whole(name, value, IMAGES)
     elif name == "labels":
         if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
             raise Malformed(f"labels={str(value)[:80]}")
     elif name in ("losses", "epsilon") and isinstance(value, dict):
-        _numbers(name, value)
+        _numbers(name, value, absent=name == "epsilon")
     elif name in ("counts", "scores") and isinstance(value, dict) and set(value) <= {"personal", "global"}:
         for model, found in value.items():
             if name == "scores" and isinstance(found, dict):
                 _numbers(f"scores of {model}", found)
             elif name == "counts" and isinstance(found, list) and len(found) == 2:
-                _whole("all predictions", found[1], 10**12)
+                _whole("all predictions", found[1], IMAGES, least=1)
                 _whole("right predictions", found[0], found[1])
             else:
                 raise Malformed(f"{name} of {model}")
@@ -151,19 +157,19 @@ def _fact(name: str, value: object) -> None:
         raise Malformed(f"a fact {str(name)[:80]!r}")
 
 
-def _numbers(name: str, values: Mapping[str, object]) -> None:
-    """Refuse what is not a few finite numbers by name; None stands for what is none, or infinite."""
+def _numbers(name: str, values: Mapping[str, object], absent: bool = True) -> None:
+    """Refuse what is not a few finite numbers by name; None, if it may be ``absent``, for what is none, or infinite."""
     if len(values) > 64:
         raise Malformed(f"{name} has {len(values)} entries")
     for key, value in values.items():
         if not re.fullmatch(r"[\w.-]{1,64}", key):
             raise Malformed(f"{name} has an entry {key[:80]!r}")
-        if value is not None:
+        if value is not None or not absent:
             _number(name, value, -1e12, 1e12)
 
 
-def _whole(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+def _whole(name: str, value: object, most: int, least: int = 0) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise Malformed(f"{name}={str(value)[:80]}")
 
 

@@ -1,78 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who belongs to a deployed run, and who may be asked now."""
+"""Who takes part in a deployed run: who is let in, who may be asked now, and who is asked no more."""
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from perada.core.rounds import sample_cohort
-from perada.deploy.asking import PAUSE, Terms, ask
-from perada.deploy.codec import pack
-from perada.deploy.messages import Order
+from perada.core.rounds import BatchSize, RoundPlan, make_plan
+from perada.deploy.asking import Terms
+from perada.deploy.messages import STEPS, Answer
 from perada.deploy.records import Member, Progress, Record
-from perada.deploy.transport import Transport
 from perada.federation.settings import Settings
 from perada.privacy.client_level import ClientLevel
 
-LOG = logging.getLogger("perada.deploy")
 REPEAT = 10
 """Rounds after which a site that did not join is asked once more."""
 
+log = logging.getLogger("perada.deploy")
+
 
 class Roster:
-    """Lets sites join a run, and says who is asked in a round.
+    """The sites of a run, whose numbers are their places in ``progress.roster``.
 
     Args:
-        progress: Of the run; its ``roster`` is what this changes.
-        transport: To the sites.
+        progress: Of the run; sites that join are written into it.
         terms: When rounds are closed.
-        settings: How the rounds go.
-        level: Privacy of whole clients, which leaves out whose budget is spent; None without.
-        join: The order by which a site is asked who it is.
+        settings: How rounds go.
+        batch_size: Of the recipe's data.
+        level: Privacy of whole clients, if there is one.
     """
 
     def __init__(
-        self,
-        progress: Progress,
-        transport: Transport,
-        terms: Terms,
-        settings: Settings,
-        level: ClientLevel | None,
-        join: Callable[[], Order],
+        self, progress: Progress, terms: Terms, settings: Settings, batch_size: BatchSize, level: ClientLevel | None
     ) -> None:
-        self.progress, self.transport, self.terms = progress, transport, terms
-        self.settings, self.level = settings, level
-        self._join = join
+        self.progress, self.terms, self.settings = progress, terms, settings
+        self.batch_size, self.level = batch_size, level
         self._turned_away: dict[str, int] = {}  # the round in which a site last did not join
 
-    def admit(self, names: Sequence[str], seconds: float) -> None:
-        """Let new sites join."""
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each site."""
+        return {member.name: number for number, member in enumerate(self.progress.roster)}
+
+    def newcomers(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are to be asked to join now."""
         progress = self.progress
-        known = {member.name for member in progress.roster}
+        known = set(self.numbers)
         soon = {name for name, round in self._turned_away.items() if round <= progress.done < round + REPEAT}
         known |= soon if len(known) >= self.terms.min_sites else set()
-        new = sorted(name for name in names if name not in known)
-        if not new:
-            return
-        message = pack(self._join().header())
-        answers, failed = ask(self.transport, dict.fromkeys(new, message), len(new), seconds, {}, Record(progress.done))
-        for name in new:
+        return sorted(name for name in names if name not in known)
+
+    def admit(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
+        """Let those of the newcomers join who answered as they should."""
+        progress = self.progress
+        for name in sorted({*answers, *failed}):
             self._turned_away[name] = progress.done
-            if name in failed:
-                LOG.warning("site %s does not join: %s", name, failed[name])
+            reason = failed.get(name) or self._objection(answers[name])
+            if reason:
+                log.warning("site %s does not join: %s", name, reason)
                 continue
-            facts = answers[name][0].facts
-            progress.labels = progress.labels or facts.get("labels", "")
-            if facts.get("labels") != progress.labels:
-                LOG.warning("site %s does not join: it has other classes than the sites before it", name)
-                continue
-            if self.settings.weighting == "samples" and "size" not in facts:
-                LOG.warning("site %s does not join: weighting='samples' needs its size, which it does not send", name)
-                continue
+            facts = answers[name].facts
+            progress.labels = facts["labels"]
             progress.roster.append(Member(name, facts.get("size"), progress.done))
 
+    def _objection(self, answer: Answer) -> str:
+        """Why a site is not let in; empty if it is."""
+        labels, size = answer.facts.get("labels"), answer.facts.get("size")
+        if labels is None or self.progress.labels not in ("", labels):
+            return "it has other classes than the sites before it"
+        if size is None:
+            weighted = self.settings.weighting == "samples"
+            return "weighting='samples' needs its size, which it does not send" if weighted else ""
+        steps = sum(make_plan(0, [0], [size], self.settings.phases, self.batch_size).lengths) if size else 0
+        return "" if 0 < steps <= STEPS else f"it says that it has {size} images, which cannot be"
+
     def eligible(self, names: Sequence[str]) -> list[int]:
-        """Numbers of the sites that may be asked now."""
+        """Numbers of the sites that may be asked, of those that are connected."""
         progress, late = self.progress, self.terms.late == "skip"
         present = [number for number, member in enumerate(progress.roster) if member.name in names and not member.left]
         if self.level is not None:
@@ -82,33 +83,27 @@ class Roster:
         ]
         return ready if len(ready) >= self.terms.min_sites else present
 
-    def gather(self, end: float) -> list[int]:
-        """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
-        progress, terms = self.progress, self.terms
-        while True:
-            names = self.transport.names()
-            if not progress.asked:  # else sites know this round's messages, which say how many sites there are
-                self.admit(names, (end - time.monotonic()) / 2)
-            able = self.eligible(names)
-            if len(able) >= terms.min_sites or time.monotonic() >= end:
-                break
-            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        if len(able) < terms.min_sites:
-            missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self.too_few(len(able), missing))
-        total = len(progress.roster)
-        draw = total if self.sample is not None else None
-        return sample_cohort(self.settings.seed, progress.done, total, draw, lambda _: able)
+    def plan(self, clients: Sequence[int]) -> RoundPlan:
+        """A round of so many of the sites; those that do not say their size count as one image."""
+        sizes = [member.size or 1 for member in self.progress.roster]
+        return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
 
-    @property
-    def sample(self) -> int | None:
-        """Sites that are asked first; None for all."""
-        return self.settings.clients_per_round if self.terms.sample is None else self.terms.sample
+    def lengths(self, clients: Sequence[int]) -> list[int]:
+        """Steps of each phase of the longest of ``clients``, if all of them say their sizes."""
+        sizes = [self.progress.roster[client].size for client in clients]
+        if self.settings.privacy is not None or any(size is None for size in sizes):
+            return []
+        return list(self.plan(clients).lengths)
 
-    def too_few(self, have: int, missing: Mapping[str, str]) -> str:
-        """What is said when a round cannot be closed."""
-        named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "all others never joined"
-        return (
-            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered within "
-            f"{self.terms.deadline:g} s; missing: {named}. Resume when they are back, or ask for fewer (min_sites)"
-        )
+    def note(self, record: Record, got: Mapping[int, Answer]) -> None:
+        """Write down who took part, who was late and who is not to be asked any more."""
+        for client, answer in got.items():
+            member = self.progress.roster[client]
+            member.rounds += 1
+            member.epsilon = answer.facts.get("epsilon", member.epsilon)
+        for member in self.progress.roster:
+            code = record.failed.get(member.name)
+            if code in ("exhausted", "unapproved"):
+                member.left = code
+            if code in ("late", "busy"):
+                member.late = record.round

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from perada.core.text import printable
 from perada.deploy.client import Client
 from perada.deploy.codec import Spec, digest, header_of, pack, spec_of, table_of, unpack
 from perada.deploy.messages import Answer, Code, Malformed, Order
@@ -56,7 +57,7 @@ class SiteWorker:
             message: As it came.
             run: What the transport calls the run; it is written to the log alone.
         """
-        answers = digest(message)
+        answers, run = digest(message), printable(run)
         if not self._busy.acquire(blocking=False):
             return _reply("busy", answers)
         try:

@@ -121,6 +121,15 @@ def test_hostile_messages_are_refused_and_nothing_changes(site):
     assert state_bytes(site) is None
 
 
+def test_what_the_server_sends_cannot_write_lines_into_the_sites_log(site, caplog):
+    forged = "\x1b[2J\nround 1: all is well"
+    client = only_client(site)
+    for header in ({"kind": forged}, {"run": forged}, {"lengths": forged}, {"round": forged}, {"plain": forged}):
+        site.answer(pack(Order("train", RUN, client.recipe.digest).header() | header), forged)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("perada")]
+    assert len(said) == 5 and all("all is well" in line and line.isprintable() for line in said)
+
+
 class Stopped(BaseException):
     """The process ends here."""
 

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites that lie in well-formed answers, and what comes of it for the server and the others."""
+
+import json
+import random
+import time
+
+import pytest
+from safetensors.torch import load
+
+from perada.deploy.asking import ask
+from perada.deploy.codec import digest, header_of, pack, spec_of
+from perada.deploy.messages import Answer
+from perada.deploy.records import Record
+from perada.deploy.transport import Failure
+
+from .parties import Parties
+from .test_rounds import Troubled, equal, state
+
+
+class Lying(Troubled):
+    """``lie(name, kind, reply, message)`` gives what arrives in the place of a reply."""
+
+    def __init__(self, workers, lie):
+        super().__init__(workers)
+        self.lie = lie
+
+    def exchange(self, messages, enough, deadline):
+        found = super().exchange(messages, enough, deadline)
+        for name, reply in found.items():
+            if not isinstance(reply, Failure):
+                found[name] = self.lie(name, header_of(messages[name])["kind"], reply, messages[name])
+        return found
+
+
+def with_facts(reply, **facts):
+    header = header_of(reply)
+    return pack(header | {"facts": header["facts"] | facts}, load(reply))
+
+
+def says(name, kind, **facts):
+    """A lie of one site in its answers of one kind."""
+    return lambda who, what, reply, _: with_facts(reply, **facts) if (who, what) == (name, kind) else reply
+
+
+def broken(*names):
+    """Sites that say at once that their training broke."""
+    code = lambda message: pack(Answer("broken", digest(message)).header())  # noqa: E731
+    return lambda who, what, reply, message: code(message) if who in names and what == "train" else reply
+
+
+@pytest.mark.parametrize(
+    "facts", [{"losses": {"local": None}}, {"losses": {"local": 1e400}}, {"counts": {"x": [1, 1]}}]
+)
+def test_a_fact_that_cannot_be_is_malformed_and_the_run_goes_on(facts, tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    text = json.dumps(facts)  # Infinity and null travel as words
+
+    def lie(who, what, reply, _):
+        if (who, what) != ("site1", "train"):
+            return reply
+        mark = b'\\"facts\\":{}'
+        quiet = pack(header_of(reply) | {"facts": {}}, load(reply))
+        assert mark in quiet
+        changed = quiet.replace(mark, b'\\"facts\\":' + text.replace('"', '\\"').encode())
+        size = int.from_bytes(quiet[:8], "little") + len(changed) - len(quiet)
+        return size.to_bytes(8, "little") + changed[8:]
+
+    progress = parties.coordinator(Lying(parties.workers(), lie), min_sites=2).run()
+    assert progress.records[0].failed == {"site1": "malformed"}
+
+
+def test_scores_on_no_images_are_malformed(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    lie = lambda who, what, reply, _: with_facts(reply, counts={"global": [0, 0]}) if what == "evaluate" else reply  # noqa: E731
+    progress = parties.coordinator(Lying(parties.workers(), lie)).run()
+    assert progress.done == 1
+    assert "global/global_test" not in progress.history[0]
+
+
+@pytest.mark.parametrize("size", [0, 10**12])
+def test_who_says_a_size_that_cannot_be_is_not_let_in(size, tiny, tmp_path, caplog):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    coordinator = parties.coordinator(Lying(parties.workers(), says("site1", "join", size=size)), min_sites=2)
+    assert coordinator.run().records[0].answered == ["site0", "site2"]
+    assert f"site site1 does not join: it says that it has {size} images" in caplog.text
+
+
+def test_a_site_that_says_many_images_costs_the_others_no_time(tiny, tmp_path):
+    """They wait for no step of its, and train the same bits: only random transforms and dropout know of the steps."""
+    honest = Parties(tiny, tmp_path / "honest", rounds=1).deployed()[0]
+    parties = Parties(tiny, tmp_path / "lying", rounds=1)
+    coordinator = parties.coordinator(Lying(parties.workers(), says("site1", "join", size=10**6)))
+    begin = time.monotonic()
+    coordinator.run()
+    assert coordinator.progress.records[0].answered == parties.names
+    assert time.monotonic() - begin < 20  # a walk through its steps took 80 s
+    assert equal(state(coordinator), state(honest))
+
+
+def test_who_breaks_at_once_does_not_take_the_place_of_an_answer(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    first = (
+        parties.coordinator(Troubled(parties.workers()), min_sites=2, sample=3, late="skip").run().records[0].asked[0]
+    )
+    parties.folder = tmp_path / "again"
+    coordinator = parties.coordinator(Lying(parties.workers(), broken(first)), min_sites=2, sample=3, late="skip")
+    (record,) = coordinator.run().records
+    assert record.failed == {first: "broken"}
+    assert {first, *record.answered} == set(parties.names)
+
+
+def test_a_round_in_which_all_break_is_void(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    coordinator = parties.coordinator(Lying(parties.workers(), broken(*parties.names)), late="skip")
+    before = state(coordinator)
+    (record,) = coordinator.run().records
+    assert record.void == "all broke"
+    assert equal(state(coordinator), before)
+
+
+def test_more_sites_than_the_recipe_asks_are_refused_at_once(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, loop={"clients_per_round": 2})
+    with pytest.raises(ValueError, match="min_sites=3 cannot be had: the recipe's clients_per_round asks 2 sites"):
+        parties.coordinator(Troubled({}), min_sites=3)
+    assert parties.coordinator(Troubled({}), min_sites=3, sample=3).terms.sample == 3
+
+
+def test_what_a_site_says_cannot_write_lines_into_the_servers_log(tiny, tmp_path, caplog):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    forged = "\x1b[2J\nround 1: all is well"
+    lie = lambda who, what, reply, _: pack(header_of(reply) | {"code": forged}) if who == "site1" else reply  # noqa: E731
+    parties.coordinator(Lying(parties.workers(), lie), min_sites=2).run()
+    said = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
+    assert said and all(line.isprintable() for line in said)
+
+
+def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
+    """Words of the header are replaced, numbers, places and bytes; each reply is taken, or its sender is named."""
+    parties = Parties(tiny, tmp_path, rounds=1)
+    worker = parties.worker(0)
+    seen = []
+    transport = Lying({"site0": worker}, lambda who, what, reply, message: seen.append((what, message, reply)) or reply)
+    coordinator = parties.coordinator(transport, min_sites=1)
+    coordinator.run()
+    drawn, codes = random.Random(0), set()
+    words = [b"null", b"true", b"-1", b"1e999", b"[]", b"{}", b'\\"\\"', b"9" * 5000, b"[" * 3000, b"\\ud800", b"\xff"]
+    for _ in range(300):
+        what, message, reply = drawn.choice(seen)
+        changed = bytearray(reply)
+        size = int.from_bytes(reply[:8], "little")
+        for _ in range(drawn.randint(1, 3)):
+            place = drawn.randrange(8, 8 + size)
+            if drawn.random() < 0.5:
+                changed[place : place + drawn.randint(0, 9)] = drawn.choice(words)
+                changed[:8] = (size + len(changed) - len(reply)).to_bytes(8, "little")
+            else:
+                changed[drawn.randrange(len(changed))] = drawn.randrange(256)
+        expected = spec_of(coordinator.recipe.template.sent) if what == "train" else {}
+        transport.lie = lambda *_, changed=bytes(changed): changed
+        transport.trouble = lambda *_, reply=reply: reply  # the worker is not asked
+        answers, failed = ask(transport, {"site0": message}, 1, 60.0, expected, Record(0))
+        assert len(answers) + len(failed) == 1
+        codes |= set(failed.values())
+    assert "malformed" in codes
