@@ -129,19 +129,26 @@ def _arguments(path: str) -> Sequence[str]:
 
 
 def full_words(words: Sequence[str]) -> list[str]:
-    """Options of the command line by their full names, also those that ``--tune`` and ``--vary`` name.
+    """Options of the command line by their full names, also those that ``--tune`` and ``--vary`` name, one or several.
 
     >>> full_words(["--rounds", "3", "--tune=lr_local+lr_personal=0.1,1"])
     ['--trainer.max_epochs', '3', '--tune=model.lr_local+model.lr_personal=0.1,1']
+    >>> full_words(["--vary", "rounds=1,2", "data.seed=0,1", "--seeds", "0"])
+    ['--vary', 'trainer.max_epochs=1,2', '--vary=data.seed=0,1', '--seeds', '0']
     """
     out: list[str] = []
+    grid = ""
     for before, word in zip(["", *words], words, strict=False):
         option, equals, value = word.partition("=")
         name = option.removeprefix("--")
-        if option in ("--tune", "--vary") and equals:
+        if word.startswith("-"):
+            grid = option if option in ("--tune", "--vary") else ""
+        if grid == option and equals:
             word = f"{option}={_full_grid(value)}"
-        elif before in ("--tune", "--vary"):
+        elif grid and before == grid:
             word = _full_grid(word)
+        elif grid and equals:  # a further one
+            word = f"{grid}={_full_grid(word)}"
         elif option.startswith("--") and name in SHORT:
             word = f"--{SHORT[name]}{equals}{value}"
         out.append(word)

@@ -233,7 +233,7 @@ def _add_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[ALGORITHMS:]NAME=V1,V2",
-        help="Values of an option of `perada fit`. Each is first tried with the first seed, on images that the clients "
+        help="Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients "
         "hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several "
         "--tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only. NAME=lo..hi is a "
         "range, of which --trials settings are tried; it needs perada[tune].",
