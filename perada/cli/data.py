@@ -19,6 +19,8 @@ from perada.results.report import ROWS, table
 
 FEW = 10
 """Clients with fewer training images are named."""
+FEW_OF_CLASS = 5
+"""Classes with fewer training images are named."""
 COLUMNS = 12
 """Classes that the table shows."""
 NAMES = 10
@@ -60,6 +62,9 @@ def _of_recipe(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path
 def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
     """The images of a folder or a table, by client where clients are known."""
     parser.add_argument("source", help=f"{SOURCE} Or --config RECIPE and its options.")
+    if words and not words[0].startswith("-") and kind_of(words[0]) is None:
+        told = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
+        raise FileNotFoundError(f"{words[0]!r} {told}; give one: {SOURCE[0].lower()}{SOURCE[1:].rstrip('.')}")
     kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
     parser.add_class_arguments(kind, skip=SKIPPED)
     given = vars(parser.parse_args(words))
@@ -117,7 +122,11 @@ def _notes(found: Inspection) -> list[str]:
     """What does not stand in the way of a run."""
     few = [name for name, (train, _) in zip(found.clients, found.images, strict=True) if train < FEW]
     untested = [name for name, (_, test) in zip(found.clients, found.images, strict=True) if not test]
+    rare = [name for name, train in zip(found.classes, found.train.sum(0), strict=True) if train < FEW_OF_CLASS]
     notes = list(found.notes)
+    if len(found.classes) == 1 and not found.several_labels:
+        notes.append(f"all images are of the class {found.classes[0]}: a run needs two classes at least")
+    notes += [f"fewer than {FEW_OF_CLASS} training images of the class: {some(rare, NAMES)}"] * bool(rare)
     notes += [f"fewer than {FEW} training images: {some(few, NAMES)}"] * bool(few)
     return notes + [f"no test images: {some(untested, NAMES)}"] * bool(untested)
 

@@ -32,16 +32,23 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         "--images",
         type=Path,
         required=True,
-        help="An image, a folder of images, or a table (.csv, .tsv, .parquet) with a column path.",
+        help="An image, a folder of images, or a table (.csv, .tsv, .parquet) that lists them.",
     )
+    parser.add_argument("--path", type=str, default="path", help="Column of a table that has the files' paths.")
     parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global model.")
     parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
     parser.add_argument("--batch_size", type=int, default=64, help="Images that are in memory at a time.")
     parser.add_argument("--device", type=str, default=None, help="cpu, cuda, mps; by default a GPU if there is one.")
+    if any(word.partition("=")[0] == "--config" for word in words):
+        raise ValueError(f"--config is not an option of `perada predict RUN --images ...`. {_RECIPE}")
     given = parser.parse_args(words)
-    names, paths = find_images(given.images)
+    names, paths = find_images(given.images, given.path)
     if not given.output.parent.is_dir():
         raise FileNotFoundError(f"--output={given.output}: there is no folder {str(given.output.parent)!r}; make it")
+    if given.output.is_dir():
+        raise IsADirectoryError(
+            f"--output={given.output} is a folder; give a file, such as {given.output / 'predictions.csv'}"
+        )
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_run(given.run).predict(
         paths, given.client, batch_size=given.batch_size, device=device, progress=sys.stderr.isatty()
@@ -98,6 +105,11 @@ def open_run(path: Path) -> Run:
         checkpoint = newest_whole((path / "checkpoints").rglob("*.ckpt"))
         config = path / "config.yaml"
     if config is None or not config.is_file() or checkpoint is None:
+        if (path / "adapter_config.json").is_file() and (path.absolute().parent / RUN_FILE).is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and "
+                "choose the client with --client"
+            )
         whole = f"neither {RUN_FILE}, nor config.yaml and a whole checkpoint"
         lacks = "no config.yaml above it" if path.is_file() else whole
         raise FileNotFoundError(

@@ -13,6 +13,7 @@ from perada.data import IID, ByDomain, FederatedData, Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
 from perada.results.forgetting import NOT_UNDONE, forget
+from perada.results.joined import check_none_lost
 from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import RUN_FILE
@@ -46,8 +47,12 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     saved = (path / RUN_FILE).is_file()
     if output is None and not saved:
         raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is left as it is; give --output FOLDER")
+    if output is not None and output.is_file():
+        raise NotADirectoryError(f"--output={output} is a file; give a folder")
     run = open_run(path)
     check_name(run, name)
+    if output is not None and output.absolute() != path.absolute():
+        check_none_lost(output, run.info)
     data = _of_recipe(source) if kind is None else _of_source(run, kind, source, vars(own))
     joined = personalize(run, data, name, **options, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
@@ -73,10 +78,12 @@ def _kind(words: list[str]) -> type[Source] | None:
 
 
 def _of_source(run: Run, kind: type[Source], source: str, options: dict[str, Any]) -> FederatedData:
-    """The images of a source, by client where clients are known, of the size that the run's had."""
-    stored = run.preprocessing.resize
-    size = max(stored[0][:2]) if stored else run.preprocessing.shape[-1]
-    images = opened(source, kind, {"size": size} | options)
+    """The images of a source, by client where clients are known, read as the run's own were."""
+    known = run.preprocessing
+    size = max(known.resize[0][:2]) if known.resize else known.shape[-1]
+    white = known.full_scale if options["full_scale"] is None else options["full_scale"]
+    read = {"size": size, "gray": options["gray"] or known.channels == 1, "full_scale": white}
+    images = opened(source, kind, options | read)
     return Division(images, ByDomain("client") if images.has_clients else IID(1)).share_out()[0]
 
 

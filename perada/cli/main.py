@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.messages import one_line, quiet_lightning, short_warnings
+from perada.cli.messages import of_options, one_line, quiet_lightning, short_warnings
 from perada.cli.words import is_comparison, listing, spelt_out, whole
 
 Tree = dict[str, tuple["str | Tree", str]]
@@ -99,7 +99,10 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
     parser = ArgumentParser(prog=prog, description=text, exit_on_error=False, allow_abbrev=False)
     if isinstance(entry, str):
         module, _, function = entry.partition(":")
-        getattr(import_module(module), function)(parser, words)
+        try:
+            getattr(import_module(module), function)(parser, words)
+        except ArgumentError as error:
+            raise ArgumentError(None, of_options(str(error), parser)) from error
     elif words and words[0] in entry:
         _run(words[1:], *entry[words[0]], f"{prog} {words[0]}")
     elif words and not words[0].startswith("-"):
@@ -126,7 +129,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 def predict(parser: ArgumentParser, words: list[str]) -> None:
     """Predict images with a run that is named first; without one, a recipe's test images, by LightningCLI."""
     asks = {"-h", "--help"} & set(words)
-    if asks or (words and (not words[0].startswith("-") or any(word.startswith("--images") for word in words))):
+    if asks or not words or not words[0].startswith("-") or any(word.startswith("--images") for word in words):
         from perada.cli.inference import predict as predict_images
 
         predict_images(parser, words)

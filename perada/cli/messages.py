@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import TextIO
 
+from jsonargparse import ArgumentParser
+
 from perada.core.text import printable
 
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
@@ -79,6 +81,22 @@ def _abstract(path: str) -> str:
     return (
         f"{path} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)}, which its base class asks for; add it"
     )
+
+
+def of_options(message: str, parser: ArgumentParser) -> str:
+    """An error of a command's parser, with options as they are typed, and the nearest to one that there is not."""
+    typed = {
+        action.dest: (action.option_strings or [str(action.metavar or action.dest).upper()])[-1]
+        for action in parser._actions
+    }
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL):
+        names = ", ".join(typed.get(name, name) for name in missing[1].split(", "))
+        return f"the following arguments are required: {names}; `{parser.prog} --help` explains them"
+    wrong = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
+    if not wrong or "did you mean" in message:
+        return message
+    close = get_close_matches(wrong[1] or "", [name for name in typed.values() if name.startswith("--")], 1)
+    return f"{message}; " + (f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists the options")
 
 
 def subclasses(base: type) -> Iterator[type]:

@@ -32,10 +32,11 @@ from perada.lightning.restore import lacks_info
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.joined import joined_clients
+from perada.results.joined import check_none_lost, joined_clients
 from perada.results.privacy_card import privacy_lines
 from perada.results.report import client_table, mode_line, shift_tables
 from perada.results.run import Run
+from perada.results.run_file import RUN_FILE
 
 
 class SaveConfig(SaveConfigCallback):
@@ -233,17 +234,25 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--format", type=forms, default="peft", help="All but peft: one model, also of a saved run.")
     parser.add_argument("--client", help="Name or number of a client, of which alone the model is written.")
     given = parser.parse_args(words)
+    if given.output.is_file():
+        raise NotADirectoryError(f"--output={given.output} is a file; give a folder")
     if given.format != "peft":
         export_one(given.run, given.client, given.format, given.output)
         return
     config = given.run / "config.yaml"
     checkpoint = newest_whole((given.run / "checkpoints").rglob("*.ckpt"))
     if not config.is_file() or checkpoint is None:
+        if (given.run / RUN_FILE).is_file():
+            raise ValueError(
+                f"{str(given.run)!r} has its adapters as PEFT folders already; --format=onnx, safetensors or "
+                "torch-export writes one of its models"
+            )
         lacks = "whole checkpoints/last.ckpt" if config.is_file() else "config.yaml"
         raise FileNotFoundError(
             f"{str(given.run)!r} is not a finished run: it has no {lacks}; give a run folder of `perada fit`"
         )
     run = _with_data(given.run, config, checkpoint) if lacks_info(checkpoint) else open_run(given.run)
+    check_none_lost(given.output, run.info)
     folder = run.save(given.output, client=given.client)
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     count = f"{len(written)} adapter{'s' * (len(written) > 1)}"

@@ -140,6 +140,11 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     if data.classes is not None:
         num_classes = num_classes or len(data.classes)
         class_names("the data", data.classes, num_classes)
+        if num_classes == 1 and not multilabel:
+            raise ValueError(
+                f"all images are of one class ({data.classes[0]}), and nothing can be learned: add images of another; "
+                "where an image has a label or not, give vectors of zeros and ones (a list of columns of a table)"
+            )
     if num_classes is None:
         known = [labels for clients in found.values() for labels in clients if len(labels)]
         num_classes = known[0].shape[1] if multilabel else int(max(labels.max() for labels in known)) + 1

@@ -21,11 +21,13 @@ from PIL import Image
 from torch.utils.data import Subset
 from tqdm import tqdm
 
+from perada.data.batches.decoding import WHOLE_SCALE
 from perada.data.batches.transforms import to_image
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.division import Division
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFiles
+from perada.data.sets.own import some
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Inspection:
         shared: Training images of one client that another one has too, likewise.
         repeated: Training images that a client has more than once, likewise.
         notes: What else was noticed.
+        several_labels: Whether an image may have several labels.
     """
 
     clients: list[str]
@@ -59,6 +62,7 @@ class Inspection:
     shared: list[tuple[str, str]] = field(default_factory=list)
     repeated: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    several_labels: bool = False
 
     @property
     def usable(self) -> bool:
@@ -81,6 +85,8 @@ class _Seen(NamedTuple):
     size: tuple[int, int] | None = None
     mode: str = ""
     error: str = ""
+    frames: int = 1  # pictures in the file
+    brightest: int = 0  # of grey images of more than 8 bits that are whole numbers
 
 
 def inspect_division(division: Division) -> Inspection:
@@ -106,6 +112,7 @@ def inspect_division(division: Division) -> Inspection:
     images = np.array([[len(own) for own in clients_of] for clients_of in rows_of]).T
     classes = list(data.classes or map(str, range(width)))
     found = Inspection(clients, classes, tables[0], tables[1], images, np.empty((0, 2), np.int64))
+    found.several_labels = any(part.labels is not None and part.labels.ndim == 2 for part in sets)
     found.notes = list(dict.fromkeys(" ".join(str(one.message).split()) for one in caught))
     owners = [_owners(clients_of, len(part)) for part, clients_of in zip(sets, rows_of, strict=True)]
     _read(found, sets, owners)
@@ -130,6 +137,8 @@ def _owners(clients: list[list[int]], size: int) -> Array:
 def _read(found: Inspection, sets: list[ImageSet], owners: list[Array]) -> None:
     """Look at every image of the training and the test split."""
     sizes = []
+    deep: list[int] = []
+    several: list[str] = []
     known: dict[bytes, list[tuple[int, int, str]]] = defaultdict(list)  # split, owner and name of equal images
     for split, (part, of) in enumerate(zip(sets, owners, strict=True)):
         names = part._listing.paths if isinstance(part, ImageFiles) else None
@@ -139,8 +148,11 @@ def _read(found: Inspection, sets: list[ImageSet], owners: list[Array]) -> None:
                 continue
             sizes.append(seen.size)
             found.modes[seen.mode] += 1
+            deep += [seen.brightest] * bool(seen.brightest)
+            several += [names[row]] if names and seen.frames > 1 else []
             name = names[row] if names else f"{'training' if split == 0 else 'test'} image {row}"
             known[seen.digest].append((split, int(of[row]), name))
+    found.notes += _of_files(deep, getattr(sets[0], "full_scale", None), several)
     found.sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
     for alike in known.values():
         train = [one for one in alike if one[0] == 0]
@@ -148,6 +160,21 @@ def _read(found: Inspection, sets: list[ImageSet], owners: list[Array]) -> None:
         for place, one in enumerate(train[1:], 1):
             same = any(other[1] == one[1] for other in train[:place])
             (found.repeated if same else found.shared).append((one[2], train[0][2]))
+
+
+def _of_files(deep: list[int], full_scale: float | None, several: list[str]) -> list[str]:
+    """What to say of images of more than 8 bits, and of files with several pictures."""
+    notes = []
+    white = WHOLE_SCALE if full_scale is None else full_scale
+    if deep and 2 * max(deep) < white:
+        fits = 2 ** max(deep).bit_length() - 1
+        notes.append(
+            f"the brightest pixel of the grey images of more than 8 bits ({len(deep)}) is {max(deep)}, and {white:g} "
+            f"is white, so that they are dark: set full_scale to what is white, such as {fits}"
+        )
+    if several:
+        notes.append(f"of files with several pictures ({some(several)}) the first is read")
+    return notes
 
 
 def _look(part: ImageSet) -> Iterable[_Seen]:
@@ -163,7 +190,8 @@ def _look_at_file(part: ImageFiles, path: str) -> _Seen:
         part.read(path)
         content = part.content(path)
         with Image.open(io.BytesIO(content)) as image:
-            return _Seen(_digest(content), image.size, image.mode)
+            brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
+            return _Seen(_digest(content), image.size, image.mode, "", getattr(image, "n_frames", 1), brightest)
     except (OSError, ValueError) as error:
         return _Seen(b"", error=str(error))
 

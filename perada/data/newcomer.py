@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from perada.data.batches.samples import as_labels, length
 from perada.data.federated import FederatedData
 from perada.data.preprocessing import Preprocessing
+from perada.data.sets.own import some
 
 
 def newcomer(
@@ -59,8 +60,11 @@ def _chosen(data: FederatedData, name: str | None) -> tuple[int, str]:
             raise ValueError("the client has no name; give one (name=, --client)")
         return 0, name
     if names is None or name not in names:
-        which = f"none of the names {', '.join(names[:5])}" if names else "no name, and they have none either"
-        raise ValueError(f"the data are of {len(data.train)} clients, and {name!r} is {which}; give the images of one")
+        count = f"the data are of {len(data.train)} clients"
+        if names is None:
+            raise ValueError(f"{count} without names; give the images of one")
+        which = "none is named" if name is None else f"{name!r} is none of them"
+        raise ValueError(f"{count}, and {which}; name one of {some(names)}, or give the images of one alone")
     return names.index(name), str(name)
 
 

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from perada.core.checks import check_whole
 from perada.data.preprocessing import Preprocessing
-from perada.data.sets.own import list_images
+from perada.data.sets.own import list_images, some
 from perada.data.sets.tables import read_table
 
 _TABLES = (".csv", ".tsv", ".parquet")
@@ -79,7 +79,7 @@ def predict(
     given = as_list(images)
     if not given:
         raise ValueError("there are no images; give one at least")
-    model = model.to(device).eval()
+    model = model.to(_usable(device)).eval()
     rows = []
     with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
         for start in range(0, len(given), batch_size):
@@ -91,6 +91,19 @@ def predict(
     labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
     paths = tuple(map(str, given)) if all(isinstance(one, str | Path) for one in given) else None
     return Predictions(probabilities, labels, tuple(classes), paths)
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """A device on which there can be tensors."""
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # as torch was built
+        reason = " ".join(str(error).split(".")[0].split())[:200]
+        raise ValueError(
+            f"device={str(device)!r} cannot be used ({reason}); give cpu, or a GPU that is there"
+        ) from None
+    return found
 
 
 def as_list(images: Any) -> list[Any]:  # noqa: ANN401
@@ -111,7 +124,8 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
         return list(names).index(str(client))
     if isinstance(client, str) and not client.isdecimal():
         close = get_close_matches(client, names or (), 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"give a number from 0 to {num_clients - 1}"
+        hint = f"the clients are {some(names)}" if names else f"give a number from 0 to {num_clients - 1}"
+        hint = f"did you mean {close[0]!r}?" if close else hint
         raise ValueError(f"client={client!r} is unknown; {hint if names else f'the clients have no names: {hint}'}")
     number = int(client) if isinstance(client, str) else client
     check_whole("client", number, 0, most=num_clients - 1)
@@ -119,15 +133,15 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
     return number
 
 
-def find_images(source: Path) -> tuple[list[str], list[Path]]:
-    """The images that ``source`` stands for: a file, all image files below a folder, or a table's column ``path``.
+def find_images(source: Path, column: str = "path") -> tuple[list[str], list[Path]]:
+    """The images that ``source`` stands for: a file, all image files below a folder, or those in a table's ``column``.
 
     Returns:
         What each is called (in a folder or a table, relative to it), and where it is; those of a folder in order.
 
     Raises:
         FileNotFoundError: If it does not exist, or a folder holds no images.
-        ValueError: If it is no table (CSV, TSV, Parquet), has no column ``path``, or a row has no path.
+        ValueError: If it is no table (CSV, TSV, Parquet), has no such column, or a row has no path.
         ModuleNotFoundError: If pyarrow is not installed, and the table is of Parquet.
     """
     if source.is_dir():
@@ -143,9 +157,9 @@ def find_images(source: Path) -> tuple[list[str], list[Path]]:
     if source.suffix.lower() not in _TABLES:
         return [str(source)], [source]
     columns, rows = read_table(source)
-    if "path" not in columns:
-        raise ValueError(f"{str(source)!r} has no column 'path' among {list(columns)}; name it so")
-    names = columns["path"].tolist()
+    if column not in columns:
+        raise ValueError(f"{str(source)!r} has no column {column!r} among {list(columns)}; name the paths' with --path")
+    names = columns[column].tolist()
     for row, name in zip(rows, names, strict=True):
         if not name:
             raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")

@@ -3,11 +3,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perada.core.states import State
 from perada.results.per_client import with_client
 from perada.results.privacy_card import joined_record
+from perada.results.run_file import RUN_FILE, read_run
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,23 @@ class Joined:
 def joined_clients(info: Mapping[str, Any]) -> set[int]:
     """The numbers of the clients that joined when the rounds were over."""
     return {record["client"] for record in info.get("joined", [])}
+
+
+def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
+    """Refuse to replace a saved run that has clients which joined it by a run that lacks them.
+
+    Raises:
+        ValueError: If there are such clients in ``folder``.
+    """
+    if not (folder / RUN_FILE).is_file():
+        return
+    there = [str(record["name"]) for record in read_run(folder).info.get("joined", [])]
+    lost = [name for name in there if name not in (info.get("clients") or [])]
+    if lost:
+        raise ValueError(
+            f"--output={str(folder)!r} holds a run that {', '.join(lost)} joined, and one without would replace it: to "
+            "add another client, give that folder as RUN; or give another folder"
+        )
 
 
 def with_joined(

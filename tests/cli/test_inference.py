@@ -55,8 +55,16 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
     for run, output in ((version, "a.csv"), ("out", "b.csv"), (f"{version}/checkpoints/last.ckpt", "c.csv")):
         main(["predict", run, "--images", "images", "--client", "1", "--output", output, "--batch_size=3"])
         assert capsys.readouterr().out.endswith(f"Predictions of 40 images: {output}\n")
-    (here / "table.csv").write_text("label,path\n" + "".join(f"x,images/{n}.png\n" for n in range(40)))
-    main(["predict", "--images=table.csv", version, "--client=1"])
+    (here / "table.csv").write_text("label,file\n" + "".join(f"x,images/{n}.png\n" for n in range(40)))
+    main(["predict", "--images=table.csv", version, "--client=1", "--path=file"])
+    with pytest.raises(
+        FileNotFoundError, match=r"'out/client_1' is one adapter of a run; give the folder that it is in"
+    ):
+        main(["predict", "out/client_1", "--images=table.csv", "--path=file"])
+    with pytest.raises(ValueError, match=r"'out' has its adapters as PEFT folders already; --format=onnx"):
+        main(["export", "out", "--output=again"])
+    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv is a file; give a folder"):
+        main(["export", version, "--output=a.csv"])
     rows = rows_of(here / "predictions.csv")
     assert [row["path"] for row in rows] == [f"images/{number}.png" for number in range(40)]
     found = {row["path"]: row for row in rows_of(here / "a.csv")}
@@ -132,6 +140,12 @@ def test_what_a_run_lacks_is_said(tmp_path):
         main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])
     with pytest.raises(ValueError, match=r"client='9' is unknown|client=9 cannot be used; give a whole number"):
         main(["predict", str(folder), *image, "--client", "9", "--output", str(tmp_path / "a.csv")])
+    with pytest.raises(IsADirectoryError, match=r"--output=.* is a folder; give a file, such as .*predictions\.csv"):
+        main(["predict", str(folder), *image, "--output", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"device='tpux' cannot be used \(.*\); give cpu, or a GPU that is there"):
+        main(["predict", str(folder), *image, "--device=tpux", "--output", str(tmp_path / "a.csv")])
+    with pytest.raises(ValueError, match=r"--config is not an option of `perada predict RUN"):
+        main(["predict", str(folder), *image, "--config=quickstart"])
     text = config.read_text()
     config.write_text(text.replace("adapter: head", "adapter: bias_norm"))
     with pytest.raises(ValueError, match=r"has other trained tensors than its config.yaml gives"):

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import perada
@@ -69,6 +70,33 @@ def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved
     assert f"{100 * told['after']:.2f} % after" in out
     found = run.predict(sorted(pictures.rglob("*.png")), "late")
     assert np.mean([name == path.split("/")[-2] for name, path in zip(found.names, found.paths, strict=True)]) > 0.8
+
+
+def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_path):
+    run = perada.Run.load(saved)
+    run.info["preprocessing"]["full_scale"] = 4095
+    run.save(tmp_path / "run")
+    for path in pictures.rglob("*.png"):
+        deep = tmp_path / "deep" / path.relative_to(pictures)
+        deep.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.rint(np.asarray(Image.open(path)) * (4095 / 255)).astype(np.uint16)).save(deep)
+    states = []
+    for data in (pictures, tmp_path / "deep"):
+        words = ["--client=late", "--rounds=1", "--accelerator=cpu", "--output", str(tmp_path / f"new_{data.name}")]
+        main(["personalize", str(tmp_path / "run"), "--data", str(data), *words])
+        states.append(perada.Run.load(tmp_path / f"new_{data.name}").state("personal", "late"))
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_path):
+    def joins(run, name, output):
+        words = ["--rounds=1", "--local_steps=1", "--accelerator=cpu", "--output", str(output)]
+        main(["personalize", str(run), "--data", str(pictures), "--client", name, *words])
+
+    joins(saved, "first", tmp_path / "new")
+    with pytest.raises(ValueError, match=r"holds a run that first joined, and one without would replace it: to add"):
+        joins(saved, "second", tmp_path / "new")
+    assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 
 
 def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_path):

@@ -74,7 +74,8 @@ def test_every_fault_is_found(damaged):
     assert not found.usable
     text = shown(found)
     assert "Only one client has it (1):\n- class y: a" in text
-    assert "- fewer than 10 training images: a, b\n- no test images: b" in text
+    assert "- fewer than 5 training images of the class: y\n- fewer than 10 training images: a, b\n" in text
+    assert "- no test images: b" in text
     assert text.endswith("This cannot be used before it is mended.")
 
 
@@ -103,6 +104,42 @@ def test_a_table_and_a_recipe_are_shown(tmp_path, monkeypatch, capsys):
     rows = rows_of(capsys.readouterr().out)
     assert (rows["all"], rows["1"][-1]) == (["2 / 1", "4 / 2", "4 / 2"], "2 / 1")
     assert (tmp_path / "x.png").is_file()
+
+
+def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_path):
+    for client in "ab":
+        (tmp_path / client / "x").mkdir(parents=True)
+        for number in range(4):
+            pixels = np.full((6, 6), 4000 + 10 * number, np.uint16)
+            Image.fromarray(pixels).save(tmp_path / client / "x" / f"{number}.png")
+    pages = [Image.new("L", (6, 6), shade) for shade in (1, 2)]
+    pages[0].save(tmp_path / "a" / "x" / "stack.tif", save_all=True, append_images=pages[1:])
+    for white, dark in ((None, True), (4095, False)):
+        division = Division(Images(str(tmp_path), size=8, full_scale=white), ByDomain("client"))
+        text = shown(inspect_division(division))
+        assert (
+            "bits (8) is 4030, and 65535 is white, so that they are dark: set full_scale to what is white, such as 4095"
+            in text
+        ) == dark
+        assert f"- of files with several pictures ({tmp_path}/a/x/stack.tif) the first is read" in text
+    assert "- all images are of the class x: a run needs two classes at least" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("none", r"'.*none' is not there; give one: folder of images, table \(\.csv, \.tsv, \.parquet\), or hf:NAME"),
+        ("t.txt", r"'.*t\.txt' is a file, and no table of these kinds; give one: folder of images, table"),
+        ("saved", r"saved is a set that datasets wrote: read it with the class HuggingFace, or as hf:.*saved on the"),
+    ],
+)
+def test_what_is_no_source_is_named(tmp_path, source, message):
+    (tmp_path / "t.txt").write_text("path\tlabel\n")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_text("{}")
+    options = ["--path=x"] * (source != "saved")
+    with pytest.raises(FileNotFoundError, match=message):
+        main(["data", "inspect", str(tmp_path / source), *options])
 
 
 def test_a_set_of_tensors_is_shown_too():

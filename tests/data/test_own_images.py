@@ -9,7 +9,7 @@ import torch
 
 from perada.data import ByDomain, FederatedDataModule, Images, ImageTable
 from perada.data.partitions.shares import spread_share
-from perada.data.sets.own import layout_pattern
+from perada.data.sets.own import layout_pattern, list_images
 from perada.results.inference import find_images
 
 from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table
@@ -248,6 +248,72 @@ def test_spreadsheets_and_tabs_are_read(tmp_path):
         assert (both, {*made.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})
 
 
+def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    write(tmp_path, *(f"{n}.jpg" for n in range(4)))
+    found = [["b"], ["a", "b, c"], [], None]
+    content = [{"path": f"{n}.jpg", "label": found[n], "split": ("train", "test")[n > 1]} for n in range(4)]
+    parquet.write_table(arrow.Table.from_pylist(content), tmp_path / "t.parquet")
+    made = ImageTable(str(tmp_path / "t.parquet"))
+    assert (made.classes, made.labels.tolist()) == (("a", "b", "b, c"), [[0, 1, 0], [1, 0, 1]])
+    assert made.with_split(False).labels.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_one_class_alone_is_refused_for_training(tmp_path):
+    write(tmp_path, *(f"a/x/{n}.jpg" for n in range(4)))
+    made = FederatedDataModule(dataset=Images(str(tmp_path), size=8), partition=ByDomain("client"), batch_size=4)
+    with pytest.raises(ValueError, match=r"all images are of one class \(x\), and nothing can be learned: add images"):
+        made.setup()
+
+
+def test_measured_numbers_are_no_classes(tmp_path):
+    write(tmp_path, *(f"{n}.jpg" for n in range(6)))
+    for values, refused in (
+        ("0.1 0.2 -3e-1 0.4 0.5 6", True),
+        ("0.5 1.5 0.5 1.5 0.5 1.5", False),
+        ("1 2 3 4 5 6", False),
+    ):
+        lines = "".join(f"{n}.jpg,{value},x\n" for n, value in enumerate(values.split()))
+        (tmp_path / "t.csv").write_text("path,label,x\n" + lines)
+        made = ImageTable(str(tmp_path / "t.csv"), test_share=0.1)
+        if refused:
+            with pytest.raises(ValueError, match=r"label holds 6 different numbers in 6 rows, such as 0\.1, and no cl"):
+                len(made)
+        else:
+            assert len(made.classes) == len(set(values.split()))
+
+
+def test_paths_with_backslashes_are_found(tmp_path):
+    write(tmp_path, "a/0.jpg", "a/1.jpg")
+    (tmp_path / "t.csv").write_text("path,label,split\na\\0.jpg,x,train\na\\1.jpg,x,test\n")
+    assert ImageTable(str(tmp_path / "t.csv"))._listing.paths == [f"{tmp_path}/a/0.jpg"]
+
+
+def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
+    write(tmp_path, "root/a/x/0.jpg", "root/a/x/1.jpg", "other/y/0.jpg")
+    (tmp_path / "root" / "a" / "loop").symlink_to("..")
+    (tmp_path / "root" / "a" / "x" / "self").symlink_to(".")
+    (tmp_path / "root" / "b").symlink_to(tmp_path / "other")
+    assert list_images(tmp_path / "root") == ["a/x/0.jpg", "a/x/1.jpg", "b/y/0.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("file", "proposal"),
+    [
+        ("a/Test/c/1.jpg", r": set layout to fit, such as \{client\}/\{split\}/\{class\}/\*$"),
+        ("c/1.jpg", r": set layout to fit, such as \{class\}/\*$"),
+        ("a/b/c/1.jpg", ": set layout to fit$"),
+        ("1.jpg", ": set layout to fit$"),
+    ],
+)
+def test_a_layout_is_proposed(tmp_path, file, proposal):
+    write(tmp_path, file, file.replace("1", "2"))
+    with pytest.raises(FileNotFoundError, match=proposal):
+        len(Images(str(tmp_path)))
+
+
 def test_parquet_says_the_same(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -274,7 +340,7 @@ def test_parquet_says_the_same(tmp_path):
         ({"file": ""}, {}, ValueError, r"row 4: file is empty; give the file's path"),
         ({"diagnosis": ""}, {}, ValueError, r"row 4: diagnosis is empty; give a label"),
         ({"part": "later"}, {}, ValueError, r"row 4: part is none of train, training"),
-        ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: a label is neither 0 nor 1"),
+        ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: odd is '2', neither 0 nor 1; correct it"),
         ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),
     ],
 )

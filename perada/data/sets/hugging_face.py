@@ -81,6 +81,7 @@ class HuggingFace(OwnImages):
         train: bool = True,
     ) -> None:
         super().__init__(name, test_share, seed, size, gray, full_scale, in_memory, train)
+        name = name.removeprefix("hf:")  # as the command line names sets
         self.name, self.config, self.revision, self.splits = name, config, revision, splits
         self.image, self.label, self.client, self.group, self.domain = image, label, client, group, domain
 
@@ -130,9 +131,13 @@ class HuggingFace(OwnImages):
         if given is not None:
             return self._named(option, given)
         if len(fitting) != 1:
-            there = f"several such columns ({', '.join(fitting)})" if fitting else "no such column"
+            there = f"several ({', '.join(fitting)})" if fitting else "none"
+            what = (
+                "columns of images" if option == "image" else f"columns called {', '.join(_LABELS)} or of class labels"
+            )
             raise ValueError(
-                f"{option}: {self.name} has {there} among {', '.join(self._features)}; name it in {option}"
+                f"{option}: {self.name} has {there} of the {what} among {', '.join(self._features)}; name it in "
+                f"{option}"
             )
         return fitting[0]
 

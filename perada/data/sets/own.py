@@ -198,6 +198,11 @@ class Images(OwnImages):
         if not root.is_dir():
             raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
         files = list_images(root)
+        if not files and any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+            raise FileNotFoundError(
+                f"{root} is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root} on the "
+                "command line"
+            )
         if not files:
             raise FileNotFoundError(f"{root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
         matches = [self._pattern.fullmatch(file) for file in files]
@@ -205,7 +210,7 @@ class Images(OwnImages):
         others = [file for file, match in zip(files, matches, strict=True) if not match]
         what = f"in {root}, such as {others[0]}, do not have the layout {self.layout!r}" if others else ""
         if not found:
-            raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit")
+            raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{_proposal(files[0])}")
         if others:
             warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
         values = {name: [match[name] for match in found] for name in self._pattern.groupindex}
@@ -249,14 +254,30 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
+def _proposal(file: str) -> str:
+    """A layout that a file may have.
+
+    >>> _proposal("north/test/benign/1.png")
+    ', such as {client}/{split}/{class}/*'
+    """
+    folders = file.split("/")[:-1]
+    others = [folder for folder in folders if folder.lower() not in SPLITS]
+    if not 1 <= len(others) <= 2 or len(folders) - len(others) > 1:
+        return ""
+    fields = iter(("class",) if len(others) == 1 else ("client", "class"))
+    parts = ["split" if folder.lower() in SPLITS else next(fields) for folder in folders]
+    return f", such as {'/'.join(f'{{{part}}}' for part in parts)}/*"
+
+
 def list_images(root: Path) -> list[str]:
     """Paths of all images below ``root``, relative to it, with ``/``, sorted; nothing that begins with a dot.
 
-    A warning counts images of kinds that are not read, such as DICOM.
+    Links to folders are followed, but for those to a folder that they stand in. A warning counts images of kinds that
+    are not read, such as DICOM.
     """
     found, unread = [], Counter[str]()
     for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))]
+        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX")) and not _loops(folder, name)]
         inside = Path(folder).relative_to(root)
         for name in names:
             if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
@@ -267,6 +288,12 @@ def list_images(root: Path) -> list[str]:
         kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
         warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
     return sorted(found)
+
+
+def _loops(folder: str, name: str) -> bool:
+    """Whether a name in a folder is a link to this folder or to one above it."""
+    path = os.path.join(folder, name)
+    return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
 
 
 def ordered(names: set[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 """Images of one's own that a table lists."""
 
 import os
+import re
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 
 from perada.data.partitions.apportion import Array
 from perada.data.sets.own import SPLITS, OwnImages, Records, marked, numbered, ordered, some
-from perada.data.sets.tables import read_table
+from perada.data.sets.tables import LISTED, read_table
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 class ImageTable(OwnImages):
@@ -99,6 +102,11 @@ class ImageTable(OwnImages):
     def _column(self, name: str) -> Array:
         columns, _ = self._table
         if name not in columns:
+            parts = [part.strip() for part in name.strip("[]").split(",")]
+            if len(parts) > 1 and all(part in columns for part in parts):
+                raise ValueError(
+                    f"{self.table} has no column {name!r}; several are given as a list, [{', '.join(parts)}]"
+                )
             close = get_close_matches(name, columns, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, columns))}"
             raise ValueError(f"{self.table} has no column {name!r}; {hint}")
@@ -116,13 +124,25 @@ class ImageTable(OwnImages):
             rows = f"row{'s' * (len(numbers) > 1)} {some([str(number) for number in numbers])}"
             raise ValueError(f"{self.table}, {rows}: {what}; {remedy}")
 
+    def _refuse_measured(self, column: Array) -> None:
+        """Refuse numbers with fractions of which most occur once: these are measured, and no classes."""
+        values = {*column.tolist()}
+        if 2 * len(values) <= len(column) or not all(map(_NUMBER.fullmatch, values)):
+            return
+        broken = next((value for value in column.tolist() if float(value) % 1), None)
+        if broken is not None:
+            raise ValueError(
+                f"{self.table}: {self.label} holds {len(values)} different numbers in {len(column)} rows, such as "
+                f"{broken}, and no classes; name another column, or divide the numbers into ranges"
+            )
+
     def _records(self) -> Records:
         files = self._column(self.path)
         self._refuse(np.equal(files, ""), f"{self.path} is empty", "give the file's path, or take the row out")
         _, first, counts = np.unique(files, return_index=True, return_counts=True)
         twice = np.flatnonzero(np.isin(files, files[first[counts > 1]]))
         self._refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
-        paths = [os.path.join(self.root, file) for file in files.tolist()]
+        paths = [_place(self.root, file) for file in files.tolist()]
         missing = np.flatnonzero([not os.path.isfile(path) for path in paths])
         if len(missing):
             self._refuse(missing, f"{paths[missing[0]]} does not exist", "correct the path, or set folder")
@@ -145,16 +165,29 @@ class ImageTable(OwnImages):
         if not isinstance(self.label, str):
             known = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
             found = np.stack([np.char.lower(self._column(name)) for name in self.label], axis=1)
-            wrong = np.flatnonzero(~np.isin(found, list(known)).all(1))
-            self._refuse(wrong, "a label is neither 0 nor 1", "correct it")
+            for name, words in zip(self.label, found.T, strict=True):
+                wrong = np.flatnonzero(~np.isin(words, list(known)))
+                if len(wrong):
+                    one = self._column(name)[wrong[0]]
+                    self._refuse(wrong, f"{name} is {str(one)!r}, neither 0 nor 1", "correct it, or take the row out")
             return tuple(self.label), np.vectorize(known.__getitem__, otypes=[np.float32])(found)
         column = self._column(self.label)
-        if self.separator is None:
+        separator = LISTED if np.char.startswith(column, LISTED).any() else self.separator
+        if separator is None:
             self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out")
+            self._refuse_measured(column)
             return numbered(column.tolist())
-        cells = [cell.split(self.separator) for cell in column.tolist()]
+        cells = [cell.split(separator) for cell in column.tolist()]
         parts = [[part.strip() for part in cell if part.strip()] for cell in cells]
         classes = ordered({part for row in parts for part in row})
         if not classes:
             raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
         return classes, marked(parts, classes)
+
+
+def _place(root: str, file: str) -> str:
+    """Where a file is; a path with backslashes, as Windows writes them, is read with slashes if nothing is there."""
+    path = os.path.join(root, file)
+    if "\\" in file and not os.path.exists(path):
+        return os.path.join(root, file.replace("\\", "/"))
+    return path

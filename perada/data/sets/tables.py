@@ -5,6 +5,7 @@ import csv
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from perada.data.partitions.shares import of_each_stratum, whole_groups
 from perada.data.sets.folders import ImageFiles, Listing
 from perada.data.sets.readers import find_folder
 
+LISTED = "\x1f"
+"""Stands before each entry of a list in a column of a Parquet file."""
 _LIKE = "CheXpert-v1.0-small/train/patient00001/study1/view1_frontal.jpg"
 FINDINGS = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
 
@@ -41,8 +44,9 @@ def read_columns(path: Path, names: Sequence[str], source: str) -> list[Array]:
 def read_table(path: Path) -> tuple[dict[str, Array], Array]:
     """Read a CSV, TSV or Parquet file: columns (N,) of strings by name, and the number (N,) of each row in the file.
 
-    What a Parquet file lacks is an empty string. Rows of text files count from 1, the header. The fields of a CSV file
-    are divided by commas, or by semicolons if its header has these and no comma.
+    What a Parquet file lacks is an empty string; before each entry of a list in it stands :data:`LISTED`. Rows of text
+    files count from 1, the header. The fields of a CSV file are divided by commas, or by semicolons if its header has
+    these and no comma.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -68,10 +72,16 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
     if not len(content):
         raise ValueError(f"{path} has no rows: correct the table")
     columns = {
-        name: np.array(["" if value is None else str(value) for value in column.to_pylist()])
+        name: np.array([_as_text(value) for value in column.to_pylist()])
         for name, column in zip(content.column_names, content.columns, strict=True)
     }
     return columns, np.arange(1, len(content) + 1)
+
+
+def _as_text(value: Any) -> str:  # noqa: ANN401  # what Parquet can hold
+    if isinstance(value, list):
+        return "".join(f"{LISTED}{one}" for one in value)
+    return "" if value is None else str(value)
 
 
 def _delimiter(path: Path) -> str:
