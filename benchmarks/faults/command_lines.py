@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.faults.configurations import limited
-from benchmarks.faults.outcomes import Outcomes
+from benchmarks.faults.outcomes import Campaign
 from perada.cli import entry_point
 
 BASE = (
@@ -31,15 +31,16 @@ OPTIONS = (
 VALUES = ("", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", "[]", "[1]", "1e12", "last", "median")
 
 
-def try_command_lines(seed: int, count: int, seconds: int = 60) -> Outcomes:
+def try_command_lines(campaign: Campaign, seed: int, count: int, seconds: int = 60) -> None:
     """Run them one after another in this process."""
-    found = Outcomes("command lines of perada fit")
-    for number in range(count):
+
+    def judge(number: int) -> tuple[str, str]:
         draw = random.Random(f"line/{seed}/{number}")
         names = draw.sample(OPTIONS, draw.randint(1, 2))
         words = [f"--{name}={draw.choice(VALUES)}" for name in names]
-        found.add(_judged(words, names, seconds), " ".join(words))
-    return found
+        return _judged(words, names, seconds), " ".join(words)
+
+    campaign.each("command lines of perada fit", count, judge)
 
 
 def _judged(words: list[str], names: list[str], seconds: int) -> str:

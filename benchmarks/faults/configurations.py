@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from benchmarks.faults.outcomes import Outcomes
+from benchmarks.faults.outcomes import Campaign
 from perada.algorithms import ALGORITHMS
 from perada.data import Digits, Dirichlet, DominantClass, FederatedData, FederatedDataModule, Shards
 from perada.data.partitions import IID
@@ -65,19 +65,16 @@ LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs", "torch_compile"}  #
 PARTITIONS = (IID, Dirichlet, Shards, DominantClass)
 
 
-def configurations(seed: int, count: int) -> Iterator[Callable[[], Any]]:
-    """Calls of ``finetune`` with random options, each made of the seed and its number alone."""
-    for number in range(count):
-        draw = random.Random(f"{seed}/{number}")
-        yield _divided(draw) if draw.random() < 0.25 else _given(draw)
+def configuration(seed: int, number: int) -> Callable[[], Any]:
+    """A call of ``finetune`` with random options, which follow from the seed and the number alone."""
+    draw = random.Random(f"{seed}/{number}")
+    return _divided(draw) if draw.random() < 0.25 else _given(draw)
 
 
-def try_configurations(seed: int, count: int, seconds: int = SECONDS) -> Outcomes:
+def try_configurations(campaign: Campaign, seed: int, count: int, seconds: int = SECONDS) -> None:
     """Run them one after another."""
-    found = Outcomes("configurations by finetune")
-    for call in configurations(seed, count):
-        found.add(*judged(call, seconds))
-    return found
+    kind = "configurations by finetune"
+    campaign.each(kind, count, lambda number: judged(configuration(seed, number), seconds))
 
 
 def judged(call: Callable[[], Any], seconds: int = SECONDS) -> tuple[str, str]:

@@ -7,14 +7,15 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import perada
-from benchmarks.faults.job import network, train
-from benchmarks.faults.outcomes import Outcomes
+from benchmarks.faults.job import Job, network
+from benchmarks.faults.outcomes import Campaign
 from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions.base import Split
@@ -25,10 +26,13 @@ Read = Callable[[Path], Any]
 """Reads a copy of the folder in which a file was damaged; what it gives is compared."""
 
 
-def damage(folder: Path, seed: int, bits: int, cuts: int) -> list[Outcomes]:
+TRAINED = Job("ditto", "disk", rounds=2)
+
+
+def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) -> None:
     """Flip ``bits`` bits in each kind of file, and cut files off at ``cuts`` places."""
-    draw, run = random.Random(seed), folder / "run"
-    train(run, "disk", 2).save(run / "saved")
+    run = folder / "run"
+    TRAINED.train(run).save(run / "saved")
     version = next((run / "lightning_logs").iterdir())
     comparison = Results(run / "compare.json")
     comparison.records = [{"stage": "run", "args": [], "recipe": "r", "label": "a", "seed": 0, "global": 0.25}] * 2
@@ -42,18 +46,23 @@ def damage(folder: Path, seed: int, bits: int, cuts: int) -> list[Outcomes]:
         "results.json": ([version / "results.json"], lambda root: read_records(root / version.relative_to(run))),
         "results of compare": ([run / "compare.json"], lambda root: Results(root / "compare.json").records),
     }
-    found = []
     for kind, (files, read) in kinds.items():
         expected = _shown(read(run))
         for how, count in (("bit flipped", bits), ("cut off", cuts)):
-            outcomes = Outcomes(f"{how}: {kind}")
-            for number in range(count):
-                copied = shutil.copytree(run, folder / "copy")
-                path = copied / files[number % len(files)].relative_to(run)
-                outcomes.add(*_damaged(path, copied, how, draw, read, expected))
-                shutil.rmtree(copied)
-            found.append(outcomes)
-    return found
+            judge = partial(_judged, (folder, run), files, how, read, expected, f"{kind}/{how}/{seed}")
+            campaign.each(f"{how}: {kind}", count, judge)
+
+
+def _judged(
+    folders: tuple[Path, Path], files: list[Path], how: str, read: Read, expected: object, of: str, number: int
+) -> tuple[str, str]:
+    """Damage a file of a copy of the run, drawn by what it is ``of`` and a number."""
+    folder, run = folders
+    draw = random.Random(f"{of}/{number}")
+    shutil.rmtree(folder / "copy", ignore_errors=True)
+    copied = shutil.copytree(run, folder / "copy")
+    path = copied / files[number % len(files)].relative_to(run)
+    return _damaged(path, copied, how, draw, read, expected)
 
 
 def _damaged(path: Path, root: Path, how: str, draw: random.Random, read: Read, expected: object) -> tuple[str, str]:
@@ -80,7 +89,7 @@ def _damaged(path: Path, root: Path, how: str, draw: random.Random, read: Read, 
 def _resumed(root: Path) -> perada.Run:
     """What a checkpoint holds, after whose last round nothing is left to train."""
     (path,) = root.glob("lightning_logs/*/checkpoints/last.ckpt")
-    return train(root, "disk", 2, str(path), logger=False, enable_checkpointing=False)
+    return TRAINED.train(root, str(path), logger=False, enable_checkpointing=False)
 
 
 def _loaded(root: Path) -> perada.Run:

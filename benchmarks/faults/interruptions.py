@@ -1,111 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that are killed, at random moments and at each operation on a file, and runs whose disk is full."""
+"""Runs that are killed, at random moments and at operations on files, and runs whose disk is full.
 
-import multiprocessing
+Each is resumed by its own command. Its states and scores must then be those of a run that was left alone, bit by bit,
+and its temporary directory empty.
+"""
+
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+import signal
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+from benchmarks.faults.job import PRIVATE, Job
+from benchmarks.faults.outcomes import Campaign
+from benchmarks.faults.processes import MEMORY, Fault, Hang, Wholes, content, equal, left_behind, start
+from perada.algorithms import ALGORITHMS
 
-import perada
-from benchmarks.faults.job import network, run
-from benchmarks.faults.outcomes import Outcomes
-from perada.core.states import State
-from perada.results.record import rounds_of_csv
-
-ROUNDS = 3
-STORES = ("device", "disk")
+STORES = ("device", "host", "disk")
 TOGETHER = 2
-"""Processes at a time."""
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["benchmarks.faults.job"])
+"""Jobs at a time."""
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+EVERY = Job("ditto", "disk", "images")
+"""The job that is killed before each of its operations on files."""
 
 
-def interruptions(folder: Path, seed: int, moments: int, operations: int) -> list[Outcomes]:
-    """Kill runs at ``moments`` random times and before ``operations`` operations on files, and fill their disk.
+def interruptions(campaign: Campaign, folder: Path, seed: int, draws: int, quick: bool) -> None:
+    """Interrupt runs that are drawn: algorithm, store, privacy, processes, fault, and the temporary directory's disk.
 
-    Each is resumed where it stopped, with its own command. Then states, scores and ``metrics.csv`` are compared with
-    those of a run that was left alone: states and scores bit by bit, the table to six digits.
+    ``draws`` are killed at random moments, as many at random operations on files, and half as many find a full disk
+    or are asked to end by SIGTERM or SIGINT; a tenth of ``draws`` have two processes. Then one run is killed at each of
+    its operations. ``quick`` leaves out these two.
     """
-    draw = random.Random(seed)
-    expected, seconds = {}, {}
-    for store in STORES:
-        _finished(folder / f"first_{store}", store)  # starts the server that forks
-        begun = time.monotonic()
-        whole = _finished(folder / f"whole_{store}", store)
-        seconds[store] = time.monotonic() - begun
-        expected[store] = _content(whole)
-    cases = []
-    for number in range(moments):
-        store = STORES[number % 2]
-        cases.append(("SIGKILL at a random moment", store, "moment", draw.uniform(0.05, 1.0) * seconds[store]))
-    for fault, kind, last in (("SIGKILL at an operation on a file", "kill", 140), ("full disk", "full", 60)):
-        places = draw.sample(range(last), min(last, operations if kind == "kill" else max(2, operations // 3)))
-        cases += [(fault, STORES[place % 2], kind, place) for place in places]
-    found = {name: Outcomes(name) for name, *_ in cases}
+    wholes = Wholes(folder / "whole")
+    wholes.folder.mkdir(parents=True, exist_ok=True)
+    kinds = {
+        "SIGKILL at a random moment": draws,
+        "SIGKILL at an operation on a file": draws,
+        "full disk": draws // 2,
+        "SIGTERM": draws // 2,
+        "SIGINT": draws // 2,
+        "SIGKILL of one of two processes": 0 if quick else draws // 10,
+        "SIGTERM to two processes": 0 if quick else draws // 20,
+    }
+    for kind, count in kinds.items():
 
-    def try_one(number: int) -> tuple[str, str, str]:
-        name, store, kind, when = cases[number]
-        return name, *_interrupted(folder / f"run{number}", store, kind, when, expected[store])
+        def judge(number: int, kind: str = kind) -> tuple[str, str]:
+            return _drawn(kind, number, seed, wholes, folder)
 
-    with ThreadPoolExecutor(TOGETHER) as pool:
-        for name, outcome, what in pool.map(try_one, range(len(cases))):
-            found[name].add(outcome, what)
-    return list(found.values())
-
-
-def _interrupted(folder: Path, store: str, kind: str, when: float, expected: object) -> tuple[str, str]:
-    """Interrupt a run, resume it, and compare what came out."""
-    what = f"{store}, {when:.2f}"
-    status, said = _job(
-        folder, store, "none" if kind == "moment" else kind, int(when), when if kind == "moment" else None
+        campaign.each(kind, count, judge, 1 if "two" in kind else TOGETHER)
+    if quick:
+        return
+    whole = wholes.of(EVERY)
+    assert not isinstance(whole, str), whole
+    campaign.each(
+        "SIGKILL at every operation on a file of a run",
+        whole[3],
+        lambda number: _tried(EVERY, Fault("kill", number), f"operation {number}", MEMORY, wholes, folder),
+        TOGETHER,
     )
-    if kind == "full" and status and (str(folder) not in said or "No space left" not in said or "\n" in said):
-        return f"does not say in one line where the disk is full: {said[-300:]!r}", what
-    status, said = _job(folder, store, "none")
-    if status:
-        return f"was not resumed: {said[-300:]!r}", what
-    partial = [path.name for path in folder.rglob("*.partial")]
-    if partial:
-        return f"left {partial}", what
-    return ("held" if _equal(_content(folder), expected) else "ended otherwise"), what
 
 
-def _job(folder: Path, store: str, fault: str, count: int = 0, seconds: float | None = None) -> tuple[int | None, str]:
-    """Run in a process of its own, which is killed after some ``seconds``; return its status, and what it said."""
-    folder.mkdir(parents=True, exist_ok=True)
-    errors = folder.with_suffix(".txt")
-    process = PROCESSES.Process(target=run, args=(str(folder), store, ROUNDS, fault, count, str(errors)))
-    process.start()
-    process.join(seconds)
-    process.kill()
-    process.join()
-    return process.exitcode, errors.read_text() if errors.exists() else ""
+def _drawn(kind: str, number: int, seed: int, wholes: Wholes, folder: Path) -> tuple[str, str]:
+    """Draw a job and what happens to it, from seed, kind and number alone."""
+    draw = random.Random(f"{kind}/{seed}/{number}")
+    names = sorted(ALGORITHMS)
+    random.Random(seed).shuffle(names)  # so that as many as possible are met
+    processes = 2 if "two" in kind else 1
+    job = Job(names[number % len(names)], "device", draw.choice(list(PRIVATE)), processes)
+    whole = wholes.of(job)
+    if isinstance(whole, str):  # the algorithm does not go with privacy
+        job = replace(job, private="none")
+        whole = wholes.of(job)
+    if isinstance(whole, str):
+        return f"a run that nobody interrupts failed: {whole}", str(job)
+    _, seconds, opened, operations = whole
+    place, rank = draw.random(), draw.randrange(processes)
+    if kind == "full disk":
+        fault = Fault("full", int(place * opened))
+    elif "operation" in kind:
+        fault = Fault("kill", int(place * operations))
+    else:
+        sent = next((value for name, value in SIGNALS.items() if name in kind), signal.SIGKILL)
+        fault = Fault(signal=sent, seconds=(0.05 + 0.95 * place) * seconds, rank=rank)
+    job = replace(job, store=draw.choice(STORES))  # bits do not depend on it
+    where = MEMORY if draw.random() < 0.5 else None
+    when = f"after {fault.seconds:.2f} s" if fault.seconds is not None else f"operation {fault.count}"
+    return _tried(job, fault, f"number {number}: {when}", where, wholes, folder)
 
 
-def _finished(folder: Path, store: str) -> Path:
-    status, said = _job(folder, store, "none")
-    if status:
-        raise RuntimeError(f"a run that nobody interrupts failed: {said}")
-    return folder
-
-
-def _content(folder: Path) -> tuple[list[State], dict[str, list[float]], list[dict[str, str]]]:
-    """States and scores of what was saved, and the rounds that the newest ``metrics.csv`` has."""
-    saved = perada.Run.load(folder / "saved", backbone=network())
-    tables = sorted(folder.glob("lightning_logs/*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
-    # A resumed run writes a round's training and its scores into one row, and in more digits.
-    rows = [{name: f"{value:.6g}" for name, value in row.items()} for row in rounds_of_csv(tables[-1])]
-    return saved.states("global") + saved.states("personal"), saved.metrics["clients"], rows
-
-
-def _equal(found: tuple[list[State], dict[str, list[float]], list[dict[str, str]]], expected: object) -> bool:
-    assert isinstance(expected, tuple)
-    states = all(
-        torch.equal(value, other[key])
-        for state, other in zip(found[0], expected[0], strict=True)
-        for key, value in state.items()
+def _tried(job: Job, fault: Fault, what: str, where: Path | None, wholes: Wholes, root: Path) -> tuple[str, str]:
+    """Interrupt a job, resume it, and compare what came out; temporary files are ``where`` another disk is, or not."""
+    elsewhere = where is not None and where.is_dir()
+    what = f"{job.algorithm}, {job.store}, privacy of {job.private}, {job.processes} processes, {what}" + (
+        ", temporary files in memory" if elsewhere else ""
     )
-    return states and found[1] == expected[1] and found[2] == expected[2]
+    with tempfile.TemporaryDirectory(prefix="perada-faults-", dir=where if elsewhere else root) as temporary:
+        folder = Path(tempfile.mkdtemp(dir=root)) / "run"
+        try:
+            outcome = _interrupted(job, folder, Path(temporary), fault, wholes)
+        except Hang as error:
+            outcome = str(error)
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    return outcome, what
+
+
+def _interrupted(job: Job, folder: Path, temporary: Path, fault: Fault, wholes: Wholes) -> str:
+    expected = wholes.of(replace(job, store="device" if job.store in STORES and job != EVERY else job.store))
+    assert not isinstance(expected, str)
+    ended = start(job, folder, temporary, fault)
+    said = ended.error
+    if fault.kind == "full" and not ended.done:
+        if not any(str(one) in said for one in (folder, temporary)) or "No space left" not in said or "\n" in said:
+            return f"does not say in one line where the disk is full: {said[-300:]!r}"
+    elif not ended.done and not all(ended.statuses):
+        return f"was ended early, with the statuses {ended.statuses}"
+    ended = start(job, folder, temporary)
+    if not ended.done or any(ended.statuses):
+        return f"was not resumed: {ended.statuses} {ended.error[-300:]!r}"
+    if left := left_behind(folder, temporary):
+        return f"left {left}"
+    return "held" if equal(content(folder, job), expected[0]) else "ended otherwise"

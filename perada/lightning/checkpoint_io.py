@@ -14,6 +14,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import TorchCheckpointIO
 
+from perada.core.files import being_written, sync
+
 _MARK = b"perada-sha256:"
 _COMMENT = len(_MARK) + 64
 _LENGTH = struct.pack("<H", _COMMENT)  # stands before the comment of a zip archive
@@ -107,15 +109,16 @@ def _write(content: memoryview, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(content[:-2])  # the last two bytes are the length of the comment, which was 0
-            file.write(_LENGTH + comment)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.name == LAST and target.is_file():
-            _keep(target, target.with_name(PREVIOUS))
-        partial.replace(target)
-        _sync(target.parent)
+        with being_written(partial):
+            with partial.open("wb") as file:
+                file.write(content[:-2])  # the last two bytes are the length of the comment, which was 0
+                file.write(_LENGTH + comment)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.name == LAST and target.is_file():
+                _keep(target, target.with_name(PREVIOUS))
+            partial.replace(target)
+        sync([target.parent])
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -131,14 +134,3 @@ def _keep(path: Path, name: Path) -> None:
         path.replace(name)
     else:
         second.replace(name)
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder written to the disk, where the system can."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,6 +20,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.digests import sealed
+from perada.core.files import clear
 from perada.federation.federation import Federation
 from perada.federation.store import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
@@ -61,6 +62,8 @@ def write_description(trainer: pl.Trainer, partition: dict[str, Any], config: di
     if folder is None or not trainer.is_global_zero:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    runs = folder.parent  # whoever was killed may have left a file as large as a checkpoint
+    clear([*runs.glob("*/checkpoints/.*.partial"), *runs.glob("*/clients/**/*.part"), *runs.glob("*/.*.partial")])
     (folder / "partition.json").write_text(json.dumps(sealed(partition)))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

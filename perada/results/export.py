@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from perada.core.digests import check_sums
+from perada.core.files import Scratch
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
@@ -47,12 +47,12 @@ class PeftLayout:
         self.config = self.card = ""
         if texts:
             adapted.peft_model.peft_config["default"].base_model_name_or_path = base
-            with TemporaryDirectory() as folder:
-                card = Path(folder, CARD_FILE)
+            with Scratch() as folder:
+                card = folder / CARD_FILE
                 card.write_text("---\nlibrary_name: peft\n---\n", encoding="utf-8")  # else a template is compiled
-                adapted.peft_model.save_pretrained(folder, save_embedding_layers=False)
+                adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
                 self.card = card.read_text(encoding="utf-8")
-                self.config = Path(folder, CONFIG_FILE).read_text(encoding="utf-8")
+                self.config = (folder / CONFIG_FILE).read_text(encoding="utf-8")
 
 
 def save_adapter(

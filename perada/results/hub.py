@@ -4,9 +4,9 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from perada.core.files import Scratch
 from perada.results.privacy_card import of_nobody, of_one
 from perada.results.run_file import RunFile
 
@@ -62,7 +62,7 @@ def push(write: Callable[[Path], None], repo: str, what: str, private: bool, tok
             "another name, or private=False to publish the adapter"
         )
     print(f"perada: uploading to the {'private' if hidden else 'public'} repository {repo!r}: {what}", file=sys.stderr)
-    with TemporaryDirectory() as folder:
-        write(Path(folder))
+    with Scratch() as folder:
+        write(folder)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload an adapter")
     return str(url)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from perada.core.files import sync, sync_tree
+
 STAGE, READY = ".perada-saving", ".perada-saved"
 """Folders within the folder: of what is being written, and of what has been written in full and is to be moved."""
 
@@ -23,7 +25,9 @@ def together(folder: Path) -> Iterator[Path]:
     stage.mkdir()
     try:
         yield stage
+        sync_tree(stage)
         stage.rename(folder / READY)
+        sync([folder])
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -32,13 +36,16 @@ def together(folder: Path) -> Iterator[Path]:
 
 def finish(folder: Path) -> None:
     """Put in place what was written in full before whoever wrote it was killed, and delete what was not."""
-    ready = folder / READY
+    ready, changed = folder / READY, {folder}
     for path in sorted(ready.rglob("*")):
         target = folder / path.relative_to(ready)
         if path.is_dir():
             target.mkdir(exist_ok=True)
+            changed.add(target)
         else:
             path.replace(target)
-    for left in (ready, folder / STAGE):
-        if left.is_dir():
-            shutil.rmtree(left)
+    if ready.is_dir():
+        sync(changed)  # before the last trace of what is to be moved goes
+        shutil.rmtree(ready)
+    if (folder / STAGE).is_dir():
+        shutil.rmtree(folder / STAGE)

@@ -4,9 +4,6 @@
 import hashlib
 import os
 import secrets
-import shutil
-import tempfile
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Stacks
 from perada.core.checks import check_choice
+from perada.core.files import Scratch, being_written, sync
 from perada.federation.store.rows import Layout, link_file, named_files, read_row
 
 StoreKind = Literal["auto", "device", "host", "disk"]
@@ -114,21 +112,22 @@ class HostStore(ClientStore):
 class DiskStore(ClientStore):
     """States in files: a safetensors file for each client and version, never changed once it has its name.
 
-    A checkpoint names the files, which are in the same run folder; it holds the states itself where there is no
-    ``folder`` and so a temporary one. With ``prune`` a file that is outdated is deleted once two newer checkpoints do
-    without it, since one of these is complete; otherwise a checkpoint of any age finds its own.
+    A checkpoint names the files, which are in the same run folder and on the disk before it. It holds the states itself
+    where there is no ``folder`` and so a temporary one. With ``prune`` a file that is outdated is deleted once two
+    newer checkpoints do without it, since one of these is complete; otherwise a checkpoint of any age finds its own.
     """
 
     def __init__(self, initial: Stacks, folder: Path | None = None, prune: bool = True) -> None:
         super().__init__(initial)
         self.temporary, self.prune = folder is None, prune
         if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="perada-clients-"))
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._scratch = Scratch()
+            folder = self._scratch.path
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
         self._session, self._count = secrets.token_hex(4), 0
         self._outdated: list[Path] = []
+        self._unsynced: list[Path] = []  # since the last checkpoint
         self._named: list[set[Path]] = [set(), set()]  # the files of the last two checkpoints
 
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
@@ -149,10 +148,12 @@ class DiskStore(ClientStore):
         name = f"client_{client}-{self._session}-{self._count}-{digest.hexdigest()[:32]}.safetensors"
         path = self.folder / name
         part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            file.write(self.layout.header)
-            file.write(content)
-        part.replace(path)
+        with being_written(part):
+            with part.open("wb") as file:
+                file.write(self.layout.header)
+                file.write(content)
+            part.replace(path)
+        self._unsynced.append(path)
         self.drop([client])
         self.written[client] = path
 
@@ -177,6 +178,9 @@ class DiskStore(ClientStore):
                 self.written[client] = own = self.folder / path.name
                 if not own.exists():
                     link_file(path, own)
+                self._unsynced.append(own)
+        sync([*(path for path in self._unsynced if path.exists()), self.folder])
+        self._unsynced = []
         self._named = [self._named[1], set(self.written.values())]
         needed = set.union(*self._named)
         for path in set(self._outdated) - needed:
