@@ -135,7 +135,9 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
         total.load_state_dict(header["total"])
         if total.history(0):
             spent = epsilon_text(total.epsilon(0, DELTA))
-            print(f"All runs together: ε {spent} at δ = {DELTA:g}, by RDP.")
+            bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
+            without = f"; {bare} rounds had no privacy" if bare else ""
+            print(f"All runs together: ε {spent} at δ = {DELTA:g}, by RDP{without}.")
         return
     progress, _ = records.read(where)
     head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"

@@ -44,7 +44,8 @@ class Client:
 
     Args:
         recipe: With the site's data alone.
-        max_epsilon: Largest ε of all that the site ever trains; None for no limit.
+        max_epsilon: Largest ε of all that the site ever trains; None for the recipe's, if it has one, of all that was
+            ever trained here with privacy.
 
     Raises:
         ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
@@ -92,7 +93,7 @@ class Client:
     @property
     def tests(self) -> int:
         """Test images."""
-        return sum(len(batch.y) for batch in OneClient(self.data, 0).test_batches(torch.device("cpu")))
+        return OneClient(self.data, 0).tests
 
     @property
     def labels(self) -> str:
@@ -130,15 +131,19 @@ class Client:
         return protection.images.account.cost(self.plan(order), tuning=order.kind == "tune")
 
     def affordable(self, order: Order, protection: Protection, total: Ledger) -> bool:
-        """Whether the recipe's limits and the site's own leave room for it."""
+        """Whether the recipe's limits in this run, and the site's own in all runs together, leave room for it."""
         if protection.images is None:
             return True
         account, limit = protection.images.account, self.max_epsilon
         if not account.affordable([0], tuning=order.kind == "tune"):
             return False
-        if limit is None:
-            return True
         history = Counter(total.history(0))
+        if limit is None:  # else a server would begin anew under another run's name
+            own = (account.options.max_epsilon, account.options.target_epsilon)
+            limit = min((given for given in own if given is not None), default=math.inf)
+            history = Counter({key: steps for key, steps in history.items() if key[0]})
+        if limit == math.inf:
+            return True
         for _, sigma, rate, steps, _ in self.costs(order, protection):
             history[sigma, rate] += steps
         return history_epsilon(history, account.options.delta, account.options.accountant) <= limit * ROUNDING
