@@ -2,22 +2,17 @@
 """Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
 
 import logging
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from jsonargparse import ArgumentParser
-from torch.utils.data import Dataset
 
-from perada.cli.keys import full_names
-from perada.cli.runs import PeradaCLI, make_cli
-from perada.cli.words import whole
+from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.core.states import State, megabytes, unstack
 from perada.core.text import printable
-from perada.data import FederatedDataModule
-from perada.data.one_client import OneClient, only
+from perada.data.one_client import OneClient
 from perada.deploy import records
 from perada.deploy.asking import Terms
 from perada.deploy.client import Client
@@ -34,18 +29,6 @@ from perada.privacy.ledgers import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
 
-OF_ALL: tuple[str, ...] = (
-    "public",
-    "public_fraction",
-    "validation_fraction",
-    "train_limit",
-    "test_limit",
-    "public_limit",
-)
-OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
-"""Options of a recipe's data that say what all clients and the server have."""
-NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
-QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
 DELTA = 1e-5
 """Of the ε that `perada deploy status` prints of a site."""
 SITE = "File of the site, such as site.yaml."
@@ -152,15 +135,16 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     given = parser.parse_args(words)
     if given.where.is_file():
         recipe, models = _of_site(read_site(given.where), given.recipe)
+        names: Sequence[str] | None = recipe.data.classes
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
     else:
-        recipe, _, classes, multilabel = server_recipe(given.recipe)
-        recipe.build(classes, multilabel)
+        recipe, _, count, multilabel, names = server_recipe(given.recipe)
+        recipe.build(count, multilabel)
         state = records.read(given.where)[1]["global"]
         models = {"global": unstack(state) if _many(recipe) else [state]}
     assert recipe.module.adapted is not None
-    written, names = [], recipe.data.classes if given.where.is_file() else None
+    written = []
     for name, states in models.items():
         for place, state in enumerate(states):
             folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
@@ -190,66 +174,18 @@ def worker_of(given: SiteFile) -> SiteWorker:
 
 def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
     """The server of a recipe that is named as `perada fit` names it."""
-    recipe, public, classes, multilabel = server_recipe(name)
-    options: dict[str, Any] = {"public": public, "num_classes": classes, "multilabel": multilabel, "resume": resume}
-    return Coordinator(recipe, transport, folder, terms, **options)
-
-
-def site_recipe(path: Path, given: SiteFile) -> Recipe:
-    """A recipe with the data of a site in the place of its own."""
-    text = path.read_bytes()
-    content = full_names(yaml.safe_load(text))
-    kept = {key: value for key, value in (content.get("data") or {}).items() if key not in OF_ALL}
-    own, place = dict(given.data), int(given.data.get("client", 0))
-    own.pop("client", None)
-    if "dataset" not in own:
-        size = {"size": kept["image_size"]} if kept.get("image_size") else {}
-        kind = "ImageTable" if "table" in own else "Images"
-        own = {"dataset": {"class_path": kind, "init_args": size | own}, "partition": NOWHERE}
-    cli = _parsed(content | {"data": kept | own}, given.accelerator)
-    division = cli.datamodule._division
-    division.download()
-    data = only(division.share_out()[0], place)
-    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
-    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
-    return Recipe(text, cli.model, cli.loop, cli.trainer, served)
-
-
-def server_recipe(name: str) -> tuple[Recipe, Dataset[Any] | None, int, bool]:
-    """A recipe as a server has it: no client's image is read.
-
-    Returns:
-        The recipe, its public set, the number of classes, and whether images have several labels.
-
-    Raises:
-        ValueError: If it does not say how many classes there are, or the public set would be clients' images.
-    """
-    text = whole(name).encode()
-    cli = _parsed(full_names(yaml.safe_load(text)), "auto")
-    data, division = cli.config["data"], cli.datamodule._division
-    for option in ("public_fraction", "validation_fraction"):
-        if data[option]:
-            raise ValueError(
-                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public"
-            )
-    classes = data.num_classes or cli.model.num_classes or division.dataset.num_classes
-    if not classes:
-        raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
-    public = None if division.public is None else division._public(division.dataset, [])
-    multilabel = bool(getattr(division.dataset, "multilabel", False))
-    return Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule), public, classes, multilabel
-
-
-def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
-    """What a recipe describes."""
-    content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
-    content["trainer"] = {**(content.get("trainer") or {})}
-    if accelerator != "auto":
-        content["trainer"]["accelerator"] = accelerator
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(content, file, sort_keys=False)
-        file.flush()
-        return make_cli(["--config", file.name, *(f"--trainer.{option}" for option in QUIET)], run=False)
+    given = server_recipe(name)
+    return Coordinator(
+        given.recipe,
+        transport,
+        folder,
+        terms,
+        public=given.public,
+        num_classes=given.num_classes,
+        multilabel=given.multilabel,
+        classes=given.classes,
+        resume=resume,
+    )
 
 
 def _try_step(client: Client) -> float:

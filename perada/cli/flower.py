@@ -38,11 +38,11 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
 
 def recipe_digest(name: str) -> str:
     """What sites approve: of the recipe's text and of the weights that it freezes."""
-    from perada.cli.deploy import server_recipe
+    from perada.cli.deployed_recipes import server_recipe
 
-    recipe, _, classes, multilabel = server_recipe(name)
-    recipe.build(classes, multilabel)
-    return recipe.digest
+    given = server_recipe(name)
+    given.recipe.build(given.num_classes, given.multilabel)
+    return given.recipe.digest
 
 
 def keys_server(parser: ArgumentParser, words: list[str]) -> None:

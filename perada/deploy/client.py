@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's side of a recipe at its site: it trains, fine-tunes and scores on its own images."""
 
-import hashlib
-import json
 import math
 from collections import Counter
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from perada.core.rounds import RoundPlan
 from perada.core.states import State, expand
 from perada.data.one_client import OneClient
 from perada.deploy.messages import Order
-from perada.deploy.recipe import Recipe, first_kept, laid_out
+from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.state import RunState
 from perada.engine.ensembles import compare, ensemble
 from perada.federation.cohort import Trained
@@ -98,8 +96,7 @@ class Client:
     @property
     def labels(self) -> str:
         """A digest of the classes, in their order: sites of one federation have the same."""
-        content = [self.data.num_classes, self.data.multilabel, self.data.classes]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return labels_digest(self.data.num_classes, self.data.multilabel, self.data.classes)
 
     def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
         """The ledgers of a run that has trained so many rounds, of which ``account`` is the state; one run at a time.

@@ -23,7 +23,7 @@ from perada.deploy.codec import Spec, pack, spec_of
 from perada.deploy.files import Lock
 from perada.deploy.measures import mean_scores
 from perada.deploy.messages import Answer, Kind, Order
-from perada.deploy.recipe import Recipe, is_plain, laid_out
+from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
 from perada.deploy.records import Progress, Record
 from perada.deploy.roster import Roster
 from perada.deploy.transport import Transport
@@ -42,6 +42,7 @@ class Coordinator:
         public: Public images, for algorithms that distil; by default none.
         num_classes: Number of classes.
         multilabel: Whether images have several labels.
+        classes: Names of the classes; None lets the first site that joins say them.
         resume: Go on with the run in the folder.
 
     Raises:
@@ -59,6 +60,7 @@ class Coordinator:
         public: Dataset[Any] | None = None,
         num_classes: int,
         multilabel: bool = False,
+        classes: Sequence[str] | None = None,
         resume: bool = False,
     ) -> None:
         self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
@@ -85,6 +87,7 @@ class Coordinator:
             self.server.load_state_dict(states)
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
+            self.progress.labels = "" if classes is None else labels_digest(num_classes, multilabel, classes)
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
