@@ -2,7 +2,6 @@
 """Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
 
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,19 +9,18 @@ from typing import Literal
 from jsonargparse import ArgumentParser
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.cli.site_check import shown_memory, shown_privacy, try_step
 from perada.core.states import State, megabytes, unstack
 from perada.core.text import printable
-from perada.data.one_client import OneClient
 from perada.deploy import records
 from perada.deploy.asking import Terms
 from perada.deploy.client import Client
 from perada.deploy.coordinator import Coordinator
 from perada.deploy.flower.socket import Listener, from_supervisor
 from perada.deploy.local import LocalTransport
-from perada.deploy.messages import Order
 from perada.deploy.recipe import Recipe
 from perada.deploy.site_file import SiteFile, read_site
-from perada.deploy.state import STATE, Book, RunState, read_state
+from perada.deploy.state import STATE, Book, read_state
 from perada.deploy.transport import Transport
 from perada.deploy.worker import SiteWorker
 from perada.privacy.ledgers import Ledger
@@ -54,7 +52,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     given = read_site(parser.parse_args(words).site)
     for path, approved in given.recipes.items():
         client = Client(site_recipe(path, given), given.max_epsilon)
-        seconds = _try_step(client)
+        tried = try_step(client)
         data = client.data
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
         digest = client.recipe.digest
@@ -68,12 +66,13 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"{path.name}: digest {digest} ({said})",
             f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
             f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
-            f"{seconds:.2f} s",
+            f"{tried.seconds:.2f} s, and a round has {tried.steps}",
+            f"  memory: {shown_memory(tried)}",
             f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
             f"{', '.join(given.may_send) or 'nothing'} beside",
         ]
         privacy = client.settings.privacy
-        lines.append("  private training: " + ("no" if privacy is None else f"yes, δ = {privacy.delta:g}"))
+        lines.append("  private training: " + ("no" if privacy is None else shown_privacy(client)))
         print("\n".join(lines))
 
 
@@ -97,7 +96,10 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     workers = {one.name: worker_of(one) for one in sites}
     terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
     coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
-    coordinator.run()
+    try:
+        coordinator.run()
+    finally:
+        coordinator.close()
     print(shown_rounds(coordinator.progress))
     print(f"Run folder: {given.folder}")
 
@@ -139,8 +141,9 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
     else:
-        recipe, _, count, multilabel, names = server_recipe(given.recipe)
-        recipe.build(count, multilabel)
+        served = server_recipe(given.recipe)
+        recipe, names = served.recipe, served.classes
+        recipe.build(served.num_classes, served.multilabel)
         state = records.read(given.where)[1]["global"]
         models = {"global": unstack(state) if _many(recipe) else [state]}
     assert recipe.module.adapted is not None
@@ -174,7 +177,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
 
 def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
     """The server of a recipe that is named as `perada fit` names it."""
-    given = server_recipe(name)
+    given = server_recipe(name, folder)
     return Coordinator(
         given.recipe,
         transport,
@@ -185,20 +188,8 @@ def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms
         multilabel=given.multilabel,
         classes=given.classes,
         resume=resume,
+        loggers=given.loggers,
     )
-
-
-def _try_step(client: Client) -> float:
-    """Seconds of one local step, from the first state; nothing of it is kept."""
-    order = Order("train", "0" * 32, "0" * 64)
-    numbered, private = OneClient(client.data, 0), client.protection(None, 0).images
-    steps = client.plan(order)
-    first = next(iter(numbered.batches(steps, client.recipe.device, None if private is None else private.sampling())))
-    begin = time.monotonic()
-    client.train(
-        order, client.recipe.template.sending, RunState(order.run), client.protection(None, 0), only_step=first
-    )
-    return time.monotonic() - begin
 
 
 def _many(recipe: Recipe) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from jsonargparse import ArgumentParser
+from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 import perada.data
@@ -41,6 +43,7 @@ class ServerRecipe(NamedTuple):
     num_classes: int
     multilabel: bool
     classes: tuple[str, ...] | None  # their names, if the recipe says them
+    loggers: list[Logger]
 
 
 def site_recipe(path: Path, given: SiteFile) -> Recipe:
@@ -79,8 +82,8 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     return Recipe(text, cli.model, cli.loop, cli.trainer, served)
 
 
-def server_recipe(name: str) -> ServerRecipe:
-    """A recipe as a server has it.
+def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
+    """A recipe as a server has it, with its loggers if there is a ``folder``, in which those write.
 
     Raises:
         ValueError: If it does not say how many classes there are, or the public set would be clients' images.
@@ -101,7 +104,26 @@ def server_recipe(name: str) -> ServerRecipe:
     public = None if division.public is None else division._public(division.dataset, [])
     multilabel = bool(getattr(division.dataset, "multilabel", False))
     recipe = Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule)
-    return ServerRecipe(recipe, public, classes, multilabel, named)
+    loggers = [] if folder is None else _loggers(content, folder)
+    return ServerRecipe(recipe, public, classes, multilabel, named, loggers)
+
+
+def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
+    """The loggers of a recipe but for CSV files, which the run's folder has anyhow; paths begin at the folder."""
+    given = (content.get("trainer") or {}).get("logger")
+    entries = given if isinstance(given, list) else [given]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--logger", type=Logger)
+    found = []
+    for entry in (entry for entry in entries if not isinstance(entry, bool | None)):
+        entry = {"class_path": entry} if isinstance(entry, str) else dict(entry)
+        if entry["class_path"].rpartition(".")[2] == "CSVLogger":
+            continue
+        options = dict(entry.get("init_args") or {})
+        options["save_dir"] = str(folder / (options.get("save_dir") or "."))
+        entry["init_args"] = options
+        found.append(parser.instantiate_classes(parser.parse_object({"logger": entry})).logger)
+    return found
 
 
 def _named_classes(dataset: object) -> tuple[str, ...] | None:
@@ -123,6 +145,8 @@ def _content(text: bytes) -> dict[str, Any]:
         ValueError: If it names a file with options: a site approves the text, and what a file says may change.
     """
     content = full_names(yaml.safe_load(text))
+    if (content.get("trainer") or {}).get("callbacks"):
+        raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
     if isinstance(data := content.get("data"), dict):
         own: dict[str, Any] = content | {"data": {key: value for key, value in data.items() if key not in OF_ALL}}
     for option, word in _words(own if isinstance(data, dict) else content):
@@ -156,7 +180,7 @@ def _holds_options(path: Path) -> bool:
 def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
     """What a recipe describes."""
     content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
-    content["trainer"] = {**(content.get("trainer") or {})}
+    content["trainer"] = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
     if accelerator != "auto":
         content["trainer"]["accelerator"] = accelerator
     with tempfile.TemporaryDirectory() as folder:  # relative paths of files with options begin there

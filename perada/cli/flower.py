@@ -98,5 +98,8 @@ def serve(path: Path, transport: Transport, options: RunOptions, state: Path) ->
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
     coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
-    coordinator.run()
+    try:
+        coordinator.run()
+    finally:
+        coordinator.close()
     print(shown_rounds(coordinator.progress), flush=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 from perada.algorithms import ensemble_of
@@ -21,6 +22,7 @@ from perada.deploy.asking import PASSING, PAUSE, Terms, ask
 from perada.deploy.closing import close_round
 from perada.deploy.codec import Spec, pack, spec_of
 from perada.deploy.files import Lock
+from perada.deploy.loggers import Loggers
 from perada.deploy.measures import mean_scores
 from perada.deploy.messages import Answer, Kind, Order
 from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
@@ -44,6 +46,7 @@ class Coordinator:
         multilabel: Whether images have several labels.
         classes: Names of the classes; None lets the first site that joins say them.
         resume: Go on with the run in the folder.
+        loggers: Get the metrics of each round, beside ``metrics.csv`` in the folder.
 
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
@@ -62,6 +65,7 @@ class Coordinator:
         multilabel: bool = False,
         classes: Sequence[str] | None = None,
         resume: bool = False,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
         self.log = logging.getLogger("perada.deploy")
@@ -91,6 +95,7 @@ class Coordinator:
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
+        self.loggers = Loggers(loggers, self.progress.history)
         self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
 
     def _check(self) -> None:
@@ -120,6 +125,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Let others have the folder."""
+        self.loggers.close()
         self._lock.close()
 
     def run(self) -> Progress:
@@ -243,6 +249,7 @@ class Coordinator:
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
+        self.loggers.log(progress.history[-1])
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
@@ -289,10 +296,10 @@ class Coordinator:
             tensors |= {f"members/{key}": value for key, value in members.items()}
         answers = self._everyone("evaluate", tensors, {})
         found = mean_scores(self.recipe.module.metrics, [answer.facts for answer in answers.values()])
-        if self.progress.history:
-            self.progress.history[-1] |= found
+        self.progress.history[-1] |= found
         self.progress.scored = self.progress.done
         self._save()
+        self.loggers.log(found | {"round": self.progress.history[-1]["round"]})
 
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)

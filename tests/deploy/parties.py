@@ -69,7 +69,7 @@ class Parties:
     def workers(self, **given):
         return {name: self.worker(place, **given) for place, name in enumerate(self.names)}
 
-    def coordinator(self, transport, resume=False, classes=None, **terms):
+    def coordinator(self, transport, resume=False, classes=None, loggers=(), **terms):
         terms = {"min_sites": len(self.sizes), "deadline": 60.0} | terms
         return Coordinator(
             self.recipe(),
@@ -79,6 +79,7 @@ class Parties:
             public=self.whole.public,
             num_classes=3,
             classes=classes,
+            loggers=loggers,
             resume=resume,
         )
 
