@@ -2,27 +2,27 @@
 """Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
 
 import logging
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
 from jsonargparse import ArgumentParser
 
-from perada.cli.parties import make_coordinator, server_recipe, site_recipe, worker_of
+from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.cli.site_check import shown_memory, shown_privacy, try_step
 from perada.core.states import State, megabytes, unstack
 from perada.core.text import printable
-from perada.data.one_client import OneClient
 from perada.deploy import records
 from perada.deploy.asking import Terms
 from perada.deploy.client import Client
+from perada.deploy.coordinator import Coordinator
 from perada.deploy.flower.socket import Listener, from_supervisor
 from perada.deploy.local import LocalTransport
-from perada.deploy.messages import Order
 from perada.deploy.recipe import Recipe
 from perada.deploy.site_file import SiteFile, read_site
-from perada.deploy.state import STATE, RunState, read_state
+from perada.deploy.state import STATE, Book, read_state
+from perada.deploy.transport import Transport
+from perada.deploy.worker import SiteWorker
 from perada.privacy.ledgers import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
@@ -52,7 +52,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     given = read_site(parser.parse_args(words).site)
     for path, approved in given.recipes.items():
         client = Client(site_recipe(path, given), given.max_epsilon)
-        seconds = _try_step(client)
+        tried = try_step(client)
         data = client.data
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
         digest = client.recipe.digest
@@ -66,13 +66,13 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"{path.name}: digest {digest} ({said})",
             f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
             f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
-            f"{seconds:.2f} s",
-            f"  memory: {_peak_memory(client.recipe.device)}",
+            f"{tried.seconds:.2f} s, and a round has {tried.steps}",
+            f"  memory: {shown_memory(tried)}",
             f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
             f"{', '.join(given.may_send) or 'nothing'} beside",
         ]
         privacy = client.settings.privacy
-        lines.append("  private training: " + ("no" if privacy is None else f"yes, δ = {privacy.delta:g}"))
+        lines.append("  private training: " + ("no" if privacy is None else shown_privacy(client)))
         print("\n".join(lines))
 
 
@@ -96,7 +96,10 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     workers = {one.name: worker_of(one) for one in sites}
     terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
     coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
-    coordinator.run()
+    try:
+        coordinator.run()
+    finally:
+        coordinator.close()
     print(shown_rounds(coordinator.progress))
     print(f"Run folder: {given.folder}")
 
@@ -117,7 +120,9 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
         total.load_state_dict(header["total"])
         if total.history(0):
             spent = epsilon_text(total.epsilon(0, DELTA))
-            print(f"All runs together: ε {spent} at δ = {DELTA:g}, by RDP.")
+            bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
+            without = f"; {bare} rounds had no privacy" if bare else ""
+            print(f"All runs together: ε {spent} at δ = {DELTA:g}, by RDP{without}.")
         return
     progress, _ = records.read(where)
     head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
@@ -132,15 +137,17 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     given = parser.parse_args(words)
     if given.where.is_file():
         recipe, models = _of_site(read_site(given.where), given.recipe)
+        names: Sequence[str] | None = recipe.data.classes
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
     else:
-        recipe, _, classes, multilabel = server_recipe(given.recipe)
-        recipe.build(classes, multilabel)
+        served = server_recipe(given.recipe)
+        recipe, names = served.recipe, served.classes
+        recipe.build(served.num_classes, served.multilabel)
         state = records.read(given.where)[1]["global"]
         models = {"global": unstack(state) if _many(recipe) else [state]}
     assert recipe.module.adapted is not None
-    written, names = [], recipe.data.classes if given.where.is_file() else None
+    written = []
     for name, states in models.items():
         for place, state in enumerate(states):
             folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
@@ -149,28 +156,40 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Wrote {', '.join(written)} to {given.output}")
 
 
-def _try_step(client: Client) -> float:
-    """Seconds of one local step, from the first state; nothing of it is kept."""
-    order = Order("train", "0" * 32, "0" * 64)
-    numbered, private = OneClient(client.data, 0), client.protection(None, 0).images
-    steps = client.plan(order)
-    first = next(iter(numbered.batches(steps, client.recipe.device, None if private is None else private.sampling())))
-    begin = time.monotonic()
-    client.train(
-        order, client.recipe.template.sending, RunState(order.run), client.protection(None, 0), only_step=first
+def worker_of(given: SiteFile) -> SiteWorker:
+    """The worker of a site.
+
+    Raises:
+        ValueError: If a recipe is not the one that was approved, or cannot be used with the site's data.
+    """
+    clients = {}
+    for path, approved in given.recipes.items():
+        client = Client(site_recipe(path, given), given.max_epsilon)
+        if client.recipe.digest != approved:
+            raise ValueError(
+                f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved or 'none'}; "
+                "`perada deploy check` shows what it would do; to approve it, write the digest into the site's file"
+            )
+        clients[approved] = client
+    log = logging.getLogger(f"perada.site.{given.name}")
+    return SiteWorker(Book(given.state), clients, given.may_send, given.max_rounds, log)
+
+
+def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
+    """The server of a recipe that is named as `perada fit` names it."""
+    given = server_recipe(name, folder)
+    return Coordinator(
+        given.recipe,
+        transport,
+        folder,
+        terms,
+        public=given.public,
+        num_classes=given.num_classes,
+        multilabel=given.multilabel,
+        classes=given.classes,
+        resume=resume,
+        loggers=given.loggers,
     )
-    return time.monotonic() - begin
-
-
-def _peak_memory(device: torch.device) -> str:
-    """The most that this process has held."""
-    import resource  # not on Windows
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.2f} GB at most in this process"
-    if device.type != "cuda":
-        return host
-    return f"{host}, and {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB on the accelerator"
 
 
 def _many(recipe: Recipe) -> bool:

@@ -38,11 +38,11 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
 
 def recipe_digest(name: str) -> str:
     """What sites approve: of the recipe's text and of the weights that it freezes."""
-    from perada.cli.parties import server_recipe
+    from perada.cli.deployed_recipes import server_recipe
 
-    recipe, _, classes, multilabel = server_recipe(name)
-    recipe.build(classes, multilabel)
-    return recipe.digest
+    given = server_recipe(name)
+    given.recipe.build(given.num_classes, given.multilabel)
+    return given.recipe.digest
 
 
 def keys_server(parser: ArgumentParser, words: list[str]) -> None:
@@ -90,8 +90,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 def serve(path: Path, transport: Transport, options: RunOptions, state: Path) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
-    from perada.cli.deploy import shown_rounds
-    from perada.cli.parties import make_coordinator
+    from perada.cli.deploy import make_coordinator, shown_rounds
 
     quiet_lightning()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
@@ -99,5 +98,8 @@ def serve(path: Path, transport: Transport, options: RunOptions, state: Path) ->
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
     coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
-    coordinator.run()
+    try:
+        coordinator.run()
+    finally:
+        coordinator.close()
     print(shown_rounds(coordinator.progress), flush=True)

@@ -40,6 +40,12 @@ class OneClient:
         data.setup()
         self.data, self.number, self.size = data, number, data.train_sizes[0]
 
+    @property
+    def tests(self) -> int:
+        """Number of test images."""
+        store = self.data._ready.test
+        return 0 if store is None else store.sizes[0]
+
     def plan(self, round: int, phases: Sequence[Phase], lengths: Sequence[int] = ()) -> RoundPlan:
         """The client's part of a round, in which phases are as long as ``lengths`` say, at least.
 

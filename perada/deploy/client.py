@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's side of a recipe at its site: it trains, fine-tunes and scores on its own images."""
 
-import hashlib
-import json
 import math
 from collections import Counter
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from perada.core.rounds import RoundPlan
 from perada.core.states import State, expand
 from perada.data.one_client import OneClient
 from perada.deploy.messages import Order
-from perada.deploy.recipe import Recipe, first_kept, laid_out
+from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.state import RunState
 from perada.engine.ensembles import compare, ensemble
 from perada.federation.cohort import Trained
@@ -44,7 +42,8 @@ class Client:
 
     Args:
         recipe: With the site's data alone.
-        max_epsilon: Largest ε of all that the site ever trains; None for no limit.
+        max_epsilon: Largest ε of all that the site ever trains; None for the recipe's, if it has one, of all that was
+            ever trained here with privacy.
 
     Raises:
         ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
@@ -92,13 +91,12 @@ class Client:
     @property
     def tests(self) -> int:
         """Test images."""
-        return sum(len(batch.y) for batch in OneClient(self.data, 0).test_batches(torch.device("cpu")))
+        return OneClient(self.data, 0).tests
 
     @property
     def labels(self) -> str:
         """A digest of the classes, in their order: sites of one federation have the same."""
-        content = [self.data.num_classes, self.data.multilabel, self.data.classes]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return labels_digest(self.data.num_classes, self.data.multilabel, self.data.classes)
 
     def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
         """The ledgers of a run that has trained so many rounds, of which ``account`` is the state; one run at a time.
@@ -130,15 +128,19 @@ class Client:
         return protection.images.account.cost(self.plan(order), tuning=order.kind == "tune")
 
     def affordable(self, order: Order, protection: Protection, total: Ledger) -> bool:
-        """Whether the recipe's limits and the site's own leave room for it."""
+        """Whether the recipe's limits in this run, and the site's own in all runs together, leave room for it."""
         if protection.images is None:
             return True
         account, limit = protection.images.account, self.max_epsilon
         if not account.affordable([0], tuning=order.kind == "tune"):
             return False
-        if limit is None:
-            return True
         history = Counter(total.history(0))
+        if limit is None:  # else a server would begin anew under another run's name
+            own = (account.options.max_epsilon, account.options.target_epsilon)
+            limit = min((given for given in own if given is not None), default=math.inf)
+            history = Counter({key: steps for key, steps in history.items() if key[0]})
+        if limit == math.inf:
+            return True
         for _, sigma, rate, steps, _ in self.costs(order, protection):
             history[sigma, rate] += steps
         return history_epsilon(history, account.options.delta, account.options.accountant) <= limit * ROUNDING

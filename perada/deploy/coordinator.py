@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 from perada.algorithms import ensemble_of
@@ -21,9 +22,10 @@ from perada.deploy.asking import PASSING, PAUSE, Terms, ask
 from perada.deploy.closing import close_round
 from perada.deploy.codec import Spec, pack, spec_of
 from perada.deploy.files import Lock
+from perada.deploy.loggers import Loggers
 from perada.deploy.measures import mean_scores
 from perada.deploy.messages import Answer, Kind, Order
-from perada.deploy.recipe import Recipe, is_plain, laid_out
+from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
 from perada.deploy.records import Progress, Record
 from perada.deploy.roster import Roster
 from perada.deploy.transport import Transport
@@ -42,7 +44,9 @@ class Coordinator:
         public: Public images, for algorithms that distil; by default none.
         num_classes: Number of classes.
         multilabel: Whether images have several labels.
+        classes: Names of the classes; None lets the first site that joins say them.
         resume: Go on with the run in the folder.
+        loggers: Get the metrics of each round, beside ``metrics.csv`` in the folder.
 
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
@@ -59,7 +63,9 @@ class Coordinator:
         public: Dataset[Any] | None = None,
         num_classes: int,
         multilabel: bool = False,
+        classes: Sequence[str] | None = None,
         resume: bool = False,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
         self.log = logging.getLogger("perada.deploy")
@@ -85,9 +91,11 @@ class Coordinator:
             self.server.load_state_dict(states)
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
+            self.progress.labels = "" if classes is None else labels_digest(num_classes, multilabel, classes)
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
+        self.loggers = Loggers(loggers, self.progress.history)
         self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
 
     def _check(self) -> None:
@@ -117,6 +125,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Let others have the folder."""
+        self.loggers.close()
         self._lock.close()
 
     def run(self) -> Progress:
@@ -240,7 +249,7 @@ class Coordinator:
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
-        self._log(progress.history[-1])
+        self.loggers.log(progress.history[-1])
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
@@ -287,17 +296,10 @@ class Coordinator:
             tensors |= {f"members/{key}": value for key, value in members.items()}
         answers = self._everyone("evaluate", tensors, {})
         found = mean_scores(self.recipe.module.metrics, [answer.facts for answer in answers.values()])
-        if self.progress.history:
-            self.progress.history[-1] |= found
+        self.progress.history[-1] |= found
         self.progress.scored = self.progress.done
         self._save()
-        self._log(found)
-
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        """Tell the recipe's loggers of the last round; ``metrics.csv`` has it anyway."""
-        for logger in self.recipe.trainer.loggers:
-            logger.log_metrics({"round": self.progress.done - 1.0, **metrics}, step=self.progress.done - 1)
-            logger.save()
+        self.loggers.log(found | {"round": self.progress.history[-1]["round"]})
 
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)

@@ -10,14 +10,21 @@ from pathlib import Path
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file beside its place, for its owner alone, and put it there by one renaming; it is then on disk.
 
-    Whoever crashes in between leaves the file that was there before.
+    Whoever crashes in between leaves the file that was there before. So does a disk that is full, by an OSError.
     """
     part = path.with_name(f".{path.name}.part")
-    with open(part, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    part.unlink(missing_ok=True)  # what a crash left: it may be open to others, or a link of theirs
+    try:
+        with open(
+            part, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        ) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
@@ -43,11 +50,13 @@ class Lock:
     """A folder of one process, made for its owner alone; it is free again after ``close()`` or with the process.
 
     Raises:
-        OSError: If another process has it, or it cannot be made; the message names it.
+        OSError: If another process has it, others may write to it, or it cannot be made; the message names it.
     """
 
     def __init__(self, folder: Path, whose: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_mode & 0o022:
+            raise OSError(f"the folder {str(folder)!r} can be written to by others; chmod 700 it")
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.close = weakref.finalize(self, os.close, file)
         try:

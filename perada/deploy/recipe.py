@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +27,11 @@ from perada.privacy.client_level import ClientLevel
 def recipe_digest(text: bytes, frozen: str) -> str:
     """What a site approves: a digest of a recipe's file and of ``frozen``, the digest of all weights not trained."""
     return hashlib.sha256(json.dumps([hashlib.sha256(text).hexdigest(), frozen]).encode()).hexdigest()
+
+
+def labels_digest(num_classes: int, multilabel: bool, classes: Sequence[str] | None) -> str:
+    """A digest of the classes, in their order: sites of one federation have the same."""
+    return hashlib.sha256(json.dumps([num_classes, multilabel, classes and list(classes)]).encode()).hexdigest()
 
 
 @dataclass

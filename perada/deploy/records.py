@@ -114,9 +114,9 @@ def write(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
     tensors = {f"global/{key}": value for key, value in states["global"].items()}
     for name, state in states["server"].items():
         tensors |= {f"server/{len(name)}/{name}/{key}": value for key, value in state.items()}
-    write_whole(folder / STATE, pack(header, tensors))
-    if progress.history:
+    if progress.history:  # first: a run that was killed in between writes them again
         write_whole(folder / METRICS, _csv(progress.history).encode())
+    write_whole(folder / STATE, pack(header, tensors))
 
 
 def read(folder: Path) -> tuple[Progress, dict[str, Any]]:

@@ -65,7 +65,7 @@ class Roster:
         """Why a site is not let in; empty if it is."""
         labels, size = answer.facts.get("labels"), answer.facts.get("size")
         if labels is None or self.progress.labels not in ("", labels):
-            return "it has other classes than the sites before it"
+            return "it has other classes than the recipe, or the sites before it"
         if size is None:
             weighted = self.settings.weighting == "samples"
             return "weighting='samples' needs its size, which it does not send" if weighted else ""

@@ -30,8 +30,8 @@ class SiteFile:
         state: Folder of its personal state and its ledgers.
         socket: Where the worker listens; None if it does not say.
         may_send: What may leave beside updates.
-        max_epsilon: Largest ε of all that is ever trained here; None for no limit.
-        max_rounds: Rounds of one run, at most; None for no limit.
+        max_epsilon: Largest ε of all that is ever trained here; None for the recipe's own limit.
+        max_rounds: Rounds that are ever trained here, at most; None for no limit.
         accelerator: ``cpu``, ``gpu`` and so on.
     """
 

@@ -15,7 +15,7 @@ from perada.deploy.files import Lock, keep_link, write_whole
 from perada.privacy.ledgers import Ledger
 
 STATE = "state.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -34,6 +34,9 @@ class RunState:
         kept: What the client keeps, (1, ...) by role; None before the first round.
         tuned: What it fine-tuned after the last one, likewise.
         shared: The last global state that it was told.
+        scored: The last round after which it scored models; -1 before the first.
+        score: Digest of what was asked then.
+        scores: What was answered to it.
     """
 
     run: str
@@ -47,6 +50,15 @@ class RunState:
     kept: Stacks | None = None
     tuned: Stacks | None = None
     shared: State = field(default_factory=dict)
+    scored: int = -1
+    score: str = ""
+    scores: bytes = b""
+
+
+_PLAIN = ("run", "recipe", "client", "round", "trained", "message", "account", "scored", "score")
+"""What of it is written as it is."""
+_REPLIES = ("reply", "scores")
+"""What of it is bytes."""
 
 
 class Book:
@@ -59,20 +71,29 @@ class Book:
         folder: Is made for its owner alone, and locked.
 
     Attributes:
-        total: What all runs have spent, as client 0.
-        sampling: How their batches were drawn; None before the first.
+        total: What all runs have spent, as client 0; a round without privacy is one step without noise.
+        rounds: How many all runs have trained.
+        sampling: How private batches were drawn; None before the first.
 
     Raises:
-        OSError: If another worker uses the folder.
-        ValueError: If its file is not what was written.
+        OSError: If another worker uses the folder, or others may write to it.
+        ValueError: If its file is not what was written, or is gone while those of former runs are there.
     """
 
     def __init__(self, folder: Path) -> None:
         self._lock = Lock(folder, "worker")
-        self.folder, self.total = folder, Ledger()
+        self.folder, self.total, self.rounds = folder, Ledger(), 0
         self.sampling: str | None = None
-        current = self.current()
-        self._run = None if current is None else current.run
+        self._run: str | None = None
+        try:
+            if self.current() is None and (folder / "runs").exists():
+                raise ValueError(
+                    f"{str(folder)!r} has former runs and no {STATE}, where it says what they spent; restore it from a "
+                    "copy, or give another folder and lower limits"
+                )
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -85,7 +106,7 @@ class Book:
             return None
         state, header = read_state(path)
         self.total.load_state_dict(header["total"])
-        self.sampling = header["sampling"]
+        self.rounds, self.sampling, self._run = header["rounds"], header["sampling"], state.run
         return state
 
     def load(self, run: str) -> RunState:
@@ -94,25 +115,29 @@ class Book:
         if current is not None and current.run == run:
             return current
         former = self.folder / "runs" / f"{run}.safetensors"
-        return read_state(former)[0] if former.exists() else RunState(run)
+        state = read_state(former)[0] if former.exists() else RunState(run)
+        if state.run != run:
+            raise ValueError(f"{str(former)!r} holds the run {state.run}; restore it from a copy")
+        return state
 
-    def commit(self, state: RunState, total: Ledger, sampling: str | None) -> None:
+    def commit(self, state: RunState, total: Ledger, rounds: int, sampling: str | None) -> None:
         """Write a run's state and the totals, all at once."""
         path = self.folder / STATE
         if self._run not in (None, state.run):
             (self.folder / "runs").mkdir(exist_ok=True, mode=0o700)
             keep_link(path, self.folder / "runs" / f"{self._run}.safetensors")
-        header = {name: getattr(state, name) for name in ("run", "recipe", "client", "round", "trained", "message")}
-        header |= {"account": state.account, "total": total.state_dict(), "sampling": sampling, "format": FORMAT}
+        header = {name: getattr(state, name) for name in _PLAIN}
+        header |= {"total": total.state_dict(), "rounds": rounds, "sampling": sampling, "format": FORMAT}
         tensors = {f"shared/{key}": value for key, value in state.shared.items()}
         for name, stacks in (("kept", state.kept), ("tuned", state.tuned)):
             header[name] = None if stacks is None else list(stacks)
             for role, stack in (stacks or {}).items():
                 tensors |= {f"{name}/{role}/{key}": value for key, value in stack.items()}
-        if state.reply:
-            tensors["reply"] = torch.frombuffer(bytearray(state.reply), dtype=torch.uint8)
+        for name in _REPLIES:
+            if content := getattr(state, name):
+                tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         write_whole(path, pack(header, tensors))
-        self.total, self.sampling, self._run = total, sampling, state.run
+        self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
 
 
 def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
@@ -127,13 +152,15 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
         if header["format"] != FORMAT:
             raise KeyError(f"format {header['format']}, this version reads {FORMAT}")
         tensors = load(content)
-        names = ("run", "recipe", "client", "round", "trained", "message", "account")
-        state = RunState(**{name: header[name] for name in names})
+        Ledger().load_state_dict(header["total"])
+        _ = header["rounds"], header["sampling"]
+        state = RunState(**{name: header[name] for name in _PLAIN})
         state.shared = {key[7:]: value for key, value in tensors.items() if key.startswith("shared/")}
         for name in ("kept", "tuned"):
             if header[name] is not None:
                 setattr(state, name, {role: _part(tensors, f"{name}/{role}/") for role in header[name]})
-        state.reply = tensors["reply"].numpy().tobytes() if "reply" in tensors else b""
+        for name in _REPLIES:
+            setattr(state, name, tensors[name].numpy().tobytes() if name in tensors else b"")
     except Exception as error:  # whatever a damaged file gives
         raise ValueError(
             f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: without its ledger "

@@ -34,7 +34,7 @@ class SiteWorker:
         book: The site's state folder.
         clients: The recipes that the site approves, by digest, with its data.
         may_send: What of :data:`perada.deploy.messages.SENDABLE` may leave the site beside updates.
-        max_rounds: Rounds that it trains in one run, at most; None for no limit.
+        max_rounds: Rounds that it ever trains, at most; None for no limit.
         log: Where reasons go; they never leave the site.
     """
 
@@ -109,8 +109,11 @@ class SiteWorker:
         _, given = unpack(message, spec_of(template.initial if order.kind == "tune" else template.sending))
         if len(order.lengths) not in (0, len(client.settings.phases)):
             raise Malformed(f"{len(order.lengths)} lengths for {len(client.settings.phases)} phases")
-        if self.max_rounds is not None and state.trained >= self.max_rounds:
-            raise Refused("exhausted", f"{state.trained} rounds of max_rounds={self.max_rounds} are trained")
+        rounds = self.book.rounds
+        if self.max_rounds is not None and rounds >= self.max_rounds:
+            raise Refused(
+                "exhausted", f"{rounds} rounds of max_rounds={self.max_rounds} are trained, all runs together"
+            )
         protection, total = client.protection(state.account, state.trained), deepcopy(self.book.total)
         sampling = self.book.sampling
         if protection.images is not None:
@@ -119,11 +122,17 @@ class SiteWorker:
                 raise Refused("exhausted", f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}")
             sampling = drawn
         if not client.affordable(order, protection, total):
-            raise Refused("exhausted", "another round would pass the largest ε that is allowed")
+            raise Refused(
+                "exhausted",
+                "another round would pass the largest ε that the recipe allows in this run, or the site in all runs "
+                "together (limits: max_epsilon; the recipe's by default)",
+            )
         costs = client.costs(order, protection)
         done = client.train(order, given, state, protection)
         trained, facts = done.trained, {}
-        if protection.images is not None:
+        if protection.images is None:
+            total.add(0, 0.0, 1.0, 1)
+        else:
             account = protection.images.account
             account.spend(costs)
             for _, sigma, rate, steps, _ in costs:
@@ -152,11 +161,17 @@ class SiteWorker:
             counts = False
         reply = reply if counts else _reply("broken", answers)
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
-        self.book.commit(state, total, sampling)
+        self.book.commit(state, total, rounds + 1, sampling)
         return reply
 
     def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
-        """Score the models, and remember the global one."""
+        """Score the models, once a round, and remember the global one."""
+        if order.round < state.scored:
+            raise Refused("past", f"scores after round {order.round}, and those after {state.scored} were sent")
+        if order.round == state.scored:
+            if answers != state.score:  # or the server tries models of its own making on the site's images
+                raise Refused("other", f"other models were scored after round {order.round}")
+            return state.scores
         shared_spec = {f"shared/{key}": entry for key, entry in spec_of(client.recipe.template.initial).items()}
         _, given = unpack(message, shared_spec | _members_spec(message, client))
         shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
@@ -167,9 +182,10 @@ class SiteWorker:
             counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
             values = {name: _values(found) for name, found in scores.items() if found}
             facts = self._allowed(counts={"counts": counts}, scores={"scores": values})
-        state.shared = shared
-        self.book.commit(state, self.book.total, self.book.sampling)
-        return _reply("ok", answers, facts)
+        state.shared, state.scored, state.score = shared, order.round, answers
+        state.scores = _reply("ok", answers, facts)
+        self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
+        return state.scores
 
     def _allowed(self, **facts: dict[str, Any]) -> dict[str, Any]:
         """Those of the facts, by what they are, that may leave the site."""

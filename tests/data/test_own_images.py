@@ -43,6 +43,31 @@ def test_folders_are_clients_and_classes(hospitals):
     assert Images(str(hospitals), size=8, gray=True)[0][0].shape == (1, 8, 8)
 
 
+def test_classes_that_are_named_have_the_order_of_their_names(hospitals, tmp_path):
+    """An image keeps its finding, whatever its number; a class may have no image."""
+    named = ["other", "normal", "malignant", "benign"]
+    train = Images(str(hospitals), size=8, classes=named)
+    assert train.classes == train.with_split(False).classes == tuple(named)
+    assert train.num_classes == 4
+    assert [named[int(k)] for k in train.labels] == [FINDINGS[place(train, row)[1]] for row in range(len(train))]
+    findings = {"1.jpg": "b|a", "2.jpg": "b", "3.jpg": ""}
+    write_table(tmp_path / "table.csv", [{"path": name, "label": label} for name, label in findings.items()])
+    for name in findings:
+        write_jpeg(tmp_path / name, 0)
+    several = ImageTable(str(tmp_path / "table.csv"), separator="|", classes=["c", "b", "a"])
+    rows = [several.labels, several.with_split(False).labels]
+    assert sorted(row for part in rows for row in part.tolist()) == [[0, 0, 0], [0, 1, 0], [0, 1, 1]]
+
+
+def test_a_class_that_is_not_among_the_named_ones_is_refused_by_name(hospitals):
+    with pytest.raises(ValueError, match="has images of malignant, normal, and the classes are benign, other"):
+        len(Images(str(hospitals), classes=["benign", "other"]))
+    with pytest.raises(ValueError, match="the name 'a' twice"):
+        Images(str(hospitals), classes=["a", "a"])
+    with pytest.raises(ValueError, match="classes='benign' cannot be used; give a list"):
+        Images(str(hospitals), classes="benign")
+
+
 def test_each_hospital_is_a_client(hospitals):
     made = FederatedDataModule(dataset=Images(str(hospitals), size=8), partition=ByDomain("client"), batch_size=4)
     made.setup()

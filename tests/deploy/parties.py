@@ -69,7 +69,7 @@ class Parties:
     def workers(self, **given):
         return {name: self.worker(place, **given) for place, name in enumerate(self.names)}
 
-    def coordinator(self, transport, resume=False, **terms):
+    def coordinator(self, transport, resume=False, classes=None, loggers=(), **terms):
         terms = {"min_sites": len(self.sizes), "deadline": 60.0} | terms
         return Coordinator(
             self.recipe(),
@@ -78,6 +78,8 @@ class Parties:
             Terms(**terms),
             public=self.whole.public,
             num_classes=3,
+            classes=classes,
+            loggers=loggers,
             resume=resume,
         )
 

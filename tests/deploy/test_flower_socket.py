@@ -10,11 +10,12 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from perada.deploy.flower import socket as module
 from perada.deploy.flower.socket import CODES, LONGEST_NAME, STALLED, Listener, ask, from_supervisor
 from perada.deploy.transport import Failure
 
@@ -101,6 +102,49 @@ def test_what_is_no_request_is_turned_away_and_the_next_one_answered(path, sent,
 def test_a_message_that_is_too_long_is_refused_before_it_is_read(path):
     with worker(path, echo):
         assert ask(path, b"x" * 10_000_000, "r", 5) == Failure("refused")
+
+
+def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(path, monkeypatch):
+    monkeypatch.setattr("perada.deploy.flower.socket.STALLED", 0.5)
+    with worker(path, echo), socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(path))
+        stop = threading.Event()
+
+        def drip():
+            for byte in head(length=100) + b"x" * 100:
+                if stop.wait(0.1):
+                    return
+                with suppress(OSError):
+                    slow.sendall(bytes([byte]))
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert ask(path, b"abc", "r", 5) == b"r:cba"
+        finally:
+            stop.set()
+            thread.join(5)
+
+
+def test_a_request_for_which_memory_does_not_suffice_is_not_the_last(path, monkeypatch):
+    real = module._exactly
+
+    def short(connection, length, end):
+        got = real(connection, length, end)
+        if got == b"large":
+            raise MemoryError
+        return got
+
+    monkeypatch.setattr(module, "_exactly", short)
+    with worker(path, echo):
+        assert raw(path, head(length=5) + b"large") == head(kind=1 + CODES.index("malformed"))
+        assert ask(path, b"abc", "r", 5) == b"r:cba"
+
+
+def test_a_message_that_has_expired_is_late(path):
+    """As where the site's clock is ahead."""
+    with worker(path, echo):
+        assert ask(path, b"x" * 1000, "r", -1.0) == Failure("late")
 
 
 def test_an_answer_that_is_too_long_is_refused(path):

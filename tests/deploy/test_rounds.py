@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of a server whose sites are late, gone, hostile or new, and a server that was stopped."""
 
+import csv
 import math
+import shutil
 
 import pytest
 import torch
@@ -128,9 +130,6 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
     workers = parties.workers()
     first = parties.coordinator(LocalTransport(workers))
 
-    class Stopped(BaseException):
-        pass
-
     real, calls = records.write_whole, []
 
     def stopping(path, content):
@@ -154,6 +153,91 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
     keys = ("round", "train/local_loss", "personal/local_test")
     ours, theirs = again.progress.history, plain.progress.history
     assert [[row.get(key) for key in keys] for row in ours] == [[row.get(key) for key in keys] for row in theirs]
+
+
+class Stopped(BaseException):
+    """The process ends here."""
+
+
+def untimed(rows):
+    """What `metrics.csv` holds, but for times."""
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny, tmp_path_factory):
+    """Two rounds of Ditto: the server's state, and its rows without times."""
+    folder = tmp_path_factory.mktemp("plain")
+    made = Parties(tiny, folder, "ditto")
+    coordinator, workers = made.deployed()
+    for worker in workers.values():
+        worker.book.close()
+    with (folder / "server" / "metrics.csv").open() as file:
+        return state(coordinator), untimed(csv.DictReader(file))
+
+
+PLACES = [(number, after) for number in range(1, 12) for after in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "place", [one if one in ((3, True), (11, False)) else pytest.param(one, marks=pytest.mark.slow) for one in PLACES]
+)
+def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
+    place, uninterrupted, tiny, tmp_path, monkeypatch
+):
+    parties = Parties(tiny, tmp_path, "ditto")
+    workers, real, calls = parties.workers(), records.write_whole, []
+
+    def stopping(path, content):
+        calls.append(path)
+        if len(calls) == place[0]:
+            if place[1]:
+                real(path, content)
+            raise Stopped
+        real(path, content)
+
+    killed = parties.coordinator(LocalTransport(workers))
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "write_whole", stopping)
+        with pytest.raises(Stopped):
+            killed.run()
+    killed.close()
+    again = parties.coordinator(LocalTransport(workers), resume=(tmp_path / "server" / records.STATE).exists())
+    again.run()
+    assert equal(state(again), uninterrupted[0])
+    assert {worker.book.rounds for worker in workers.values()} == {2}
+    with (tmp_path / "server" / records.METRICS).open() as file:
+        assert untimed(csv.DictReader(file)) == uninterrupted[1]
+
+
+def test_a_server_from_an_older_copy_says_who_is_ahead(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
+    workers = parties.workers()
+    first = parties.coordinator(LocalTransport(workers))
+    first._round()
+    shutil.copytree(tmp_path / "server", tmp_path / "copy")
+    first._round()
+    first._round()
+    first.close()
+    shutil.rmtree(tmp_path / "server")
+    shutil.move(tmp_path / "copy", tmp_path / "server")
+    again = parties.coordinator(LocalTransport(workers), resume=True, deadline=1.0)
+    with pytest.raises(TimeoutError, match=r"missing: site\d \(past\), site\d \(past\), site\d \(past\)"):
+        again.run()
+    assert {worker.book.rounds for worker in workers.values()} == {3}
+
+
+def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
+    workers = parties.workers()
+    coordinator = parties.coordinator(LocalTransport(workers))
+    coordinator._round()
+    shutil.copy(tmp_path / "site0" / "state.safetensors", tmp_path / "copy")
+    coordinator._round()
+    shutil.copy(tmp_path / "copy", tmp_path / "site0" / "state.safetensors")
+    coordinator.run()
+    assert [len(record.answered) for record in coordinator.progress.records] == [3, 3, 3]
+    assert workers["site0"].book.current().trained == 2
 
 
 def test_a_folder_is_not_overwritten_and_not_shared(tiny, tmp_path):

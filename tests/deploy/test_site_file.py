@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `site.yaml` says, and the commands that read it."""
 
-import csv
 import re
 import subprocess
 import sys
@@ -16,11 +15,7 @@ from perada.deploy.site_file import read_site
 from perada.deploy.state import read_state
 
 RECIPE = {
-    "trainer": {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "board"}},
-    },
+    "trainer": {"max_epochs": 1, "accelerator": "cpu"},
     "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "engine": "loop"},
     "data": {
         "dataset": "Digits",
@@ -86,11 +81,6 @@ def test_reading_it_needs_no_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def read_rows(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.slow
 def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -99,8 +89,6 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     said = capsys.readouterr().out
     (digest,) = re.findall("digest ([0-9a-f]{64}) ", said)
     assert "not approved" in said and "20 training images, 10 test images" in said
-    assert 0.1 < float(re.search(r"memory: ([\d.]+) GB at most in this process", said)[1]) < 64
-    assert not (tmp_path / "board").exists()  # a site writes nothing but its state
     run = ["deploy", "run", "a/recipe.yaml", "--local", *map(str, paths), "--folder", "srv", "--min-sites", "2"]
     with pytest.raises(ValueError, match="the site approves none"):
         main(run)
@@ -122,8 +110,3 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     assert all(any(torch.equal(value, own[0]) for own in kept.values()) for value in exported)
     main(["report", "srv"])
     assert "personal/local_test" in capsys.readouterr().out
-    (told,) = (tmp_path / "board").rglob("metrics.csv")  # by the recipe's logger
-    (row,) = read_rows(tmp_path / "srv" / "metrics.csv")
-    logged = {name: value for one in read_rows(told) for name, value in one.items() if value}
-    for name in ("comm/up_mb", "personal/local_test", "global/global_test", "deploy/seconds"):
-        assert float(logged[name]) == pytest.approx(float(row[name]))

@@ -3,6 +3,7 @@
 
 import logging
 import os
+import stat
 from dataclasses import replace
 
 import pytest
@@ -275,6 +276,132 @@ def test_noise_does_not_follow_from_what_the_server_knows(tiny, tmp_path):
         message = train(worker)
         sent.append(unpack(worker.answer(message, ""), spec_of(only_client(worker).recipe.template.sent))[1])
     assert all(not torch.equal(sent[0][key], sent[1][key]) for key in sent[0] if sent[0][key].is_floating_point())
+
+
+def other_run(worker, round=0):
+    client = only_client(worker)
+    order = Order("train", "cd" * 16, client.recipe.digest, round, clients=3)
+    return pack(order.header(), sending(client))
+
+
+def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny, tmp_path):
+    one = history_epsilon({(1.0, 4 / 9): 10}, 1e-3, "rdp")
+    parties = private(tiny, tmp_path, max_epsilon=one * 1.01)
+    worker = parties.worker(0)
+    asked = [train(worker), train(worker, 1), other_run(worker)]
+    assert [code(worker.answer(message, ""), message) for message in asked] == ["ok", "exhausted", "exhausted"]
+    assert worker.book.total.history(0) == {(1.0, 4 / 9): 10}
+    worker.book.close()
+    generous = parties.worker(0, max_epsilon=2 * history_epsilon({(1.0, 4 / 9): 20}, 1e-3, "rdp"))
+    assert code(generous.answer(asked[2], ""), asked[2]) == "ok"  # the site's own word counts
+
+
+def test_what_was_trained_without_privacy_is_in_the_ledger(tiny, tmp_path):
+    """A private recipe with a limit of the site's own finds images that were shown without noise."""
+    bare = Parties(tiny, tmp_path, "ditto", rounds=4).worker(0)
+    message = train(bare)
+    assert code(bare.answer(message, ""), message) == "ok"
+    assert bare.book.total.epsilon(0, 1e-5) == float("inf")
+    bare.book.close()
+    limited = private(tiny, tmp_path).worker(0, max_epsilon=1e6)
+    message = other_run(limited)
+    assert code(limited.answer(message, ""), message) == "exhausted"
+    limited.book.close()
+    free = private(tiny, tmp_path, max_epsilon=1e3).worker(0)  # its limit is of what was trained with privacy
+    assert code(free.answer(message, ""), message) == "ok"
+
+
+def test_a_limit_of_rounds_is_of_all_runs_together(tiny, tmp_path):
+    worker = Parties(tiny, tmp_path, rounds=3).worker(0, max_rounds=2)
+    asked = [train(worker), other_run(worker), train(worker, 1), other_run(worker, 1)]
+    codes = ["ok", "ok", "exhausted", "exhausted"]
+    assert [code(worker.answer(message, ""), message) for message in asked] == codes
+
+
+def test_a_site_scores_one_state_a_round(site):
+    """A server that tried many on the test images would learn their labels."""
+    client = only_client(site)
+    initial = client.recipe.template.initial
+
+    def evaluation(round, shift=0.0):
+        shared = {
+            f"shared/{key}": value + shift if value.is_floating_point() else value for key, value in initial.items()
+        }
+        return pack(Order("evaluate", RUN, client.recipe.digest, round).header(), shared)
+
+    asked = [evaluation(1), evaluation(1), evaluation(1, 0.5), evaluation(0), evaluation(2, 0.5)]
+    replies = [site.answer(message, "") for message in asked]
+    codes = [code(reply, message) for reply, message in zip(replies, asked, strict=True)]
+    assert codes == ["ok", "ok", "other", "past", "ok"]
+    assert replies[0] == replies[1]
+    assert "counts" in header_of(replies[0])["facts"]
+
+
+def test_a_disk_that_is_full_changes_nothing(site, monkeypatch):
+    messages = [train(site), train(site, 1)]
+    site.answer(messages[0], "")
+    before = state_bytes(site)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert code(site.answer(messages[1], ""), messages[1]) == "failed"
+    assert state_bytes(site) == before
+    assert sorted(path.name for path in site.book.folder.iterdir()) == ["lock", "state.safetensors"]
+    assert code(site.answer(messages[1], ""), messages[1]) == "ok"
+
+
+def test_a_disk_that_fails_after_the_renaming_mixes_up_no_runs(site, monkeypatch):
+    first, other = train(site), other_run(site)
+    reply = site.answer(first, "")
+    with monkeypatch.context() as patch:
+        patch.setattr("perada.deploy.files.sync", fails_at(2))
+        assert code(site.answer(other, ""), other) == "failed"
+    again = other_run(site, 1)
+    assert code(site.answer(again, ""), again) == "ok"
+    assert site.answer(first, "") == reply
+
+
+def fails_at(number):
+    """Fails at the n-th call."""
+    calls = []
+
+    def called(folder):
+        calls.append(folder)
+        if len(calls) == number:
+            raise OSError(5, "Input/output error")
+
+    return called
+
+
+def test_a_ledger_that_was_taken_away_is_missed(site):
+    for message in (train(site), other_run(site)):
+        site.answer(message, "")
+    site.book.close()
+    (site.book.folder / "state.safetensors").unlink()
+    for _ in range(2):  # and the folder is free again
+        with pytest.raises(ValueError, match="has former runs and no state"):
+            Book(site.book.folder)
+
+
+def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o770)
+    with pytest.raises(OSError, match="can be written to by others; chmod 700"):
+        Book(tmp_path)
+
+
+def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
+    """It may be another's: a link of theirs would show them the personal adapter."""
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"")
+    theirs.chmod(0o666)
+    os.link(theirs, site.book.folder / ".state.safetensors.part")
+    message = train(site)
+    assert code(site.answer(message, ""), message) == "ok"
+    assert theirs.read_bytes() == b""
+    assert stat.S_IMODE((site.book.folder / "state.safetensors").stat().st_mode) == 0o600
 
 
 def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):

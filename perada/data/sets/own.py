@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from perada.core.seeding import derive_seed
 from perada.data.batches.decoding import check_full_scale
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.shares import spread_share
+from perada.data.sets.checks import class_names
 from perada.data.sets.folders import ImageFiles, Listing
 
 FIELDS = ("client", "class", "split", "group")
@@ -62,9 +63,9 @@ class Records:
 class OwnImages(ImageFiles):
     """Images of one's own; a subclass says where their names come from.
 
-    Class names are sorted, as numbers where all are numbers, and numbered in this order. Without a split of the
-    source's own, a share of the images that ``seed`` draws is the test split: about this share of each client and
-    class, and never all images of one. All images of a group are on one side.
+    Class names are sorted, as numbers where all are numbers, and numbered in this order, or in that of ``classes`` if
+    they are given. Without a split of the source's own, a share of the images that ``seed`` draws is the test split:
+    about this share of each client and class, and never all images of one. All images of a group are on one side.
     """
 
     _how = "the layout"  # where a split is said
@@ -79,8 +80,12 @@ class OwnImages(ImageFiles):
         full_scale: float | None,
         in_memory: bool,
         train: bool,
+        classes: Sequence[str] | None = None,
     ) -> None:
         super().__init__(root, size, in_memory, train)
+        self._names = None if classes is None else class_names(type(self).__name__, classes, None)
+        if classes is not None and not self._names:
+            raise ValueError(f"classes={classes!r} cannot be used; give a list of their names, or leave it out")
         check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
         check_full_scale(full_scale)
         self.test_share, self.seed, self.gray, self.full_scale = test_share, seed, gray, full_scale
@@ -94,6 +99,7 @@ class OwnImages(ImageFiles):
     @cached_property
     def _listing(self) -> Listing:
         found = self._records()
+        found = found if self._names is None else renumbered(found, self._names, self._where)
         test = self._test_rows(found)
         train = np.setdiff1d(np.arange(len(found.paths)), test)
         if found.split is not None:
@@ -135,7 +141,9 @@ class OwnImages(ImageFiles):
         return np.flatnonzero(found.split == "test")
 
     def _check_classes(self, found: Records, train: Array) -> None:
-        """Refuse classes without images to train on."""
+        """Refuse classes without images to train on, unless the classes were named."""
+        if self._names is not None:
+            return
         own = found.labels[train]
         counts = np.bincount(own, minlength=len(found.classes)) if own.ndim == 1 else own.sum(0)
         lacking = [name for name, count in zip(found.classes, counts, strict=True) if not count]
@@ -169,10 +177,12 @@ class Images(OwnImages):
             floating-point images.
         in_memory: Keep all images as one tensor instead of reading files again and again.
         train: The training split, or else the test split.
+        classes: Names of the classes, in the order of their numbers; some may have no images. null: those in the paths.
 
     Raises:
         FileNotFoundError: When the set is first read, if ``root`` is missing or nothing in it has the layout.
-        ValueError: If an option is out of range or, when it is first read, a class has no training images.
+        ValueError: If an option is out of range or, when it is first read, a class has no training images, or is not
+            among those that are named.
     """
 
     def __init__(
@@ -186,8 +196,9 @@ class Images(OwnImages):
         full_scale: float | None = None,
         in_memory: bool = False,
         train: bool = True,
+        classes: list[str] | None = None,
     ) -> None:
-        super().__init__(root, test_share, seed, size, gray, full_scale, in_memory, train)
+        super().__init__(root, test_share, seed, size, gray, full_scale, in_memory, train, classes)
         self.layout = layout
         self._pattern = layout_pattern(layout)
         self.group_column = "group" if "{group}" in layout else None
@@ -320,6 +331,26 @@ def marked(words: Sequence[Sequence[str]], classes: Sequence[str]) -> Array:
     for row, own in zip(labels, words, strict=True):
         row[[numbers[word] for word in own]] = 1
     return labels
+
+
+def renumbered(found: Records, classes: Sequence[str], where: str) -> Records:
+    """The images with their labels numbered by the order of ``classes``.
+
+    Raises:
+        ValueError: If there is another class among them.
+    """
+    unknown = [name for name in found.classes if name not in classes]
+    if unknown:
+        raise ValueError(
+            f"{where} has images of {some(unknown)}, and the classes are {some(classes)}: rename them, take the images "
+            "out, or name them among classes"
+        )
+    places = np.array([list(classes).index(name) for name in found.classes])
+    if found.labels.ndim == 1:
+        return replace(found, labels=places[found.labels], classes=tuple(classes))
+    labels = np.zeros((len(found.labels), len(classes)), found.labels.dtype)
+    labels[:, places] = found.labels
+    return replace(found, labels=labels, classes=tuple(classes))
 
 
 def _split_word(word: str, where: str) -> str:

@@ -43,6 +43,7 @@ class ImageTable(OwnImages):
             floating-point images.
         in_memory: Keep all images as one tensor instead of reading files again and again.
         train: The training split, or else the test split.
+        classes: Names of the classes, in the order of their numbers; some may have no images. null: those in the table.
 
     Raises:
         FileNotFoundError: When the set is first read, if the table or files that it lists are missing.
@@ -69,6 +70,7 @@ class ImageTable(OwnImages):
         full_scale: float | None = None,
         in_memory: bool = False,
         train: bool = True,
+        classes: list[str] | None = None,
     ) -> None:
         super().__init__(
             str(Path(table).parent) if folder is None else folder,
@@ -79,6 +81,7 @@ class ImageTable(OwnImages):
             full_scale,
             in_memory,
             train,
+            classes,
         )
         self.table, self.folder, self.path, self.label = table, folder, path, label
         self._where = table

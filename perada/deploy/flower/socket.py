@@ -30,7 +30,7 @@ LONGEST_NAME = 200
 LONGEST_PATH = 100
 """Bytes of the socket's path: systems allow 104 or 108."""
 STALLED = 30.0
-"""Seconds in which the bytes of a frame must follow one another."""
+"""Seconds in which a request must be there in full, and an answer be taken."""
 _HEAD = struct.Struct(">4sBHQ")
 _MARK = b"PRDA"
 _CHUNK = 2**20
@@ -53,29 +53,33 @@ def frame(payload: bytes | Failure, run: str = "") -> bytes:
     return _HEAD.pack(_MARK, kind, len(name), len(body)) + name + body
 
 
-def read_frame(connection: socket.socket, most: int) -> tuple[bytes | Failure, str]:
+def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[bytes | Failure, str]:
     """The payload or code, and the run's name. Nothing is set aside for bytes that have not come.
+
+    ``most`` bytes are read, within so many ``seconds``.
 
     Raises:
         FrameError: ``malformed`` if it is no frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if the
             other side ended before it was whole.
-        OSError: If the connection fails; TimeoutError if the other side stalls.
+        OSError: If the connection fails; TimeoutError if the time is over.
     """
-    mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    end = time.monotonic() + seconds
+    mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
     if mark != _MARK or kind > len(CODES) or name_length > LONGEST_NAME or (kind and length):
         raise FrameError("malformed")
     if length > most:
         raise FrameError("refused")
     try:
-        run = _exactly(connection, name_length).decode()
+        run = _exactly(connection, name_length, end).decode()
     except UnicodeDecodeError as error:
         raise FrameError("malformed") from error
-    return (Failure(CODES[kind - 1]) if kind else _exactly(connection, length)), run
+    return (Failure(CODES[kind - 1]) if kind else _exactly(connection, length, end)), run
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
+def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
     parts = bytearray()
     while len(parts) < length:
+        connection.settimeout(max(0.001, end - time.monotonic()))
         part = connection.recv(min(_CHUNK, length - len(parts)))
         if not part:
             raise FrameError("crashed")
@@ -98,19 +102,20 @@ def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int =
         ``late``, ``crashed`` or ``malformed``.
     """
     end = time.monotonic() + deadline
+    if deadline <= 0:
+        return Failure("late")
     try:
         found = os.lstat(path)
         if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             return Failure("refused")
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(max(0.0, min(STALLED, deadline)))
+            connection.settimeout(min(STALLED, deadline))
             connection.connect(os.fspath(path))
             try:
                 connection.sendall(frame(message, run))
             except BrokenPipeError:
                 pass  # refused at the head: the code is there to be read
-            connection.settimeout(max(0.001, end - time.monotonic()))
-            return read_frame(connection, most)[0]
+            return read_frame(connection, most, end - time.monotonic())[0]
     except FrameError as error:
         return Failure(error.code)
     except TimeoutError:
@@ -207,14 +212,13 @@ class Listener:
                     time.sleep(0.1)
                     continue
                 return
-            connection.settimeout(STALLED)
             try:
-                message, run = read_frame(connection, self._most)
+                message, run = read_frame(connection, self._most, STALLED)
                 if isinstance(message, Failure):
                     raise FrameError("malformed")
-            except (FrameError, OSError) as error:
+            except Exception as error:  # also where memory does not suffice: the next one is to be heard
                 code = error.code if isinstance(error, FrameError) else "malformed"
-                log.warning("a request was turned away: %s", code)
+                log.warning("a request was turned away: %s (%s)", code, type(error).__name__)
                 _reply(connection, Failure(code))
                 continue
             with self._changed:

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes as the parties of a deployment read them: with a site's own data, or without any client's."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from jsonargparse import ArgumentParser
+from pytorch_lightning.loggers import Logger
+from torch.utils.data import Dataset
+
+import perada.data
+from perada.cli.keys import full_names
+from perada.cli.runs import PeradaCLI, make_cli
+from perada.cli.words import whole
+from perada.data import FederatedDataModule
+from perada.data.one_client import only
+from perada.data.sets.own import some
+from perada.deploy.recipe import Recipe
+from perada.deploy.site_file import SiteFile
+
+OF_ALL: tuple[str, ...] = (
+    "public",
+    "public_fraction",
+    "validation_fraction",
+    "train_limit",
+    "test_limit",
+    "public_limit",
+)
+OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
+"""Options of a recipe's data that say what all clients and the server have."""
+NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
+QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
+
+
+class ServerRecipe(NamedTuple):
+    """A recipe as a server has it: no client's image is read."""
+
+    recipe: Recipe
+    public: Dataset[Any] | None  # images for distillation
+    num_classes: int
+    multilabel: bool
+    classes: tuple[str, ...] | None  # their names, if the recipe says them
+    loggers: list[Logger]
+
+
+def site_recipe(path: Path, given: SiteFile) -> Recipe:
+    """A recipe with the data of a site in the place of its own, and its own classes by their names.
+
+    Raises:
+        ValueError: If the site's data have a class that the recipe does not name, or no such client.
+    """
+    text = path.read_bytes()
+    content = _content(text)
+    kept = {key: value for key, value in (content.get("data") or {}).items() if key not in OF_ALL}
+    named = _named_classes((content.get("data") or {}).get("dataset"))
+    own, place = dict(given.data), given.data.get("client", 0)
+    own.pop("client", None)
+    if "dataset" not in own:
+        size = {"size": kept["image_size"]} if kept.get("image_size") else {}
+        kind, names = "ImageTable" if "table" in own else "Images", {} if named is None else {"classes": list(named)}
+        own = {"dataset": {"class_path": kind, "init_args": size | own | names}, "partition": NOWHERE}
+    cli = _parsed(content | {"data": kept | own}, given.accelerator)
+    division = cli.datamodule._division
+    division.download()
+    whole_data = division.share_out()[0]
+    if not isinstance(place, int) or not 0 <= place < len(whole_data.train):
+        raise ValueError(
+            f"data: client={place!r} cannot be used; give a number from 0 to {len(whole_data.train) - 1}, of the "
+            "partition's clients"
+        )
+    data = only(whole_data, place)
+    if named is not None and data.classes is not None and tuple(data.classes) != named:
+        raise ValueError(
+            f"the site's classes are {some(data.classes)}, and the recipe's {some(named)}; give the site's data as a "
+            "folder (root) or a table, whose classes are taken by their names"
+        )
+    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
+    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
+    return Recipe(text, cli.model, cli.loop, cli.trainer, served)
+
+
+def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
+    """A recipe as a server has it, with its loggers if there is a ``folder``, in which those write.
+
+    Raises:
+        ValueError: If it does not say how many classes there are, or the public set would be clients' images.
+    """
+    text = whole(name).encode()
+    content = _content(text)
+    named = _named_classes((content.get("data") or {}).get("dataset"))
+    cli = _parsed(content, "auto")
+    data, division = cli.config["data"], cli.datamodule._division
+    for option in ("public_fraction", "validation_fraction"):
+        if data[option]:
+            raise ValueError(
+                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public"
+            )
+    classes = len(named or ()) or data.num_classes or cli.model.num_classes or division.dataset.num_classes
+    if not classes:
+        raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
+    public = None if division.public is None else division._public(division.dataset, [])
+    multilabel = bool(getattr(division.dataset, "multilabel", False))
+    recipe = Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule)
+    loggers = [] if folder is None else _loggers(content, folder)
+    return ServerRecipe(recipe, public, classes, multilabel, named, loggers)
+
+
+def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
+    """The loggers of a recipe but for CSV files, which the run's folder has anyhow; paths begin at the folder."""
+    given = (content.get("trainer") or {}).get("logger")
+    entries = given if isinstance(given, list) else [given]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--logger", type=Logger)
+    found = []
+    for entry in (entry for entry in entries if not isinstance(entry, bool | None)):
+        entry = {"class_path": entry} if isinstance(entry, str) else dict(entry)
+        if entry["class_path"].rpartition(".")[2] == "CSVLogger":
+            continue
+        options = dict(entry.get("init_args") or {})
+        options["save_dir"] = str(folder / (options.get("save_dir") or "."))
+        entry["init_args"] = options
+        found.append(parser.instantiate_classes(parser.parse_object({"logger": entry})).logger)
+    return found
+
+
+def _named_classes(dataset: object) -> tuple[str, ...] | None:
+    """The classes that a recipe names: those that it gives its image set, or those that every copy of the set has."""
+    given: dict[str, Any] = dataset if isinstance(dataset, dict) else {"class_path": dataset}
+    names = (given.get("init_args") or {}).get("classes")
+    if names is None:
+        kind = getattr(perada.data, str(given.get("class_path")).rpartition(".")[2], None)
+        names = getattr(kind, "classes", None)
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        return None
+    return tuple(names)
+
+
+def _content(text: bytes) -> dict[str, Any]:
+    """What a recipe says, by full names.
+
+    Raises:
+        ValueError: If it names a file with options: a site approves the text, and what a file says may change.
+    """
+    content = full_names(yaml.safe_load(text))
+    if (content.get("trainer") or {}).get("callbacks"):
+        raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
+    if isinstance(data := content.get("data"), dict):
+        own: dict[str, Any] = content | {"data": {key: value for key, value in data.items() if key not in OF_ALL}}
+    for option, word in _words(own if isinstance(data, dict) else content):
+        if _holds_options(Path(word).expanduser()):
+            raise ValueError(
+                f"the recipe names the file {word!r} for {option}, which its digest does not cover; write what the "
+                "file says into the recipe"
+            )
+    return content
+
+
+def _words(content: object, option: str = "") -> Iterator[tuple[str, str]]:
+    """All strings of a recipe, and where they stand."""
+    if isinstance(content, str):
+        yield option, content
+    for key, value in content.items() if isinstance(content, dict) else ():
+        yield from _words(value, f"{option}.{key}".removeprefix("."))
+    for value in content if isinstance(content, list) else ():
+        yield from _words(value, option)
+
+
+def _holds_options(path: Path) -> bool:
+    """Whether a path is that of a file which would be read for an option's value."""
+    try:
+        with path.open("rb") as file:
+            return isinstance(yaml.safe_load(file), dict)
+    except (OSError, ValueError, yaml.YAMLError):  # no file, no path, no text
+        return False
+
+
+def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
+    """What a recipe describes."""
+    content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
+    content["trainer"] = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
+    if accelerator != "auto":
+        content["trainer"]["accelerator"] = accelerator
+    with tempfile.TemporaryDirectory() as folder:  # relative paths of files with options begin there
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        return make_cli(["--config", str(file), *(f"--trainer.{option}" for option in QUIET)], run=False)

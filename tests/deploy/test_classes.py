@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes go by their names: a site's folders have the recipe's numbers, or the site is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.deploy.client import Client
+from perada.deploy.recipe import labels_digest
+from perada.deploy.site_file import read_site
+
+from .parties import Parties
+from .test_hostile_sites import Lying, says
+from .test_site_file import RECIPE
+
+CLASSES = ["malignant", "benign", "normal"]
+BRIGHT = {"malignant": 40, "benign": 120, "normal": 200}
+
+
+def written(folder, recipe, images):
+    """A site's file, with images whose brightness tells their class."""
+    for name, bright in images.items():
+        (folder / "images" / name).mkdir(parents=True)
+        for number in range(6):
+            pixels = np.full((32, 32, 3), bright + number, np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / name / f"{number}.png")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    data = {"root": "images", "layout": "{class}/*"}
+    content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
+    (folder / "site.yaml").write_text(yaml.safe_dump(content))
+    return folder / "recipe.yaml", read_site(folder / "site.yaml")
+
+
+def naming(**options):
+    """A recipe that names its classes."""
+    dataset = {"class_path": "Images", "init_args": {"root": "nowhere", "classes": CLASSES}}
+    data = {"dataset": dataset, "partition": RECIPE["data"]["partition"], "image_size": 32, "batch_size": 8}
+    return RECIPE | {"data": data} | options
+
+
+def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
+    path, given = written(tmp_path, naming(), {name: BRIGHT[name] for name in ("normal", "benign")})
+    data = site_recipe(path, given).data
+    data.setup()
+    assert (data.num_classes, data.classes) == (3, CLASSES)
+    seen = set()
+    images = data._ready.train.datasets[0]
+    for image, label in (images[row] for row in range(len(images))):
+        bright = float(image.float().mean())
+        name = min(BRIGHT, key=lambda one: abs(BRIGHT[one] - bright))
+        assert int(label) == CLASSES.index(name)
+        seen.add(name)
+    assert seen == {"normal", "benign"}
+
+
+def test_a_site_with_another_class_is_refused_by_name(tmp_path):
+    path, given = written(tmp_path, naming(), {"normal": 200, "melanoma": 40})
+    with pytest.raises(ValueError, match="has images of melanoma, and the classes are malignant, benign, normal"):
+        site_recipe(path, given)
+
+
+def test_a_recipe_on_a_set_whose_classes_are_known_names_them(tmp_path):
+    path, given = written(tmp_path, RECIPE, {"3": 40, "1": 120})
+    data = site_recipe(path, given).data
+    data.setup()
+    assert data.classes == list("0123456789")
+    assert server_recipe(str(path)).classes == tuple("0123456789")
+
+
+def test_the_server_counts_the_classes_that_a_recipe_names(tmp_path):
+    path, _ = written(tmp_path, naming(), {"normal": 200})
+    given = server_recipe(str(path))  # the folder of its images is not there
+    assert (given.num_classes, given.classes) == (3, tuple(CLASSES))
+    client = Client(site_recipe(path, read_site(tmp_path / "site.yaml")))
+    assert client.labels == labels_digest(3, False, CLASSES)
+
+
+def test_who_joins_first_with_other_classes_does_not_keep_the_rest_out(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    parties.whole = replace(parties.whole, classes=CLASSES)
+    transport = Lying(parties.workers(), says("site0", "join", labels="0" * 64))
+    coordinator = parties.coordinator(transport, classes=CLASSES, min_sites=2, deadline=5.0)
+    assert coordinator.run().records[0].answered == ["site1", "site2"]
+
+
+@pytest.mark.parametrize("option", ["federated", "federated.algorithm", "federated.distillation", "model"])
+def test_a_recipe_that_leaves_options_to_a_file_is_refused(option, tmp_path):
+    """The digest that a site approves would not cover them, such as the noise of a private recipe."""
+    (tmp_path / "options").write_text("local_steps: 1\n")
+    recipe = naming()
+    section, *rest = option.split(".")
+    name = str(tmp_path / "options")
+    recipe[section] = name if not rest else recipe[section] | {rest[0]: name}
+    path, given = written(tmp_path, recipe, {"normal": 200})
+    for read in (lambda: site_recipe(path, given), lambda: server_recipe(str(path))):
+        with pytest.raises(ValueError, match=f"names the file .* for {option}, which its digest does not cover"):
+            read()
+
+
+def test_a_client_that_the_partition_does_not_have_is_refused(tmp_path):
+    path, _ = written(tmp_path, RECIPE, {"1": 40})
+    data = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")} | {"client": 2}
+    content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="client=2 cannot be used; give a number from 0 to 1"):
+        site_recipe(path, read_site(tmp_path / "site.yaml"))

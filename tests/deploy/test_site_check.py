@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `perada deploy check` says of a site: time, memory, and the ε of a whole run."""
+
+import time
+
+import pytest
+import torch
+
+from perada.cli.site_check import shown_memory, shown_privacy, try_step
+from perada.privacy.accounting import history_epsilon
+
+from .parties import Parties
+from .test_sites import only_client, private, state_bytes
+
+
+def test_a_step_is_measured_and_nothing_is_kept(tiny, tmp_path, monkeypatch):
+    worker = Parties(tiny, tmp_path, "ditto").worker(0)
+    client = only_client(worker)
+    without = try_step(client)
+    real = client.train
+
+    def large(*given, **named):
+        held = torch.ones(100_000_000)  # 0.4 GB
+        time.sleep(0.3)
+        return real(*given, **named), held.sum()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "train", large)
+        more = try_step(client)
+    after = try_step(client)
+    assert more.memory - without.memory == pytest.approx(0.4, abs=0.1)
+    assert after.memory < more.memory - 0.3  # of that step, not of all that ever was
+    assert more.seconds >= 0.3
+    assert more.steps == 5  # two passes through 9 images, by 4
+    assert state_bytes(worker) is None
+    assert shown_memory(more) == f"{more.memory:.2f} GB"
+    assert shown_memory(more._replace(device_memory=1.5)).endswith(" GB, and 1.50 GB on the GPU")
+    assert shown_memory(more._replace(memory=None)) == "not known on this system"
+
+
+def test_the_cost_of_a_whole_run_is_said_before_it_begins(tiny, tmp_path):
+    steps = 2 * 5 * 4  # roles; batches of 4 in two passes through 9 images; rounds
+    spent = history_epsilon({(1.0, 4 / 9): steps}, 1e-3, "rdp")
+    said = shown_privacy(only_client(private(tiny, tmp_path, max_epsilon=12.5).worker(0)))
+    assert said == f"yes: 4 rounds spend ε = {spent:.2f} at δ = 0.001, by rdp, and it stops at ε = 12.5"
