@@ -16,7 +16,7 @@ from perada.deploy import records
 from perada.deploy.asking import Terms
 from perada.deploy.client import Client
 from perada.deploy.coordinator import Coordinator
-from perada.deploy.flower.socket import Listener, from_supervisor
+from perada.deploy.flower.socket import Listener, from_supervisor, supervised
 from perada.deploy.local import LocalTransport
 from perada.deploy.recipe import Recipe
 from perada.deploy.site_file import SiteFile, read_site
@@ -36,12 +36,11 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
     """Serve a site: answer what comes through its socket, until it is stopped."""
     parser.add_argument("site", type=Path, help=SITE)
     given = read_site(parser.parse_args(words).site)
-    listener = from_supervisor()
-    if given.socket is None and listener is None:
+    if given.socket is None and not supervised():
         raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = worker_of(given)
-    with listener or Listener(given.socket) as listener:
+    with from_supervisor(worker.most) or Listener(given.socket, worker.most) as listener:
         print(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.", flush=True)
         listener.serve(worker.answer)
 

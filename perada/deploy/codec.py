@@ -7,6 +7,8 @@ shapes against those that are expected. Torch is imported where tensors are made
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,21 @@ def spec_of(state: "State") -> Spec:
 
     formats = {dtype: name for name, dtype in _TYPES.items()}
     return {key: (formats[value.dtype], tuple(value.shape)) for key, value in state.items()}
+
+
+def largest(expected: Spec) -> int:
+    """Bytes that a message with these tensors may have.
+
+    >>> largest({"a": ("F32", (2, 3)), "b": ("BOOL", ())}) - largest({})
+    25
+    """
+    return 8 + TABLE + sum(math.prod(shape) * _width(kind) for kind, shape in expected.values())
+
+
+def _width(kind: str) -> int:
+    """Bytes of a number in a format such as ``BF16`` or ``F8_E4M3``."""
+    bits = re.search(r"\d+", kind)
+    return 1 if bits is None else int(bits[0]) // 8
 
 
 def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:

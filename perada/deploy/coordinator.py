@@ -20,7 +20,7 @@ from perada.data.one_client import ServerImages
 from perada.deploy import records
 from perada.deploy.asking import PASSING, PAUSE, Terms, ask
 from perada.deploy.closing import close_round
-from perada.deploy.codec import Spec, pack, spec_of
+from perada.deploy.codec import Spec, largest, pack, spec_of
 from perada.deploy.files import Lock
 from perada.deploy.loggers import Loggers
 from perada.deploy.measures import mean_scores
@@ -95,6 +95,7 @@ class Coordinator:
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
+        transport.most = largest(spec_of(recipe.template.sent))
         self.loggers = Loggers(loggers, self.progress.history)
         self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
 

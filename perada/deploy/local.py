@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites in this process, for dry runs and tests: the messages are those that real sites get."""
 
+import sys
 from collections.abc import Mapping
 from time import monotonic
 
@@ -13,10 +14,13 @@ class LocalTransport:
 
     Args:
         workers: By name.
+
+    Attributes:
+        most: Bytes that a reply may have.
     """
 
     def __init__(self, workers: Mapping[str, SiteWorker]) -> None:
-        self.workers = dict(workers)
+        self.workers, self.most = dict(workers), sys.maxsize
 
     def names(self) -> list[str]:
         """The names of the workers."""
@@ -32,6 +36,7 @@ class LocalTransport:
             elif name not in self.workers:
                 found[name] = Failure("unreachable")
             else:
-                found[name] = self.workers[name].answer(message, "local")
+                reply = self.workers[name].answer(message, "local")
+                found[name] = reply if len(reply) <= self.most else Failure("malformed")
                 answered += 1
         return found

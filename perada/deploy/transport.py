@@ -18,7 +18,13 @@ class Failure:
 
 
 class Transport(Protocol):
-    """Carries messages to sites by their registered names."""
+    """Carries messages to sites by their registered names.
+
+    Attributes:
+        most: Bytes that a reply may have; a longer one is ``malformed``.
+    """
+
+    most: int
 
     def names(self) -> list[str]:
         """Registered names of the sites that are connected now."""

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from perada.algorithms import EnsembleAlgorithm, ensemble_of
 from perada.core.text import printable
 from perada.deploy.client import Client
-from perada.deploy.codec import Spec, digest, header_of, pack, spec_of, table_of, unpack
+from perada.deploy.codec import Spec, digest, header_of, largest, pack, spec_of, table_of, unpack
 from perada.deploy.messages import Answer, Code, Malformed, Order
 from perada.deploy.state import Book, RunState
 from perada.federation.evaluation import Scores
@@ -49,6 +50,17 @@ class SiteWorker:
         self.book, self.clients, self.may_send, self.max_rounds = book, dict(clients), set(may_send), max_rounds
         self.log = log or logging.getLogger("perada.site")
         self._busy = threading.Lock()
+
+    @property
+    def most(self) -> int:
+        """Bytes that a message may have. Some ensembles have as many models as there are sites."""
+        sizes = [largest({})]
+        for client in self.clients.values():
+            template, many = client.recipe.template, ensemble_of(client.settings.algorithm)
+            sizes += [largest(spec_of(state)) for state in (template.initial, template.sending)]
+            if type(many).members is not EnsembleAlgorithm.members:
+                sizes.append(sizes[-2] + MEMBERS * (largest(spec_of(template.sent)) - largest({})))
+        return max(sizes)
 
     def answer(self, message: bytes, run: str) -> bytes:
         """The reply to a message. It never raises: what goes wrong is a code, and its reason is in the log.

@@ -229,7 +229,7 @@ def test_the_client_app_passes_on_what_it_gets(monkeypatch):
     seen = []
     monkeypatch.setattr("perada.deploy.flower.client_app.ask", lambda *given: seen.append(given) or b"answer")
     assert asked(question(packed(b"message")), socket="/run/site.sock") == b"answer"
-    (path, message, run, deadline) = seen[0]
+    (path, message, run, deadline, _) = seen[0]
     assert (path, message, run) == ("/run/site.sock", b"message", "7")
     assert 4 < deadline <= 5
 

@@ -240,6 +240,22 @@ def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
     assert workers["site0"].book.current().trained == 2
 
 
+def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_path, monkeypatch):
+    parties = Parties(tiny, tmp_path, rounds=1)
+    workers = parties.workers()
+    transport = LocalTransport(workers)
+    coordinator = parties.coordinator(transport, min_sites=2)
+    arrays = sum(value.numel() * value.element_size() for value in coordinator.recipe.template.sent.values())
+    assert transport.most == arrays + 2**22 + 8  # and a table
+    (client,) = workers["site0"].clients.values()
+    arrays = sum(value.numel() * value.element_size() for value in client.recipe.template.initial.values())
+    assert workers["site0"].most == arrays + 2**22 + 8
+    real = workers["site1"].answer
+    monkeypatch.setattr(workers["site1"], "answer", lambda *given: real(*given).ljust(transport.most + 1, b"\0"))
+    found = transport.exchange({"site1": pack({})}, 1, 1.0)
+    assert found == {"site1": Failure("malformed")}
+
+
 def test_a_folder_is_not_overwritten_and_not_shared(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     coordinator, workers = parties.deployed()

@@ -5,11 +5,12 @@ Flower starts a process for each message. This one imports no torch, and needs t
 configuration: ``--node-config 'socket="/run/perada/site.sock"'``. Whatever goes wrong leaves as a code.
 """
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
 from perada.deploy.flower.messages import packed, unpacked
-from perada.deploy.flower.socket import MOST, ask
+from perada.deploy.flower.socket import ask
 from perada.deploy.transport import Failure
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def _answer(message: "Message", context: "Context") -> bytes | Failure:
     path = context.node_config.get("socket")
     if not isinstance(path, str):
         return Failure("unreachable")
-    payload = unpacked(message.content, MOST)
+    payload = unpacked(message.content, sys.maxsize)  # the worker knows how long it may be
     if isinstance(payload, Failure):
         return Failure("malformed")
     remaining = message.metadata.created_at + message.metadata.ttl - time.time()
-    return ask(path, payload, str(context.run_id), remaining)
+    return ask(path, payload, str(context.run_id), remaining, sys.maxsize)

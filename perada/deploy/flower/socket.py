@@ -228,12 +228,17 @@ class Listener:
                 _reply(overtaken[0], Failure("late"))
 
 
+def supervised() -> bool:
+    """Whether systemd opened a socket for this process."""
+    return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
+
+
 def from_supervisor(most: int = MOST) -> Listener | None:
     """The listener on the socket that systemd opened for this process, or ``None`` if it opened none.
 
     A socket unit may give the file to the SuperNode's user while the worker runs as another, who owns the data.
     """
-    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+    if not supervised():
         return None
     return Listener(None, most, socket.socket(fileno=3))  # 3 is where the protocol of systemd begins
 

@@ -56,13 +56,13 @@ class FlowerTransport:
     Args:
         grid: Flower's way to the SuperNodes.
         poll: Seconds between two looks for a reply.
-        most: Bytes that a reply may have.
+        most: Bytes that a reply may have, until the coordinator says what the recipe's have.
     """
 
     def __init__(self, grid: "Grid", poll: float = POLL, most: int = MOST) -> None:
         self._grid = grid
         self._poll = poll
-        self._most = most
+        self.most = most
         self._under_way: dict[str, _Sent] = {}  # by Flower's id of the message
         self._arrived: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
         self._warned: set[str] = set()
@@ -164,5 +164,5 @@ class FlowerTransport:
                 elif reply.metadata.src_node_id != sent.node:
                     found.append((sent, Failure("malformed")))
                 else:
-                    found.append((sent, unpacked(reply.content, self._most)))
+                    found.append((sent, unpacked(reply.content, self.most)))
         return found

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every party is killed by SIGKILL in mid-round, with real workers; the bits are those of a run in peace."""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
+
+from perada.cli import demo as module
+from perada.cli import main
+from perada.cli.demo import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
+from perada.cli.flower import recipe_digest
+from perada.deploy import records
+from perada.deploy.state import STATE, Book, read_state
+
+pytestmark = pytest.mark.slow
+ROUNDS = 6
+
+
+def long_rounds(rounds):
+    """The recipe of the demonstration, with rounds that last for seconds."""
+    recipe = yaml.safe_load(demo_recipe(rounds))
+    recipe["federated"]["local_epochs"] = 8
+    recipe["trainer"]["check_val_every_n_epoch"] = 3
+    return yaml.safe_dump(recipe)
+
+
+class Killed(Demo):
+    """Three sites, of which beta can be held in the middle of a round."""
+
+    def command(self, resume):
+        """`perada deploy run`, in the background; what it prints goes to the log `run`."""
+        self.log("run").unlink(missing_ok=True)
+        words = ["--link", f"127.0.0.1:{self.port}", "--root-certificates", self.folder / "keys" / "ca.crt"]
+        words += ["--min-sites", 3, "--deadline", 400, "--state", self.folder / "server"]
+        words += ["--resume"] if resume else []
+        self.start("run", [sys.executable, "-c", PROGRAM, "deploy", "run", self.app, *words])
+
+    def state(self, site):
+        return read_state(self.folder / f"state-{site}" / STATE)[0]
+
+    def hold(self, number):
+        """Stop beta's worker in the middle of a round; its round cannot end before it goes on."""
+        log = self.log("worker-beta")
+        self.wait_for(lambda: f"train, round {number}" in log.read_text(), "run", f"round {number} at beta", 400)
+        self.processes["worker-beta"].send_signal(signal.SIGSTOP)
+        assert self.state("beta").round == number - 1, "the round was over before it could be held"
+
+    def go_on(self):
+        self.processes["worker-beta"].send_signal(signal.SIGCONT)
+
+    def closed(self):
+        return records.read(self.folder / "server")[0].done
+
+    def let_in(self, site):
+        """As a supervisor does: start a SuperNode again until the SuperLink lets it in."""
+        name = f"node-{site}"
+        if name not in self.processes or self.processes[name].poll() is not None:
+            self.start_node(site)
+        time.sleep(5)
+        last = self.log(name).read_text().split("Starting")[-1]
+        return self.processes[name].poll() is None and "SuperNode ID" in last
+
+
+def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "demo_recipe", long_rounds)
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, Killed(Path(folder), SITES, ENVIRONMENT) as demo:
+        demo.begin(ROUNDS)
+        demo.command(resume=False)
+
+        demo.hold(1)
+        (app,) = demo.children(demo.processes["node-beta"].pid, "flwr-clientapp")
+        os.kill(app, signal.SIGKILL)
+        demo.go_on()
+
+        demo.hold(2)
+        demo.kill("worker-beta")
+        assert demo.closed() == 2
+        demo.work("beta")
+
+        demo.wait_for(lambda: demo.closed() > 2, "run", "the end of round 2", 400)
+        demo.hold(3)
+        demo.kill("node-beta")
+        demo.go_on()
+        demo.wait_for(lambda: demo.let_in("beta"), "run", "the restarted SuperNode", 400)
+
+        demo.hold(4)
+        (server,) = demo.children(demo.processes["link"].pid, "flwr-serverapp")
+        os.kill(server, signal.SIGKILL)
+        assert demo.processes["run"].wait(300) == 1
+        assert demo.closed() == 4
+        demo.go_on()
+        demo.command(resume=True)
+
+        demo.hold(5)
+        link = demo.processes["link"].pid
+        group = [pid for name in ("flwr-serverapp", "flower-superexec") for pid in demo.children(link, name)]
+        demo.kill("link")
+        for pid in group:  # as systemd does with what a service leaves
+            os.kill(pid, signal.SIGKILL)
+        demo.kill("run")
+        assert demo.closed() == 5
+        demo.go_on()
+        demo.start_link()
+        demo.command(resume=True)
+        assert demo.processes["run"].wait(600) == 0, demo.log("run").read_text()[-2000:]
+
+        over, states = records.read(demo.folder / "server")
+        sites = {site: demo.state(site) for site in SITES}
+        for site in SITES:
+            demo.kill(f"worker-{site}")
+            book = Book(demo.folder / f"state-{site}")
+            assert book.total.history(0) == {(0.0, 1.0): ROUNDS}  # one entry a round
+            book.close()
+            assert sorted(path.name for path in book.folder.iterdir()) == ["lock", STATE]
+        said = demo.log("worker-beta").read_text()
+    assert said.count("train, round 1\n") >= 2  # asked again after the ClientApp's death, and not trained again
+    here, expected = in_peace(tmp_path)
+    assert over.done == here.done == ROUNDS
+    same(states["global"], expected["global"])
+    assert untimed(over) == untimed(here)
+    for site, state in sites.items():
+        other = read_state(tmp_path / f"state-{site}" / STATE)[0]
+        assert state.trained == other.trained == ROUNDS
+        for role in other.kept:
+            same(state.kept[role], other.kept[role])
+
+
+def in_peace(folder):
+    """The server's records and states after a run of the same sites in this process."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(long_rounds(ROUNDS))
+    digest = recipe_digest(str(recipe))
+    files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
+    main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
+    return records.read(folder / "local")
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def untimed(progress):
+    names = ("seconds", "_mb")  # a message that is sent again is counted again
+    return [{key: value for key, value in row.items() if not key.endswith(names)} for row in progress.history]
