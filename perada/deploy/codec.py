@@ -51,13 +51,17 @@ def pack(header: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = Non
     return bytes(save(ready, {SECTION: text}))
 
 
-def header_of(message: bytes) -> dict[str, Any]:
+def header_of(message: bytes, most: int = TABLE) -> dict[str, Any]:
     """The header of a message, whose tensors are not looked at.
+
+    Args:
+        message: As it came.
+        most: Bytes that its table may have; a party's own files may have more than a message.
 
     Raises:
         Malformed: If the message is none.
     """
-    return _parts(message)[0]
+    return _parts(message, most)[0]
 
 
 def table_of(message: bytes) -> dict[str, Any]:
@@ -118,10 +122,10 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     return header, {name: state[name] for name in expected}
 
 
-def _parts(message: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parts(message: bytes, most: int = TABLE) -> tuple[dict[str, Any], dict[str, Any]]:
     """Header, and the table of tensors."""
     size = int.from_bytes(message[:8], "little")
-    if len(message) < 8 or size > min(TABLE, len(message) - 8):
+    if len(message) < 8 or size > min(most, len(message) - 8):
         raise Malformed(f"the table is said to have {size} bytes of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])

@@ -142,7 +142,13 @@ class Coordinator:
                 self._evaluate()
             self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
-            self._everyone("tune", self.server.global_state, {})
+            tuned = self._everyone("tune", self.server.global_state, {})
+            if len(tuned) < self.terms.min_sites:
+                missing = ", ".join(name for name in self.roster.numbers if name not in tuned)
+                raise TimeoutError(
+                    f"fine-tuning: {len(tuned)} of at least {self.terms.min_sites} sites answered within "
+                    f"{self.terms.deadline:g} s; missing: {missing}. Resume when they are back"
+                )
             progress.tuned, progress.scored = True, -1
             self._save()
         if progress.scored < progress.done:

@@ -57,7 +57,7 @@ class Lock:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_mode & 0o022:
             raise OSError(f"the folder {str(folder)!r} can be written to by others; chmod 700 it")
-        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file = file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.close = weakref.finalize(self, os.close, file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,3 +65,14 @@ class Lock:
             self.close()
             reason = f"the folder {str(folder)!r} is in use by another {whose}; stop that one first"
             raise OSError(reason) from None
+
+    @property
+    def marked(self) -> bool:
+        """Whether :meth:`mark` was ever called, by any process."""
+        return os.fstat(self._file).st_size > 0
+
+    def mark(self) -> None:
+        """Remember, on the disk, that the folder holds what must not be lost."""
+        if not self.marked:
+            os.pwrite(self._file, b"used\n", 0)
+            os.fsync(self._file)

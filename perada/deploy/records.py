@@ -108,9 +108,9 @@ class Progress:
 def write(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
     """Write the states of the server and how far it is, all at once, and the metrics beside them."""
     header = asdict(progress) | {"format": FORMAT, "server": list(states["server"])}
-    header["history"] = [
-        {key: None if value != value else value for key, value in row.items()} for row in header["history"]
-    ]
+    header["history"] = [{key: _plain(value) for key, value in row.items()} for row in header["history"]]
+    for record in header["records"]:
+        record["far"] = {name: _plain(times) for name, times in record["far"].items()}
     tensors = {f"global/{key}": value for key, value in states["global"].items()}
     for name, state in states["server"].items():
         tensors |= {f"server/{len(name)}/{name}/{key}": value for key, value in state.items()}
@@ -131,16 +131,15 @@ def read(folder: Path) -> tuple[Progress, dict[str, Any]]:
         raise FileNotFoundError(f"{str(folder)!r} holds no deployed run: it has no {STATE}; give the folder of one")
     content = path.read_bytes()
     try:
-        header = header_of(content)
+        header = header_of(content, len(content))
         if header.pop("format") != FORMAT:
             raise KeyError(f"another format than {FORMAT}")
         names, tensors = header.pop("server"), load(content)
         header["roster"] = [Member(**member) for member in header["roster"]]
         header["records"] = [Record(**record) for record in header["records"]]
-        nan = float("nan")
-        header["history"] = [
-            {key: nan if value is None else value for key, value in row.items()} for row in header["history"]
-        ]
+        header["history"] = [{key: _number(value) for key, value in row.items()} for row in header["history"]]
+        for record in header["records"]:
+            record.far = {name: _number(times) for name, times in record.far.items()}
         server = {name: _part(tensors, f"server/{len(name)}/{name}/") for name in names}
         states = {"global": _part(tensors, "global/"), "server": server}
         return Progress(**header), states
@@ -148,6 +147,15 @@ def read(folder: Path) -> tuple[Progress, dict[str, Any]]:
         raise ValueError(
             f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy"
         ) from error
+
+
+def _plain(value: float) -> float | str | None:
+    """A number for JSON, which knows neither NaN nor infinities."""
+    return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _part(tensors: State, prefix: str) -> State:

@@ -103,6 +103,11 @@ class Book:
         """The run that was last trained, whose totals are taken over; None if there is none."""
         path = self.folder / STATE
         if not path.exists():
+            if self._lock.marked:
+                raise ValueError(
+                    f"{str(self.folder)!r} has lost its {STATE}, which says what was spent on these images; restore it "
+                    "from a copy"
+                )
             return None
         state, header = read_state(path)
         self.total.load_state_dict(header["total"])
@@ -137,6 +142,7 @@ class Book:
             if content := getattr(state, name):
                 tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         write_whole(path, pack(header, tensors))
+        self._lock.mark()
         self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
 
 
@@ -148,7 +154,7 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
     """
     content = path.read_bytes()
     try:
-        header = header_of(content)
+        header = header_of(content, len(content))
         if header["format"] != FORMAT:
             raise KeyError(f"format {header['format']}, this version reads {FORMAT}")
         tensors = load(content)

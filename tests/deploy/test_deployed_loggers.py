@@ -69,6 +69,7 @@ def test_a_logger_that_fails_costs_no_round(tiny, tmp_path, caplog):
 
 
 def test_a_recipes_loggers_write_into_the_runs_folder(tmp_path):
+    pytest.importorskip("tensorboard")
     board = {"class_path": "TensorBoardLogger", "init_args": {"name": "board", "save_dir": "logs"}}
     for given, expected in (
         (None, []),

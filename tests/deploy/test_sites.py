@@ -382,8 +382,11 @@ def test_a_ledger_that_was_taken_away_is_missed(site):
     site.book.close()
     (site.book.folder / "state.safetensors").unlink()
     for _ in range(2):  # and the folder is free again
-        with pytest.raises(ValueError, match="has former runs and no state"):
+        with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
             Book(site.book.folder)
+    (site.book.folder / "lock").unlink()
+    with pytest.raises(ValueError, match="has former runs and no state"):
+        Book(site.book.folder)
 
 
 def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a deployed run keeps: records of any length, a fine-tuning that is whole, a ledger that is not lost."""
+
+import math
+
+import pytest
+import torch
+
+from perada.deploy import records
+from perada.deploy.codec import TABLE, header_of
+from perada.deploy.local import LocalTransport
+from perada.deploy.state import Book
+from perada.deploy.transport import Failure
+
+from .parties import Parties
+from .test_rounds import Troubled
+from .test_sites import train
+
+
+def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
+    """Its records take more bytes than the table of a message may have."""
+    names = [f"hospital-{number}" for number in range(60)]
+    progress = records.Progress("ab" * 16, "cd" * 32, 3000, roster=[records.Member(name, None, 0) for name in names])
+    progress.records = [records.Record(round, names, names, {}, {"hospital-1": math.inf}) for round in range(3000)]
+    progress.history = [{"round": float(round), "a": math.inf, "b": math.nan, "c": 0.1} for round in range(3000)]
+    records.write(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
+    assert (tmp_path / records.STATE).stat().st_size > TABLE
+    found, states = records.read(tmp_path)
+    assert found.records == progress.records and found.roster == progress.roster
+    assert found.history[-1]["a"] == math.inf and math.isnan(found.history[0]["b"]) and found.history[7]["c"] == 0.1
+    assert torch.equal(states["global"]["w"], torch.ones(2))
+
+
+def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, "fedavg_ft", rounds=1)
+    gone = lambda name, message, _: (  # noqa: E731
+        Failure("unreachable") if name != "site0" and header_of(message)["kind"] == "tune" else None
+    )
+    workers = parties.workers()
+    coordinator = parties.coordinator(Troubled(workers, gone), min_sites=2, deadline=1.0)
+    with pytest.raises(TimeoutError, match=r"fine-tuning: 1 of at least 2 sites .* missing: site1, site2"):
+        coordinator.run()
+    coordinator.close()
+    again = parties.coordinator(LocalTransport(workers), min_sites=2, resume=True)
+    progress = again.run()
+    assert progress.tuned and progress.done == 1
+    assert [worker.book.current().trained for worker in workers.values()] == [2, 2, 2]
+
+
+def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):
+    worker = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
+    folder = worker.book.folder
+    assert Book(tmp_path / "new").current() is None
+    assert header_of(worker.answer(train(worker), ""))["code"] == "ok"
+    worker.book.close()
+    (folder / "state.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has lost its state.safetensors, .* restore it from a copy"):
+        Book(folder)
