@@ -158,14 +158,17 @@ def _content(text: bytes) -> dict[str, Any]:
     return content
 
 
-def _words(content: object, option: str = "") -> Iterator[tuple[str, str]]:
-    """All strings of a recipe, and where they stand."""
-    if isinstance(content, str):
-        yield option, content
-    for key, value in content.items() if isinstance(content, dict) else ():
-        yield from _words(value, f"{option}.{key}".removeprefix("."))
-    for value in content if isinstance(content, list) else ():
-        yield from _words(value, option)
+def _words(content: object) -> Iterator[tuple[str, str]]:
+    """All strings of a recipe, and where they stand; what YAML's aliases repeat, once."""
+    left, seen = [("", content)], set[int]()
+    while left:
+        option, value = left.pop()
+        if isinstance(value, str):
+            yield option, value
+        elif isinstance(value, dict | list) and id(value) not in seen:
+            seen.add(id(value))
+            below = value.items() if isinstance(value, dict) else ((None, one) for one in value)
+            left += [(option if key is None else f"{option}.{key}".removeprefix("."), one) for key, one in below]
 
 
 def _holds_options(path: Path) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.cli.deployed_recipes import _words, server_recipe, site_recipe
 from perada.deploy.client import Client
 from perada.deploy.recipe import labels_digest
 from perada.deploy.site_file import read_site
@@ -99,6 +99,15 @@ def test_a_recipe_that_leaves_options_to_a_file_is_refused(option, tmp_path):
     for read in (lambda: site_recipe(path, given), lambda: server_recipe(str(path))):
         with pytest.raises(ValueError, match=f"names the file .* for {option}, which its digest does not cover"):
             read()
+
+
+def test_a_recipe_of_aliases_is_read_in_no_time(tmp_path):
+    """Nine of the nine before, nine times over: 9⁹ words; and a list that holds itself."""
+    lists = [
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else f"a0: &a0 [{', '.join('x' * 9)}]" for n in range(9)
+    ]
+    assert len(list(_words(yaml.safe_load("\n".join(lists))))) == 9
+    assert list(_words(yaml.safe_load("a: &a [b, *a]"))) == [("a", "b")]
 
 
 def test_a_client_that_the_partition_does_not_have_is_refused(tmp_path):
