@@ -17,7 +17,9 @@ def outcomes(tmp_path_factory):
     return {one.kind.removeprefix("power failure: "): one for one in campaign.outcomes}
 
 
-@pytest.mark.parametrize("what", ["Run.save over a run", "rounds with checkpoints and client files", "checkpoints alone"])
+@pytest.mark.parametrize(
+    "what", ["Run.save over a run", "rounds with checkpoints and client files", "checkpoints alone"]
+)
 def test_whatever_was_not_synced_is_not_needed(outcomes, what):
     assert outcomes[what].counts["held"] > 5
     assert outcomes[what].fallen == []
