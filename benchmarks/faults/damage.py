@@ -29,22 +29,40 @@ Read = Callable[[Path], Any]
 TRAINED = Job("ditto", "disk", rounds=2)
 
 
-def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) -> None:
-    """Flip ``bits`` bits in each kind of file, and cut files off at ``cuts`` places."""
-    run = folder / "run"
+VERSION = Path("lightning_logs/version_0")
+FILES = {
+    "checkpoint": VERSION / "checkpoints" / "last.ckpt",
+    "results.json": VERSION / "results.json",
+    "partition.json": Path("partition.json"),
+    "results of compare": Path("compare.json"),
+    "run.json": Path("saved/run.json"),
+}
+"""Where they are in an example."""
+
+
+def example(run: Path) -> Path:
+    """A folder with all that a run and a comparison leave; its path is returned."""
     TRAINED.train(run).save(run / "saved")
-    version = next((run / "lightning_logs").iterdir())
-    comparison = Results(run / "compare.json")
+    comparison = Results(run / FILES["results of compare"])
     comparison.records = [{"stage": "run", "args": [], "recipe": "r", "label": "a", "seed": 0, "global": 0.25}] * 2
     comparison.arrange([])
     (run / "partition.json").write_text(json.dumps(sealed({"train": [[0, 2], [1]], "test": [[0], [1, 2]]})))
+    return run
+
+
+def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) -> None:
+    """Flip ``bits`` bits in each kind of file, and cut files off at ``cuts`` places."""
+    run = example(folder / "run")
     kinds: dict[str, tuple[list[Path], Read]] = {
-        "checkpoint": ([version / "checkpoints" / "last.ckpt"], _resumed),
-        "client files": (sorted((version / "clients").glob("*.safetensors")), _resumed),
+        "checkpoint": ([run / FILES["checkpoint"]], _resumed),
+        "client files": (sorted((run / VERSION / "clients").glob("*.safetensors")), _resumed),
         "adapter folders": (sorted(path for path in (run / "saved").rglob("*") if path.is_file()), _loaded),
-        "partition.json": ([run / "partition.json"], _divided),
-        "results.json": ([version / "results.json"], lambda root: read_records(root / version.relative_to(run))),
-        "results of compare": ([run / "compare.json"], lambda root: Results(root / "compare.json").records),
+        "partition.json": ([run / FILES["partition.json"]], divided),
+        "results.json": ([run / FILES["results.json"]], lambda root: read_records(root / VERSION)),
+        "results of compare": (
+            [run / FILES["results of compare"]],
+            lambda root: Results(root / FILES["results of compare"]).records,
+        ),
     }
     for kind, (files, read) in kinds.items():
         expected = _shown(read(run))
@@ -96,7 +114,8 @@ def _loaded(root: Path) -> perada.Run:
     return perada.Run.load(root / "saved", backbone=network())
 
 
-def _divided(root: Path) -> list[list[int]]:
+def divided(root: Path) -> list[list[int]]:
+    """The clients of ``partition.json``."""
     split = Split(np.zeros(3, dtype=np.int64), np.arange(3))
     return [own.tolist() for part in FromFile(str(root / "partition.json")).split(split, split, 0) for own in part]
 

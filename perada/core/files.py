@@ -6,6 +6,7 @@ behind can be told from what another process is writing.
 """
 
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -58,6 +59,31 @@ def being_written(path: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def check_links(folder: Path, own: re.Pattern[str]) -> None:
+    """Refuse links that lead out of a folder, among what is called as in ``own`` and in folders among these.
+
+    The Hub's cache keeps the files of a snapshot in a folder ``blobs`` of its own, which may be linked to.
+
+    Raises:
+        ValueError: With the name of the link and where it leads.
+    """
+    root = folder.resolve()
+    allowed = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
+    for path in folder.iterdir():
+        for one in _with_content(path) if own.fullmatch(path.name) else ():
+            if one.is_symlink() and not any(one.resolve().is_relative_to(place) for place in allowed):
+                raise ValueError(
+                    f"{str(one)!r} is a link to {str(one.resolve())!r}, out of the folder; if you trust it, put a copy "
+                    "in its place"
+                )
+
+
+def _with_content(path: Path) -> Iterator[Path]:
+    yield path
+    if path.is_dir():  # a link was refused before
+        yield from path.iterdir()
 
 
 def clear(paths: Iterable[Path]) -> None:

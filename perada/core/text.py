@@ -1,8 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for a terminal, and the endings of names of scores."""
+"""Text for a terminal or a spreadsheet, and the endings of names of scores."""
 
 SPREADS = ("_std", "_worst", "_p10", "_weighted")
 """What the name of a mean over clients ends in where it is another figure of theirs."""
+
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""What a spreadsheet takes for the beginning of a formula."""
+
+
+def cell_text(text: str) -> str:
+    r"""``text`` for a cell of a CSV file, with a quote before it where a spreadsheet would compute it.
+
+    >>> cell_text("=1+1"), cell_text("cat")
+    ("'=1+1", 'cat')
+    """
+    return f"'{text}" if text.startswith(FORMULA) else text
 
 
 def printable(text: str) -> str:

@@ -16,6 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm.auto import tqdm
 
 from perada.core.checks import check_whole
+from perada.core.text import FORMULA, cell_text
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.own import list_images, some
 from perada.data.sets.tables import read_table
@@ -51,15 +52,17 @@ class Predictions:
     def to_csv(self, path: str | Path) -> Path:
         """Write a row for each image: its ``path`` (or number, ``image``), ``predicted``, ``p(NAME)`` of each class.
 
-        Probabilities have six digits after the point.
+        Probabilities have six digits after the point. No cell is one that a spreadsheet takes for a formula: a path
+        then begins with ``./``, a name with a quote.
         """
-        first = list(map(str, range(len(self.labels)))) if self.paths is None else list(self.paths)
+        paths = range(len(self.labels)) if self.paths is None else self.paths
+        first = [f"./{path}" if str(path).startswith(FORMULA) else str(path) for path in paths]
         header = ["image" if self.paths is None else "path", "predicted", *(f"p({name})" for name in self.classes)]
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             table.writerow(header)
             for start, name, row in zip(first, self.names, self.probabilities.tolist(), strict=True):
-                table.writerow([start, name, *(f"{value:.6f}" for value in row)])
+                table.writerow([start, cell_text(name), *(f"{value:.6f}" for value in row)])
         return Path(path)
 
 

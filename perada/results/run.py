@@ -95,7 +95,7 @@ class Run(Models):
         for place, (name, client) in enumerate(adapters):
             state = self._global[place] if client is None else self.state("personal", client)
             card = folder / name / CARD_FILE
-            if card.is_file():  # what somebody wrote into it stays
+            if card.is_file() and not (card.is_symlink() or card.parent.is_symlink()):  # what somebody wrote stays
                 (stage / name).mkdir(exist_ok=True)
                 shutil.copyfile(card, stage / name / CARD_FILE)
             backbone = ".." if name else "."

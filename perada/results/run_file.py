@@ -12,7 +12,7 @@ from typing import Any
 
 from perada.core.checks import check_whole
 from perada.core.digests import SUMS_FILE, check_sealed, digest_of, sealed
-from perada.core.files import being_written
+from perada.core.files import being_written, check_links
 from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
@@ -20,6 +20,8 @@ RUN_FILE = "run.json"
 RESULTS_FILE = "results.json"
 """Info and metrics as in :data:`RUN_FILE`, in the folder that a fit writes into while it runs."""
 FORMAT = 1
+_OWN = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
+"""What perada reads in a folder."""
 _IN_FOLDER = re.compile(r"(\w+/)?\w+\.safetensors")
 
 
@@ -77,11 +79,12 @@ def read_run(folder: Path) -> RunFile:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is not what :func:`write_run` wrote.
+        ValueError: If it is not what :func:`write_run` wrote, or the folder has links to what is outside.
     """
     path = folder / RUN_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
+    check_links(folder, _OWN)
     try:
         saved = check_sealed(json.loads(path.read_text(encoding="utf-8")))
         if saved["format"] != FORMAT:

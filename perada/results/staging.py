@@ -35,10 +35,20 @@ def together(folder: Path) -> Iterator[Path]:
 
 
 def finish(folder: Path) -> None:
-    """Put in place what was written in full before whoever wrote it was killed, and delete what was not."""
+    """Put in place what was written in full before whoever wrote it was killed, and delete what was not.
+
+    A ValueError if this would move files out of the folder or into it, since links lead there.
+    """
     ready, changed = folder / READY, {folder}
-    for path in sorted(ready.rglob("*")):
-        target = folder / path.relative_to(ready)
+    moved = sorted(ready.rglob("*"))
+    places = {path: folder / path.relative_to(ready) for path in moved}
+    for path in (ready, folder / STAGE, *moved, *(places[path] for path in moved if path.is_dir())):
+        if path.is_symlink():
+            raise ValueError(
+                f"{str(path)!r} is a link to {str(path.resolve())!r}, and files of the run would be moved there; "
+                "delete the link, or save the run into another folder"
+            )
+    for path, target in places.items():
         if path.is_dir():
             target.mkdir(exist_ok=True)
             changed.add(target)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from perada.core.text import printable
+from perada.core.text import cell_text, printable
 from perada.experiments.report.sections import SHOWN, Cell, Section, Table, all_of, sections
 from perada.experiments.report.several import comparison
 from perada.experiments.studies.drawing import check_drawing
@@ -116,5 +116,5 @@ def as_csv(table: Table) -> str:
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
-        return f"'{cell}" if cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
+        return cell_text(cell)
     return "" if cell != cell else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
