@@ -36,6 +36,11 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
         division, output = _of_source(parser, words)
     if output is not None:
         check_drawing("perada data inspect --output")
+        kinds = new_figure(1, 1).canvas.get_supported_filetypes()
+        if output.suffix.lower().lstrip(".") not in kinds:
+            raise ValueError(
+                f"--output={output} is no kind of picture; end its name in .png, or one of {', '.join(kinds)}"
+            )
     found = inspect_division(division)
     print(shown(found))
     if output is not None:

@@ -45,7 +45,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     options = {name: given.pop(name) for name in ("rounds", "local_steps", "batch_size", "lr", "seed", "accelerator")}
     name, own = given.pop("client"), given.pop("images", None)
     saved = (path / RUN_FILE).is_file()
-    if output is None and not saved:
+    if output is None and not saved and path.is_dir():
         raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is left as it is; give --output FOLDER")
     if output is not None and output.is_file():
         raise NotADirectoryError(f"--output={output} is a file; give a folder")

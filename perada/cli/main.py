@@ -120,6 +120,12 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
     """Carry out a subcommand of LightningCLI, whose own parser reads the words."""
+    if not words:
+        raise ValueError(f"give a recipe: {parser.prog} --config RECIPE; `perada ls` lists those that ship")
+    if not words[0].startswith("-"):
+        folder = Path(words[0]) / "config.yaml"
+        recipe = f"{folder} --ckpt_path {folder.parent}/checkpoints/last.ckpt" if folder.is_file() else words[0]
+        raise ValueError(f"{words[0]!r} is no option; a recipe is given as {parser.prog} --config {recipe}")
     spelt = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
     from perada.cli.runs import make_cli
 

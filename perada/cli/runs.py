@@ -143,6 +143,12 @@ class PeradaCLI(LightningCLI):
             return
         config = self.config[self.config.subcommand]
         config.ckpt_path = find_checkpoint(config.get("ckpt_path"), Path(config.trainer.default_root_dir or "."))
+        if config.ckpt_path is None and self.config.subcommand != "fit":
+            warnings.warn(
+                f"`perada {self.config.subcommand}` has no --ckpt_path, and so takes the models before any training; "
+                "give --ckpt_path last, or a run's checkpoints/last.ckpt",
+                stacklevel=2,
+            )
         if config.get("weights_only") is None:
             config.weights_only = True  # or any code would be run that a checkpoint brings
 

@@ -90,9 +90,11 @@ def read_records(path: Path) -> list[Record]:
         if (path / source).is_file():
             return [_of_json(path, path / source)]
     if not (path / "metrics.csv").is_file():
+        inside = sorted(path.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
+        hint = f"the newest run in it is {str(inside[-1].parent)!r}" if inside else "give a run folder, for example "
         raise FileNotFoundError(
-            f"{str(path)!r} holds no metrics.csv; give a run folder, for example lightning_logs/version_0, a folder of "
-            "Run.save, or the JSON file of a comparison"
+            f"{str(path)!r} {'holds no metrics.csv' if path.is_dir() else 'is not there'}; {hint}"
+            + ("" if inside else "lightning_logs/version_0, a folder of Run.save, or the JSON file of a comparison")
         )
     return [Record(path.resolve().name, path, rounds=rounds_of_csv(path / "metrics.csv"), config=_config(path))]
 

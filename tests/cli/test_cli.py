@@ -353,7 +353,10 @@ def test_the_printed_configuration_is_the_same_when_it_is_run(folder, capsys, na
 
 def test_without_a_logger_nothing_is_written(folder, capsys):
     main(["fit", "--config", "tiny.yaml", "--trainer.logger=false", "--trainer.max_epochs=1"])
-    main(["predict", "--config", "tiny.yaml", "--trainer.logger=false"])
+    with pytest.warns(
+        UserWarning, match=r"`perada predict` has no --ckpt_path, and so takes the models before any tra"
+    ):
+        main(["predict", "--config", "tiny.yaml", "--trainer.logger=false"])
     assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
     assert "Run folder" not in capsys.readouterr().out
 
@@ -435,7 +438,10 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("fit", "--config", "quickstar"), "'quickstar' is neither a file nor a recipe; did you mean 'quickstart'?"),
         (("fit", "--config=none.yaml"), "'none.yaml' is neither a file nor a recipe; `perada ls` lists the recipes"),
         (("cp", "quikstart", "x.yaml"), "did you mean 'quickstart'?"),
-        (("report", "nowhere"), "'nowhere' holds no metrics.csv"),
+        (("report", "nowhere"), "'nowhere' is not there; give a run folder, for example lightning_logs/version_0"),
+        (("fit",), "give a recipe: perada fit --config RECIPE; `perada ls` lists those that ship"),
+        (("fit", "quickstart"), "'quickstart' is no option; a recipe is given as perada fit --config quickstart"),
+        (("compare", "tiny.yaml", "--output", "."), "--output=. is a folder; give a file, such as"),
         (("export", "nowhere", "--output", "x"), "'nowhere' is not a finished run: it has no config.yaml"),
         (("export", "nowhere"), "the following arguments are required: --output; `perada export --help` explains them"),
         (("study", "fed-ensemble"), "the following arguments are required: --output"),

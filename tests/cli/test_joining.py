@@ -125,6 +125,11 @@ def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
         main(["personalize", str(saved), "--data", str(pictures), *words])
 
 
+def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"'.*none' is no finished run"):
+        main(["personalize", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
+
+
 def test_a_class_that_the_run_has_not_is_named(saved, pictures):
     (pictures / "5").rename(pictures / "cat")
     with pytest.raises(ValueError, match=r"class 'cat' is unknown to the run; the run's classes are 0, 1, 2"):

@@ -140,6 +140,8 @@ def test_what_is_no_source_is_named(tmp_path, source, message):
     options = ["--path=x"] * (source != "saved")
     with pytest.raises(FileNotFoundError, match=message):
         main(["data", "inspect", str(tmp_path / source), *options])
+    with pytest.raises(ValueError, match=r"--output=x\.foo is no kind of picture; end its name in \.png, or one of"):
+        main(["data", "inspect", str(tmp_path), "--output=x.foo"])
 
 
 def test_a_set_of_tensors_is_shown_too():

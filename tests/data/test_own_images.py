@@ -267,7 +267,8 @@ def test_spreadsheets_and_tabs_are_read(tmp_path):
     write(tmp_path, *(f"{n}.jpg" for n in range(4)))
     (tmp_path / "t.tsv").write_bytes(b"\xef\xbb\xbf" + text.encode())
     (tmp_path / "semicolons.csv").write_text(text.replace("\t", ";").replace("\n", "\r\n"))
-    for name in ("t.tsv", "semicolons.csv"):
+    (tmp_path / "tabs.csv").write_text(text)
+    for name in ("t.tsv", "semicolons.csv", "tabs.csv"):
         made = ImageTable(str(tmp_path / name), test_share=0.5)
         both = sorted(names(made) + names(made.with_split(False)))
         assert (both, {*made.columns["client"]}) == ([f"{n}.jpg" for n in range(4)], {"one", "two"})

@@ -166,7 +166,9 @@ def test_images_are_listed(tmp_path):
         with pytest.raises(ValueError, match=message):
             find_images(table)
     table.write_bytes(b"path\n\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"table.csv is no table in UTF-8 \(.*: correct the table"):
+    with pytest.raises(
+        ValueError, match=r"table.csv is no table in UTF-8 \(.*: correct the table, and save it in UTF-8"
+    ):
         find_images(table)
     with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):
         find_images(tmp_path / "none")

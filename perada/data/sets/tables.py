@@ -45,8 +45,8 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
     """Read a CSV, TSV or Parquet file: columns (N,) of strings by name, and the number (N,) of each row in the file.
 
     What a Parquet file lacks is an empty string; before each entry of a list in it stands :data:`LISTED`. Rows of text
-    files count from 1, the header. The fields of a CSV file are divided by commas, or by semicolons if its header has
-    these and no comma.
+    files count from 1, the header. The fields of a CSV file are divided by commas, or by semicolons or tabs if its
+    header has these and no comma.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -57,7 +57,9 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
         raise FileNotFoundError(f"{path} does not exist: set table to a .csv, .tsv or .parquet file")
     suffix = path.suffix.lower()
     if suffix != ".parquet":
-        return _read_csv(path, "correct the table", "\t" if suffix == ".tsv" else _delimiter(path))
+        return _read_csv(
+            path, "correct the table, and save it in UTF-8", "\t" if suffix == ".tsv" else _delimiter(path)
+        )
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -88,7 +90,8 @@ def _delimiter(path: Path) -> str:
     """What divides the fields: spreadsheets write semicolons where the comma stands in numbers."""
     with path.open("rb") as file:
         header = file.readline(2**16)
-    return ";" if b";" in header and b"," not in header else ","
+    other = next((mark for mark in (b";", b"\t") if mark in header), b",")
+    return "," if b"," in header else other.decode()
 
 
 def _read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, Array], Array]:

@@ -169,6 +169,10 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
     elif given.trials is not None:
         raise ValueError(f"--trials {given.trials} is for ranges: give --tune NAME=lo..hi, or leave --trials out")
     trials = Trials(sampled, (given.trials or TRIALS) if sampled else 0, given.sampler)
+    if given.output is not None and given.output.is_dir():
+        raise IsADirectoryError(
+            f"--output={given.output} is a folder; give a file, such as {given.output}/results.json"
+        )
     results = Results(given.output)
     with quiet():
         plan = Plan(

@@ -33,7 +33,7 @@ class Results:
                     raise TypeError("its records say no stage")
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"--output {str(path)!r} holds no results of this version of `perada compare` ({error}): give "
+                    f"{str(path)!r} holds no results of this version of `perada compare` ({error}): give "
                     "another file, or delete it"
                 ) from error
 
