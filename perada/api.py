@@ -17,13 +17,14 @@ from perada.federation.cohort import ClientOptimizer
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.store import StoreKind
 from perada.lightning import FederatedLoop
-from perada.lightning.checkpoint import find_checkpoint, plain_data
+from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.outcome import outcome
 from perada.lightning.plain import as_plain
 from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.trainer import make_trainer
+from perada.lightning.untrusted import plain_data
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of

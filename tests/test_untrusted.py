@@ -278,3 +278,35 @@ def test_results_of_a_comparison_do_not_reach_the_terminal_as_they_are(tmp_path,
     capsys.readouterr()
     main(words)
     assert all(letter.isprintable() or letter == "\n" for letter in capsys.readouterr().out)
+
+
+PARTS = {
+    "history/0": "../x",
+    "history/0/round": "../x",
+    "step": "4",
+    "per_client": "<script>",
+    "shifted": "x",
+    "measured": 3,
+    "federation": "x",
+    "federation/rounds_done": "x",
+    "federation/server": [1],
+    "federation/clients": None,
+    "federation/clients/rows": 5,
+    "belongs": [],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_other_values_than_perada_writes_are_refused_in_one_line(part, tiny, tmp_path):
+    fit(tiny, tmp_path)
+    path = checkpoint(tmp_path)
+    content = torch.load(path, weights_only=True)
+    *way, last = [int(name) if name.isdecimal() else name for name in part.split("/")]
+    place = content["perada"]
+    for name in way:
+        place = place[name]
+    place[last] = PARTS[part]
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=r"checkpoint|ckpt_path") as raised:
+        fit(tiny, tmp_path, rounds=3, ckpt_path=str(path))
+    assert "\n" not in str(raised.value)

@@ -83,8 +83,14 @@ class Watch:
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if self.on and event in ("open", "os.rename", "os.remove", "shutil.move", "os.link", "os.system", "exec"):
             for one in args[:2]:
-                if isinstance(one, str | os.PathLike) and os.path.realpath(one).startswith(self.root):
+                if isinstance(one, str | os.PathLike) and self._leads(event, os.fspath(one)):
                     self.seen.append(f"{event} {os.path.basename(os.fspath(one))}")
+
+    def _leads(self, event: str, path: str | bytes) -> bool:
+        """Whether a path is of the folder; all but what opens a file do not follow a link at its end."""
+        folder, name = os.path.split(os.fsdecode(path))
+        real = os.path.realpath(path) if event == "open" else os.path.join(os.path.realpath(folder), name)
+        return os.fsdecode(real).startswith(self.root)
 
     def _content(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in Path(self.root).rglob("*") if path.is_file()}
@@ -116,7 +122,8 @@ def _tried(run: Path, watch: Watch, change: Callable[..., str], read: Read, of: 
     with warnings.catch_warnings(), limited(SECONDS):
         warnings.simplefilter("ignore")
         try:
-            outcome = read(copied) or "harmless"
+            found = read(copied)
+            outcome = found if isinstance(found, str) else "harmless"
         except TimeoutError:
             outcome = f"took more than {SECONDS} s"
         except (ValueError, OSError) as error:

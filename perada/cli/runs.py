@@ -24,13 +24,14 @@ from perada.cli.messages import quiet_lightning
 from perada.cli.words import comparison, spelt_out
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, round_progress
-from perada.lightning.checkpoint import find_checkpoint, newest_whole, plain_data
+from perada.lightning.checkpoint import find_checkpoint, newest_whole
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
 from perada.lightning.restore import lacks_info
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
+from perada.lightning.untrusted import plain_data
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.joined import check_none_lost, joined_clients
 from perada.results.privacy_card import privacy_lines

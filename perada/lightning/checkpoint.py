@@ -3,12 +3,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -99,20 +97,6 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
     check_whole_file(Path(ckpt_path))
     return ckpt_path
-
-
-@contextmanager
-def plain_data(ckpt_path: str | None) -> Iterator[None]:
-    """Say in one line, by a ValueError, that a checkpoint holds more than data: no code that it brings is run."""
-    try:
-        yield
-    except UnpicklingError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"ckpt_path={ckpt_path!r} holds more than tensors and plain data, and is not read, since it could run any "
-            f"code ({reason}); if you trust it, and a callback of your own put that there, give weights_only=False to "
-            "Trainer.fit, or --weights_only=false to the program"
-        ) from error
 
 
 def belonging(

@@ -57,6 +57,7 @@ from perada.lightning.steps import (
     warn_report,
 )
 from perada.lightning.strategies import check_alike, options_here, share_work
+from perada.lightning.untrusted import contents
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -383,11 +384,7 @@ class FederatedLoop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the saved states for the start of training, after checking that they belong to this model and data."""
-        saved = checkpoint.get(CHECKPOINT_KEY)
-        if saved is None:
-            raise ValueError(
-                "the checkpoint was not written by perada: it holds no federation; give one of a perada run"
-            )
+        saved = contents(checkpoint.get(CHECKPOINT_KEY))
         assert self.protection is not None and self.settings is not None
         self.protection.check_alike(saved["federation"].get("privacy"))
         here = described(self.settings, *parts(trainer, pl_module), self.test_mode)

@@ -10,10 +10,11 @@ from perada.algorithms import Algorithm
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage
-from perada.lightning.checkpoint import find_checkpoint, find_clients, plain_data
+from perada.lightning.checkpoint import find_checkpoint, find_clients
 from perada.lightning.federated_loop import CHECKPOINT_KEY
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import states_of
+from perada.lightning.untrusted import contents, plain_data
 from perada.results.run import Run
 from perada.server import Distillation
 
@@ -36,6 +37,8 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     found = find_checkpoint(str(path), path.parent)
     with plain_data(found):
         saved = torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY, {})
+    if saved:
+        contents(saved)
     if "info" not in saved:
         raise ValueError(
             f"{str(path)!r} does not say what the run was, since an earlier perada or another program wrote it; "
@@ -72,7 +75,8 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     module.federation = Federation(module.engine, module.slot, module.initial_state, settings, clients)
     states = saved["federation"]
     find_clients(states, path)
-    module.federation.load_state_dict(states | {"privacy": None})
+    with plain_data(found):
+        module.federation.load_state_dict(states | {"privacy": None})
     ledgers = states["privacy"] or {}
     if "privacy" not in info and (ledgers.get("images") or ledgers.get("clients")):
         info = info | {PRIVATE: "not read"}

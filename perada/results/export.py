@@ -173,10 +173,14 @@ def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
     if type(one) is not type(other):
         return f"method is {one.peft_type}, of the run it is {other.peft_type}"
     ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-    for name, value in vars(one).items():
-        values = [set(v) if isinstance(v, list) else v for v in (value, getattr(other, name))]
-        if name not in ignored and values[0] != values[1]:
-            return f"{name} is {value}, of the run it is {getattr(other, name)}"
+    for name in sorted(vars(one).keys() - ignored):
+        found, own = getattr(one, name), getattr(other, name)
+        try:
+            same = set(found) == set(own) if isinstance(found, list) and isinstance(own, list) else found == own
+        except (TypeError, RecursionError):  # lists within lists
+            return f"{name} is a list of what is no name, of the run it is {own}"
+        if not same:
+            return f"{name} is {found}, of the run it is {own}"
     return None
 
 

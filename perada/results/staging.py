@@ -40,7 +40,7 @@ def finish(folder: Path) -> None:
     A ValueError if this would move files out of the folder or into it, since links lead there.
     """
     ready, changed = folder / READY, {folder}
-    moved = sorted(ready.rglob("*"))
+    moved = [] if ready.is_symlink() else sorted(ready.rglob("*"))
     places = {path: folder / path.relative_to(ready) for path in moved}
     for path in (ready, folder / STAGE, *moved, *(places[path] for path in moved if path.is_dir())):
         if path.is_symlink():

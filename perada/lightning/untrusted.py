@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that anyone may have written: their code is not run, and what they hold is what perada writes."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pickle import UnpicklingError
+from typing import Any, cast
+
+import torch
+
+_OTHER = "give another, or 'last' for the newest that is whole"
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "federation": dict,
+    "history": list,
+    "step": int,
+    "scores": dict,
+    "per_client": dict,
+    "belongs": dict,
+}
+_KINDS_OF_NEWER = dict.fromkeys(("measured", "per_class", "shifted", "info", "options"), dict)
+
+
+def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file holds
+    """What perada put into a checkpoint, after checking that the parts are of the kinds that it writes.
+
+    A ValueError if they are not.
+    """
+    if saved is None:
+        raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
+    kinds = _KINDS | {name: kind for name, kind in _KINDS_OF_NEWER.items() if isinstance(saved, dict) and name in saved}
+    whole = isinstance(saved, dict) and all(isinstance(saved.get(name), kind) for name, kind in kinds.items())
+    whole = whole and all(isinstance(values, torch.Tensor) for values in saved["per_client"].values())
+    rows = saved["history"] if whole else []
+    whole = whole and all(isinstance(row, dict) and {"round", "step"} <= row.keys() for row in rows)
+    if not whole or not all(isinstance(value, int | float) for row in rows for value in row.values()):
+        raise ValueError(f"the checkpoint does not hold what perada writes; {_OTHER}")
+    return cast(dict[str, Any], saved)
+
+
+def _while_restoring(error: Exception) -> bool:
+    """Whether an error came up while a checkpoint's content took its place."""
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        code.co_name in ("load_state_dict", "restore_shifts") or code.co_filename.endswith("checkpoint_connector.py")
+        for code in frames
+    )
+
+
+@contextmanager
+def plain_data(ckpt_path: str | None) -> Iterator[None]:
+    """Say in one line, by a ValueError, that a checkpoint holds more than data, or other data than perada writes.
+
+    No code that it brings is run.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        if ckpt_path is None or isinstance(error, torch.distributed.DistError) or not _while_restoring(error):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"ckpt_path={ckpt_path!r} does not hold what perada writes ({reason}); {_OTHER}") from error
+    except UnpicklingError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} holds more than tensors and plain data, and is not read, since it could run any "
+            f"code ({reason}); if you trust it, and a callback of your own put that there, give weights_only=False to "
+            "Trainer.fit, or --weights_only=false to the program"
+        ) from error
