@@ -72,6 +72,11 @@ class Record:
         """The names of the classes, or their numbers."""
         return self.info.get("classes") or list(map(str, range(self.info.get("num_classes", 0))))
 
+    @property
+    def several_labels(self) -> bool:
+        """Whether an image may have several labels."""
+        return bool(self.info.get("multilabel"))
+
     def last(self, name: str) -> float:
         """The last value of a metric; NaN where there is none."""
         return next((row[name] for row in reversed(self.rounds) if name in row), math.nan)

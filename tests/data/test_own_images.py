@@ -262,6 +262,21 @@ def test_labels_of_several_kinds(tmp_path):
     assert (columns.classes, columns.labels.tolist()) == (("odd",), [[float(n % 2)] for n in range(9)])
 
 
+def test_several_labels_without_a_separator_are_noticed(tmp_path):
+    given = rows()
+    for row, labels in zip(given, ["edema", "mass", "edema;mass", "mass; edema"] * 3, strict=True):
+        row["diagnosis"] = labels
+    path = table(tmp_path, given)
+    with pytest.warns(UserWarning, match=r"mine\.csv: each of diagnosis's cells is one class.*set separator=';'"):
+        assert len(ImageTable(path, path="file", label="diagnosis").classes) == 4
+    assert len(ImageTable(path, path="file", label="diagnosis", separator=";").classes) == 2
+    given[0]["diagnosis"] = ""
+    with pytest.raises(
+        ValueError, match=r"row 2: diagnosis is empty; .*or set separator=';', if an image may have none"
+    ):
+        len(ImageTable(table(tmp_path, given), path="file", label="diagnosis"))
+
+
 def test_spreadsheets_and_tabs_are_read(tmp_path):
     text = "path\tlabel\tclient\n0.jpg\ta\tone\n\n1.jpg\tb\ttwo\n2.jpg\ta\tone\n3.jpg\tb\ttwo\n"
     write(tmp_path, *(f"{n}.jpg" for n in range(4)))
@@ -364,7 +379,13 @@ def test_parquet_says_the_same(tmp_path):
             r"mine\.csv, row 4: .*/no\.jpg does not exist; correct the path, or set fo",
         ),
         ({"file": ""}, {}, ValueError, r"row 4: file is empty; give the file's path"),
-        ({"diagnosis": ""}, {}, ValueError, r"row 4: diagnosis is empty; give a label"),
+        ({"diagnosis": ""}, {}, ValueError, r"row 4: diagnosis is empty; give a label, or take the row out$"),
+        (
+            {},
+            {"label": "label"},
+            ValueError,
+            r"has no column 'label'; it has .*; name the one that holds the labels with",
+        ),
         ({"part": "later"}, {}, ValueError, r"row 4: part is none of train, training"),
         ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: odd is '2', neither 0 nor 1; correct it"),
         ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),

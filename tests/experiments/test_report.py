@@ -14,7 +14,7 @@ from scipy.stats import sem, ttest_rel
 import perada
 from perada.cli import main
 from perada.experiments.report.facts import expected_calibration_error, paired
-from perada.experiments.report.page import as_csv
+from perada.experiments.report.page import as_csv, write_page
 from perada.experiments.report.several import comparison, groups_of
 from perada.results.record import Record, read_records
 
@@ -140,6 +140,18 @@ def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
         if wrong:
             most = max(map(wrong.count, wrong))
             assert row["most frequent mistake"].endswith(f": {most}")
+
+
+def test_images_with_several_labels_are_counted_once(tmp_path):
+    info = {"multilabel": True, "num_classes": 2, "classes": ["edema", "mass"], "clients": ["north", "south"]}
+    info |= {"algorithm": "Ditto", "backbone": "test_resnet", "training": {"metric": "auto"}}
+    record = Record("run", tmp_path, info, [{"round": 0, "train/local_loss": 0.5, "params/trained": 59780}])
+    record.partition, record.train_sizes = {"train": [[3, 2], [1, 4]]}, [4, 5]
+    text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
+    assert "Ditto on test_resnet, 2 clients, 2 classes, 1 round. Scores are auroc, in %." in text
+    assert "a client has 4 to 5 images." in text
+    assert "59,780" in text
+    assert [row["all labels"] for row in rows(tmp_path / "page" / "partition_train.csv")] == ["5", "5"]
 
 
 def test_a_paired_difference_is_that_of_scipy():

@@ -3,6 +3,7 @@
 
 import os
 import re
+import warnings
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -112,6 +113,8 @@ class ImageTable(OwnImages):
                 )
             close = get_close_matches(name, columns, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, columns))}"
+            if not close and name in ("path", "label"):
+                hint += f"; name the one that holds the {name}s with {name}"
             raise ValueError(f"{self.table} has no column {name!r}; {hint}")
         return columns[name]
 
@@ -177,7 +180,15 @@ class ImageTable(OwnImages):
         column = self._column(self.label)
         separator = LISTED if np.char.startswith(column, LISTED).any() else self.separator
         if separator is None:
-            self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out")
+            parted = _separator_of(column)
+            several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
+            self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out" + several)
+            if parted:
+                warnings.warn(
+                    f"{self.table}: each of {self.label}'s cells is one class, also those with {parted!r}; if they "
+                    f"hold several labels, set separator={parted!r}",
+                    stacklevel=2,
+                )
             self._refuse_measured(column)
             return numbered(column.tolist())
         cells = [cell.split(separator) for cell in column.tolist()]
@@ -186,6 +197,16 @@ class ImageTable(OwnImages):
         if not classes:
             raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
         return classes, marked(parts, classes)
+
+
+def _separator_of(column: Array) -> str | None:
+    """What seems to part several labels in a cell: its parts are labels of other cells, too."""
+    cells = {*column.tolist()}
+    for mark in "|;,":
+        together = [cell.split(mark) for cell in cells if mark in cell]
+        if together and all(part.strip() in cells for parts in together for part in parts):
+            return mark
+    return None
 
 
 def _place(root: str, file: str) -> str:

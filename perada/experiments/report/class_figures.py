@@ -39,7 +39,8 @@ def partition(record: Record, name: str) -> Drawn | None:
         return None
     m, k = len(counts), len(counts[0])
     with drawing():
-        figure, axes = new_axes(min(2.2 + 0.33 * k, 8.5), min(1.3 + 0.2 * m, 8.5))
+        under = 0.6 + 0.07 * min(max(map(len, record.class_names)), 30)  # inches for the names of the classes
+        figure, axes = new_axes(min(2.2 + 0.33 * k, 8.5), min(under + max(0.2 * m, 1.3), 8.5))
         drawn = axes.imshow(counts, aspect="auto", cmap=fading(), vmin=0, interpolation="none")
         if m * k <= 400 and m <= NAMED:
             for row, column, count in cells(counts):
@@ -50,8 +51,11 @@ def partition(record: Record, name: str) -> Drawn | None:
         name_axis(axes.yaxis, record.client_names)
         axes.tick_params(axis="x", rotation=90 if max(map(len, record.class_names)) > 2 else 0)
         figure.colorbar(drawn, label="training images")
-        most = max(map(sum, counts))
-        alt = f"Training images of {m} clients and {k} classes; a client has {min(map(sum, counts))} to {most} images."
+        sizes = [*map(sum, counts)]
+        if record.several_labels:
+            sizes = record.train_sizes
+        alt = f"Training images of {m} clients and {k} classes"
+        alt += f"; a client has {min(sizes)} to {max(sizes)} images." if sizes else "."
         return finish(figure, name, alt, wide=k > 12)
 
 
@@ -105,7 +109,7 @@ def confusion_by_client(record: Record, name: str) -> Drawn | None:
         figure.supxlabel("predicted class", fontsize=9)
         figure.supylabel("class", fontsize=9)
         alt = f"Confusions of the {len(chosen)} clients whose models are least accurate; the table lists all clients."
-        return finish(figure, name, alt, wide=True)
+        return finish(figure, name, alt, wide=columns > 2)
 
 
 def calibration(record: Record, name: str) -> Drawn | None:

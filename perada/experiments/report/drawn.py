@@ -22,6 +22,8 @@ INK = "#1f2328"
 """Text and axes; in the SVG they take the colour of the page's text."""
 COLOURS = ("#2f7de1", "#d9730d", "#0f9d76", "#a65fd6", "#d64f79", "#8f8a2a", "#5f7f99", "#b0603f")
 """For lines and points: they stand out from white as from black, and differ in lightness."""
+LARGEST = 125
+"""Pixels of the page for an inch of a figure at most, so that a small one is not blown up."""
 MARKERS = "osD^vPX*"
 NAMED = 40
 """Clients up to this number have their names in a figure."""
@@ -109,7 +111,9 @@ def as_svg(figure: "Figure", name: str, alt: str) -> str:
     text = re.sub(r' id="([^"]*)"', named, text)
     text = re.sub(r'(\bid="|\burl\(#|href="#)', rf"\g<1>{name}-", text)
     size = re.compile(r' (width|height)="[^"]*"')
-    text = size.sub("", size.sub(lambda found: f' role="img" aria-label="{escape(alt)}"', text, count=1), count=1)
+    widest = f"max-width: {LARGEST * figure.get_figwidth():.0f}px"
+    said = f' role="img" style="{widest}" aria-label="{escape(alt)}"'
+    text = size.sub("", size.sub(lambda found: said, text, count=1), count=1)
     return re.sub(r"\n\s*", "\n", text.replace(INK, "currentColor"))
 
 
@@ -131,7 +135,7 @@ def whole_rounds(axes: "Axes", text: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(text)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def name_axis(axis: "XAxis | YAxis", names: Sequence[str], most: int = 45) -> None:

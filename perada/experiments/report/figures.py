@@ -99,7 +99,7 @@ def before_and_after(record: Record, name: str) -> Drawn | None:
         legend(figure)
         worst, best = (record.client_names[known[place]] for place in (0, -1))
         better = sum(after[client] > before[client] for client in known) if before else 0
-        gain = f" {better} of {len(known)} clients are better than before." if before else ""
+        gain = f" Better than before: {better} of {len(known)}." if before else ""
         ends = f"From {y[0]:.1f} % (client {label(worst)}) to {y[-1]:.1f} % (client {label(best)})"
         return finish(figure, name, f"Each client's score on its own images, sorted. {ends}.{gain}")
 
@@ -118,8 +118,8 @@ def personal_and_global(record: Record, name: str) -> Drawn | None:
         axes.plot(x, y, "o", color=COLOURS[0], alpha=0.7, markersize=5 if len(pairs) <= 200 else 2)
         axes.set(xlabel="global model in %", ylabel="client's own model in %")
         above = sum(a > b for b, a in pairs)
-        alt = f"On their own images, {above} of {len(pairs)} clients' models are better than the global one"
-        return finish(figure, name, f"{alt}; {sum(a < b for b, a in pairs)} are worse.")
+        alt = f"Clients' models that beat the global one on the clients' own images: {above} of {len(pairs)}"
+        return finish(figure, name, f"{alt}; beaten by it: {sum(a < b for b, a in pairs)}.")
 
 
 def communication(record: Record, name: str) -> Drawn | None:

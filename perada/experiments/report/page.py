@@ -93,7 +93,26 @@ def _described(record: Record) -> str:
     what = f"{info.get('algorithm', 'unknown algorithm')} on {info.get('backbone') or 'a network of its own'}"
     seed = "" if info.get("seed") is None else f", seed {info['seed']}"
     count = len(record.client_names)
-    return f"{what}, {count} clients, {info['num_classes']} classes, {len(record.rounds)} rounds{seed}."
+    sizes = [
+        counted(count, "client"),
+        counted(info["num_classes"], "class", "es"),
+        counted(len(record.rounds), "round"),
+    ]
+    metric = (info.get("training") or {}).get("metric") or "auto"
+    first = metric[0] if isinstance(metric, list) else metric
+    if first == "auto":
+        first = "auroc" if record.several_labels else "accuracy"
+    scored = f" Scores are {next(iter(first)) if isinstance(first, dict) else first}, in %."
+    return f"{what}, {', '.join(sizes)}{seed}.{scored if 'training' in info else ''}"
+
+
+def counted(number: int, word: str, plural: str = "s") -> str:
+    """A number and what is counted.
+
+    >>> counted(1, "round"), counted(3, "class", "es")
+    ('1 round', '3 classes')
+    """
+    return f"{number} {word}{plural if number != 1 else ''}"
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:

@@ -61,7 +61,9 @@ class Table:
         if math.isnan(cell):
             return "–"
         if self.header[column] in self.plain:
-            return epsilon_text(cell) if "ε" in self.header[column] else f"{cell:.4g}"
+            if "ε" in self.header[column]:
+                return epsilon_text(cell)
+            return f"{cell:,.0f}" if cell >= 1000 and cell == int(cell) else f"{cell:.4g}"
         return f"{100 * cell:.2f}"
 
 
@@ -153,12 +155,14 @@ def _partition(record: Record, prefix: str) -> Section:
     tables = []
     for part, counts in record.partition.items():
         rows: list[list[Cell]] = [[name, *own, sum(own)] for name, own in zip(record.client_names, counts, strict=True)]
-        header = ["client", *record.class_names, "all"]
+        header = ["client", *record.class_names, "all labels" if record.several_labels else "all"]
         what = "Training" if part == "train" else "Test"
         tables.append(
             Table(f"{prefix}partition_{_plain(part)}", f"{what} images of each client and class", header, rows)
         )
     intro = "Who has how many images of which class."
+    if record.several_labels:
+        intro = "Who has how many images with which label. An image with several labels is counted for each."
     return Section("partition", "Partition", intro, _drawn(record, prefix, class_figures.partition), tables)
 
 
