@@ -620,6 +620,22 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
     assert cells == [["10.00", "90.00"], ["50.00", "60.00"]]
 
 
+def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
+    options = (
+        "--federated.diagnostics=[ensemble_error]",
+        "--trainer.max_epochs=2",
+        "--trainer.check_val_every_n_epoch=2",
+    )
+    main(["compare", recipe, "--algorithms", "fedavg", *options, *OUT])
+    lines = capsys.readouterr().out.splitlines()
+    (history,) = [record["history"] for record in read() if record["stage"] == "run"]
+    assert [row["round"] for row in history] == [1, 2]
+    assert "global/global_test" not in history[0] and "global/global_test" in history[1]
+    table = lines.index(next(line for line in lines if line.startswith("| theory/ensemble_accuracy after round")))
+    shown = [float(cell) for cell in lines[table + 2].split("|")[2:-1]]
+    assert shown == [float(f"{row['theory/ensemble_accuracy']:.4g}") for row in history]
+
+
 @pytest.mark.slow
 def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read, capsys):
     weights = "--vary", "model.pretrained=false,perada:fashion_test_resnet"

@@ -27,6 +27,8 @@ START = "before fine-tuning"
 """The row of the initial model: pretrained backbone, untrained adapter."""
 CHOSEN_BY = ("personal/local_test", "personal/global_test")
 """The scores whose mean, on validation images, chooses from the grid where nothing else is asked for."""
+DIAGNOSED = ("theory/", "updates/")
+"""What the names of diagnostics begin with."""
 HOLD_OUT = "--data.client_validation=0.2"
 VALIDATE = "--data.evaluate_on=validation"
 

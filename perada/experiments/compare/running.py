@@ -11,12 +11,12 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from perada.experiments.compare.plan import CHOSEN_BY, MakeCLI
+from perada.experiments.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 from perada.lightning.steps import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
 
-SCORED = ("personal/", "global/")
+SCORED = ("personal/", "global/", *DIAGNOSED)
 """How the names of scores begin."""
 Result = dict[str, Any]
 """What a run gives: ``run`` and, where it was asked for, ``start``, each scores by name; or ``failed``, the reason."""
@@ -113,8 +113,8 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
 
 
 def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
-    """The scores after each round that was scored, by name, with its ``round`` counted from 1; none if only one was."""
-    scored = [record for record in history if any(name in record for name in CHOSEN_BY)]
+    """Scores and diagnostics after each round that has some, with its ``round`` counted from 1; none if only one has."""
+    scored = [row for row in history if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in row)]
     kept = [{name: value for name, value in record.items() if name.startswith(SCORED)} for record in scored]
     rows = [{"round": record["round"] + 1, **_known(own)} for record, own in zip(scored, kept, strict=True)]
     return {"history": rows} if len(rows) > 1 else {}

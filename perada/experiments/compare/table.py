@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from perada.core.text import printable
-from perada.experiments.compare.plan import CHOSEN_BY, named
+from perada.experiments.compare.plan import CHOSEN_BY, DIAGNOSED, named
 from perada.experiments.compare.results import choose, score, shown_score
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, mean_and_std, percent, shift_names, table
 
@@ -155,11 +155,13 @@ def _value_table(tried: Records) -> str:
 
 
 def curve_tables(records: Records) -> str:
-    """One table for each score, a column a round; empty where runs were scored once, after the last round."""
+    """One table for each score and diagnostic, a column a round; empty where runs have those of the last round alone."""
     runs = [record for record in records if record["stage"] == "run" and record.get("history")]
-    rounds = sorted({row["round"] for record in runs for row in record["history"]})
+    every_row = [row for record in runs for row in record["history"]]
+    rounds = sorted({row["round"] for row in every_row})
+    diagnosed = dict.fromkeys(name for row in every_row for name in row if name.startswith(DIAGNOSED))
     parts = []
-    for name in SCORES:
+    for name in (*SCORES, *diagnosed):
         rows = []
         for label, every in _groups(runs).items():
             own = [{row["round"]: row for row in record["history"]} for record in every]
@@ -200,7 +202,9 @@ def _over_seeds(runs: Records, name: str) -> str:
     values = [run[name] for run in runs if run.get(name) is not None]
     if not values:
         return "–"
-    text = "{:.2f}".format if name == ENTROPY else percent
+    text = percent
+    if name == ENTROPY or name.startswith(DIAGNOSED):
+        text = ("{:.2f}" if name == ENTROPY else "{:.4g}").format
     return text(fmean(values)) + (f" ± {text(pstdev(values))}" if len(values) > 1 else "")
 
 
