@@ -113,7 +113,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
 
 
 def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
-    """Scores and diagnostics after each round that has some, with its ``round`` counted from 1; none if only one has."""
+    """Scores and diagnostics after each round that has some; ``round`` is counted from 1. Nothing if only one has."""
     scored = [row for row in history if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in row)]
     kept = [{name: value for name, value in record.items() if name.startswith(SCORED)} for record in scored]
     rows = [{"round": record["round"] + 1, **_known(own)} for record, own in zip(scored, kept, strict=True)]

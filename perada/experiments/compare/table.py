@@ -155,7 +155,7 @@ def _value_table(tried: Records) -> str:
 
 
 def curve_tables(records: Records) -> str:
-    """One table for each score and diagnostic, a column a round; empty where runs have those of the last round alone."""
+    """One table for each score and diagnostic, a column a round; empty where only the last round has any."""
     runs = [record for record in records if record["stage"] == "run" and record.get("history")]
     every_row = [row for record in runs for row in record["history"]]
     rounds = sorted({row["round"] for row in every_row})
