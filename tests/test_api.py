@@ -237,6 +237,13 @@ def emptied(tiny):
         ({"lr_server": -0.1}, "lr_server=-0.1 cannot be used; give a finite number above 0"),
         ({"distill_steps": -1}, "steps=-1"),
         ({"distill_temperature": 0.0}, "temperature=0.0"),
+        (
+            {"distill_temperature": 10**12},
+            "temperature=1000000000000 cannot be used; give a finite number from 0.001 to",
+        ),
+        ({"prox_strength": 10**30}, "prox_strength=10+ cannot be used; give a finite number from 0 to 1e.18"),
+        ({"lr_local": 1e300}, "lr_local=1e.300 cannot be used; give a finite number from 0 to 1e.18"),
+        ({"distill_steps": 10**400}, "steps=10+… cannot be used; give a whole number from 0 to 1000000000000"),
         ({"server_optimizer": "adagrad"}, "optimizer='adagrad'"),
         ({"optimizer": "adagrad"}, "optimizer='adagrad' is unknown"),
         ({"weighting": "size"}, "weighting='size'"),

@@ -8,6 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
+
+LARGEST = 1e18
+COUNTABLE = 10**12
 
 
 def check_number(
@@ -24,6 +29,7 @@ def check_number(
     """Refuse what is not a finite number in a range, or ``None`` where it is ``optional``.
 
     NumPy's numbers count, ``True`` and ``False`` do not. Of the bounds, ``least`` and ``most`` are allowed themselves.
+    Without an upper one it is ``LARGEST``, beyond which arithmetic in float32 overflows.
 
     Raises:
         ValueError: With the value and the remedy; it ends with ``hint``, such as what a value means.
@@ -32,8 +38,16 @@ def check_number(
     >>> check_number("lr", -1, above=0)
     Traceback (most recent call last):
     ValueError: lr=-1 cannot be used; give a finite number above 0
+    >>> check_number("lr", 10**30, least=0)
+    Traceback (most recent call last):
+    ValueError: lr=1000000000000000000000000000000 cannot be used; give a finite number from 0 to 1e+18
     """
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if most is None and below is None and abs(number) > LARGEST:
+        most = LARGEST
     fits = (least is None or number >= least) and (above is None or number > above)
     fits = fits and (most is None or number <= most) and (below is None or number < below) and math.isfinite(number)
     if not fits and not (optional and value is None):
@@ -45,14 +59,14 @@ def check_whole(
     value: object,
     least: int = 1,
     *,
-    most: int | None = None,
+    most: int | None = COUNTABLE,
     also: Sequence[str] = (),
     optional: bool = False,
     hint: str = "",
 ) -> None:
     """Refuse what is not a whole number from ``least`` to ``most``, one of the words ``also``, or ``None`` if optional.
 
-    NumPy's integers count, ``True`` and ``False`` do not.
+    NumPy's integers count, ``True`` and ``False`` do not. ``most=None`` sets no limit.
 
     Raises:
         ValueError: With the value and the remedy; it ends with ``hint``.
@@ -64,6 +78,7 @@ def check_whole(
     """
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
     fits = number >= least and (most is None or number <= most)
+    most = None if most == COUNTABLE and number <= COUNTABLE else most
     if not fits and not (optional and value is None) and not (isinstance(value, str) and value in also):
         what = f"a whole number{_range(least, None, most, None)}" + "".join(f", or {word!r}" for word in also)
         _refuse(name, value, what, optional, hint)
@@ -105,7 +120,13 @@ def _range(least: float | None, above: float | None, most: float | None, below: 
 
 def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:
     leave = ", or leave it out" if optional else ""
-    raise ValueError(f"{name}={value!r} cannot be used; give {what}{leave}{_ending(hint)}")
+    raise ValueError(f"{name}={_short(value)} cannot be used; give {what}{leave}{_ending(hint)}")
+
+
+def _short(value: object) -> str:
+    """A value as it is written, cut off where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}…"
 
 
 def _ending(hint: str) -> str:
@@ -121,3 +142,26 @@ def check_options(name: str, value: object, hint: str) -> None:
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{name}={value!r} cannot be used; give a dictionary of options, such as {hint}")
+
+
+def is_of(value: object, hint: object) -> bool:
+    """Whether a value is of a type as written in an annotation; what is inside of lists and dictionaries is not read.
+
+    Of literals, too, only the type counts. Whole numbers are numbers, ``True`` and ``False`` are none, and a set or a
+    tuple will do for a list.
+
+    >>> is_of(3, float), is_of(True, int), is_of(["fc"], list[str] | str | None), is_of("abc", int)
+    (True, False, True, False)
+    """
+    origin = get_origin(hint) or hint
+    if origin in (Union, UnionType):
+        return any(is_of(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return any(type(value) is type(one) for one in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if origin in (list, set, tuple):
+        return isinstance(value, list | set | tuple)
+    if hint is None:
+        return value is None
+    return not isinstance(origin, type) or isinstance(value, origin)

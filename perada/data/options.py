@@ -31,7 +31,7 @@ def check_types(data: object, dataset: object, partition: object, public: object
 
 def check_reading(seed: object, num_workers: object, crop_padding: object, flip: object) -> None:
     """Refuse, by a ValueError, how images are drawn, read and augmented, if it is out of range or of another type."""
-    check_whole("seed", seed, 0)
+    check_whole("seed", seed, 0, most=None)
     check_whole("num_workers", num_workers, 0)
     check_whole("crop_padding", crop_padding, 0)
     check_choice("flip", flip, [False, True])

@@ -81,7 +81,7 @@ def check_rounds(
     check_whole("clients_per_round", clients_per_round, optional=True)
     check_whole("local_steps", local_steps, optional=True)
     check_number("local_epochs", local_epochs, above=0, optional=True)
-    check_whole("seed", seed, 0)
+    check_whole("seed", seed, 0, most=None)
     if resume_allow is not None and not isinstance(resume_allow, list | tuple):
         raise ValueError(f"resume_allow={resume_allow!r} cannot be used; give a list of options, such as ['lr_local']")
 

@@ -4,7 +4,7 @@
 import copy
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import peft
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftConfig, PeftModel
@@ -14,6 +14,7 @@ from torch import nn
 from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.blocks import plain_name, reached
 from perada.algorithms.base import Slot
+from perada.core.checks import is_of
 from perada.core.images import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
 from perada.models.targets import check_attention, contiguous_only, fill_targets
@@ -184,6 +185,11 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         if unknown:
             choice = ", ".join(sorted(known)) or "none"
             raise ValueError(f"adapter {adapter!r} has no option {unknown[0]!r}: its options are {choice}")
+        hints = get_type_hints(METHODS[adapter]) if adapter in METHODS else {}
+        for name, value in options.items():
+            if name in hints.keys() - {"last_blocks"} and not is_of(value, hints[name]):
+                what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
+                raise ValueError(f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}")
         if last_blocks is not None and options.get("target_modules") is not None:
             raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
         if adapter in METHODS:

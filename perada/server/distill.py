@@ -83,7 +83,7 @@ class Distillation:
         check_number(name("lr"), self.lr, above=0)
         check_choice(name("optimizer"), self.optimizer, ["adam", "sgd"])
         check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
-        check_number(name("temperature"), self.temperature, above=0)
+        check_number(name("temperature"), self.temperature, least=0.001, most=1000)
         check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
         if self.share_steps and self.student_mode == "train":
             raise ValueError(
