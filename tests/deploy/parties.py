@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small recipe, its simulation, and the same recipe among sites in this process."""
 
+import time
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -89,3 +90,19 @@ class Parties:
         coordinator = self.coordinator(LocalTransport(workers), **terms)
         coordinator.run()
         return coordinator, workers
+
+
+class Supervisor:
+    """Starts a site's SuperNode again until the SuperLink lets it in."""
+
+    def __init__(self, federation, site):
+        self.federation, self.site, self.name, self.before = federation, site, f"node-{site}", 0
+
+    def let_in(self):
+        """Whether it is in."""
+        log, processes = self.federation.log(self.name), self.federation.processes
+        if self.name not in processes or processes[self.name].poll() is not None:
+            self.before = log.stat().st_size
+            self.federation.start_node(self.site)
+        time.sleep(1)
+        return processes[self.name].poll() is None and b"SuperNode ID" in log.read_bytes()[self.before :]

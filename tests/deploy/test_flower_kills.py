@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ from perada.cli.demo import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site
 from perada.cli.flower import recipe_digest
 from perada.deploy import records
 from perada.deploy.state import STATE, Book, read_state
+
+from .parties import Supervisor
 
 pytestmark = pytest.mark.slow
 ROUNDS = 6
@@ -60,15 +61,6 @@ class Killed(Demo):
     def closed(self):
         return records.read(self.folder / "server")[0].done
 
-    def let_in(self, site):
-        """As a supervisor does: start a SuperNode again until the SuperLink lets it in."""
-        name = f"node-{site}"
-        if name not in self.processes or self.processes[name].poll() is not None:
-            self.start_node(site)
-        time.sleep(5)
-        last = self.log(name).read_text().split("Starting")[-1]
-        return self.processes[name].poll() is None and "SuperNode ID" in last
-
 
 def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "demo_recipe", long_rounds)
@@ -90,7 +82,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
         demo.hold(3)
         demo.kill("node-beta")
         demo.go_on()
-        demo.wait_for(lambda: demo.let_in("beta"), "run", "the restarted SuperNode", 400)
+        demo.wait_for(Supervisor(demo, "beta").let_in, "run", "the restarted SuperNode", 400)
 
         demo.hold(4)
         (server,) = demo.children(demo.processes["link"].pid, "flwr-serverapp")

@@ -23,6 +23,8 @@ from perada.deploy.flower.keys import write_site_keys
 from perada.deploy.flower.loopback import LINK, Loopback
 from perada.deploy.flower.running import program
 
+from .parties import Supervisor
+
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SITES = ["alpha", "beta", "gamma"]
@@ -100,18 +102,9 @@ def test_a_killed_supernode_comes_back(sites):
     sites.run("node", rounds=2, deadline=90.0)
     sites.until_begun("beta", 1)
     sites.kill("node-beta")
-    sites.wait_for(lambda: _starts(sites, "beta"), "link", "the restarted SuperNode", 180)
+    sites.wait_for(Supervisor(sites, "beta").let_in, "link", "the restarted SuperNode", 180)
     assert sites.result() == ("4", "4")
     sites.work("beta")
-
-
-def _starts(sites, site):
-    """As a supervisor does: start it again until it stays."""
-    name = f"node-{site}"
-    if name not in sites.processes or sites.processes[name].poll() is not None:
-        sites.start_node(site)
-    time.sleep(5)
-    return sites.processes[name].poll() is None and "SuperNode ID" in sites.log(name).read_text().split("Starting")[-1]
 
 
 def test_a_killed_client_app_leaves_its_worker_alive(sites):

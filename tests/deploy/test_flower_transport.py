@@ -17,6 +17,7 @@ from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
+from perada.deploy.flower import transport
 from perada.deploy.flower.client_app import client_app
 from perada.deploy.flower.messages import packed, unpacked
 from perada.deploy.flower.socket import CODES
@@ -60,7 +61,7 @@ class Grid:
 
 
 def node(name, number, key=b"key"):
-    return SimpleNamespace(name=name, node_id=number, public_key=key)
+    return SimpleNamespace(name=name, node_id=number, public_key=key, last_activated_at="noon")
 
 
 def answer(number, reply, source):
@@ -94,6 +95,22 @@ def test_it_returns_at_the_deadline_and_messages_expire_with_it():
     assert carried(grid).exchange({"a": b"m"}, 1, 0.3) == {"a": Failure("late")}
     assert 0.3 <= time.monotonic() - began < 1
     assert 0 < grid.sent[0][2] <= 0.3
+
+
+def test_what_a_killed_supernode_took_with_it_is_sent_again(monkeypatch):
+    monkeypatch.setattr(transport, "CHECK", 0.05)
+    grid = Grid({"a": [None, b"A"], "b": [b"B"]})
+    threading.Timer(0.3, lambda: setattr(grid.nodes[0], "last_activated_at", "one o'clock")).start()
+    assert carried(grid).exchange(dict.fromkeys("ab", b"m"), 2, 60) == {"a": b"A", "b": b"B"}
+    assert [site for site, _, _ in grid.sent] == ["a", "b", "a"]
+
+
+def test_a_supernode_that_is_away_keeps_its_message(monkeypatch):
+    monkeypatch.setattr(transport, "CHECK", 0.05)
+    grid = Grid({"a": [None], "b": [b"B"]})
+    threading.Timer(0.2, lambda: grid.nodes.pop(0)).start()
+    assert carried(grid).exchange(dict.fromkeys("ab", b"m"), 2, 0.8) == {"a": Failure("late"), "b": b"B"}
+    assert [site for site, _, _ in grid.sent] == ["a", "b"]
 
 
 def test_flowers_codes_are_ours_and_its_texts_are_not_read(caplog):

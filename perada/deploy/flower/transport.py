@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 POLL = 0.5
 """Seconds between two looks for a reply."""
+CHECK = 10 * POLL
+"""Seconds between two looks whether a site's SuperNode was started anew."""
 _CODES = {
     1: "crashed",  # the ClientApp could not be loaded
     2: "crashed",  # it raised an exception
@@ -38,11 +40,19 @@ log = logging.getLogger("perada.deploy")
 
 
 @dataclass(frozen=True)
+class _Node:
+    """A connected SuperNode, and when the SuperLink let it in."""
+
+    number: int
+    since: str
+
+
+@dataclass(frozen=True)
 class _Sent:
     """A message that is under way."""
 
     site: str
-    node: int
+    node: _Node
     digest: bytes
     expires: float
 
@@ -52,6 +62,9 @@ class FlowerTransport:
 
     A site has one message at a time. One that is still at work on an earlier message gets the next when it is done with
     that, or when that has expired. If the earlier message is the same, its answer is waited for instead.
+
+    A SuperNode that was killed takes its message with it. If the SuperLink lets it in again before it is missed, nobody
+    reports that. The message is then sent again; a site does no work twice.
 
     Args:
         grid: Flower's way to the SuperNodes.
@@ -88,8 +101,11 @@ class FlowerTransport:
         end = time.monotonic() + deadline
         digests = {site: hashlib.sha256(message).digest() for site, message in messages.items()}
         results: dict[str, bytes | Failure] = {}
-        nodes = self._nodes()
+        nodes, checked = self._nodes(), time.monotonic()
         while True:
+            if time.monotonic() - checked > CHECK:
+                nodes, checked = self._nodes(), time.monotonic()
+                self._forget_lost(nodes)
             self._under_way = {id_: sent for id_, sent in self._under_way.items() if sent.expires > time.monotonic()}
             busy = {sent.site for sent in self._under_way.values()}
             for site in [site for site in messages if site not in results and site not in busy]:
@@ -110,20 +126,27 @@ class FlowerTransport:
         log.info("%s in %.1f s", ", ".join([f"{replies} of {len(messages)} sites replied", *others]), took)
         return results
 
-    def _nodes(self) -> dict[str, int]:
-        """Node ids by registered name. A name that two keys have is nobody's."""
+    def _forget_lost(self, nodes: Mapping[str, _Node]) -> None:
+        """Forget messages whose SuperNodes were let in again after they were sent."""
+        for number, sent in list(self._under_way.items()):
+            if sent.node != nodes.get(sent.site, sent.node):
+                del self._under_way[number]
+                log.info("%s: its SuperNode is there anew; its message is sent again", sent.site)
+
+    def _nodes(self) -> dict[str, _Node]:
+        """Connected SuperNodes by registered name. A name that two keys have is nobody's."""
         nodes = [node for node in self._grid.get_nodes() if node.name and node.public_key]
         counts = Counter(node.name for node in nodes)
         for name in sorted(name for name, count in counts.items() if count > 1 and name not in self._warned):
             self._warned.add(name)
             log.warning("%r is registered for %d keys and is left out; unregister all but one", name, counts[name])
-        return {node.name: node.node_id for node in nodes if counts[node.name] == 1}
+        return {node.name: _Node(node.node_id, node.last_activated_at) for node in nodes if counts[node.name] == 1}
 
-    def _push(self, site: str, node: int, message: bytes, digest: bytes, ttl: float) -> bool:
+    def _push(self, site: str, node: _Node, message: bytes, digest: bytes, ttl: float) -> bool:
         """Hand a message to the SuperLink; whether it took it."""
         from flwr.app import Message, MessageType
 
-        ids = list(self._grid.push_messages([Message(packed(message), node, MessageType.TRAIN, ttl=ttl)]))
+        ids = list(self._grid.push_messages([Message(packed(message), node.number, MessageType.TRAIN, ttl=ttl)]))
         if not ids or not ids[0]:
             return False
         sent = _Sent(site, node, digest, time.monotonic() + ttl)
@@ -161,7 +184,7 @@ class FlowerTransport:
                     found.append((sent, Failure("unreachable")))
                 elif reply.has_error():
                     found.append((sent, Failure(_CODES.get(reply.error.code, "crashed"))))
-                elif reply.metadata.src_node_id != sent.node:
+                elif reply.metadata.src_node_id != sent.node.number:
                     found.append((sent, Failure("malformed")))
                 else:
                     found.append((sent, unpacked(reply.content, self.most)))
