@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.faults.command_lines import try_command_lines
 from benchmarks.faults.configurations import try_configurations
 from benchmarks.faults.damage import damage
+from benchmarks.faults.hostile import hostile
 from benchmarks.faults.interruptions import interruptions
 from benchmarks.faults.outcomes import Campaign, report
 from benchmarks.faults.power import power
@@ -30,6 +31,7 @@ def rows(campaign: Campaign, folder: Path, seed: int, draws: int, quick: bool) -
         "interruptions": lambda: interruptions(campaign, folder / "runs", seed, draws, quick),
         "power": lambda: power(campaign, folder / "power"),
         "damage": lambda: damage(campaign, folder / "damage", seed, *((12, 4) if quick else (2 * draws, draws // 2))),
+        "hostile": lambda: hostile(campaign, folder / "hostile", seed, 3 * draws if quick else 2 * draws),
         "configurations": lambda: try_configurations(campaign, seed, 15 * draws if quick else 20 * draws),
         "command_lines": lambda: try_command_lines(campaign, seed, 3 * draws if quick else 5 * draws),
     }

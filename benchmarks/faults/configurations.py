@@ -30,7 +30,8 @@ from perada.server import SERVER_RULES, Distillation
 
 SECONDS = 60
 WRONG: tuple[Any, ...] = (
-    10**12, {}, [], "", "abc", "1", None, True, -1, 0, 0.5, 1e-30, math.nan, math.inf, -math.inf, [1], {"a": 1}, ()
+    10**12, 10**30, 10**400, 1e308, 1e-30, -1, 0, 0.5, math.nan, math.inf, -math.inf, True, None, "", "abc", "1",
+    {}, [], (), [1], {"a": 1},
 )  # fmt: skip
 """Values that few options take."""
 RIGHT: dict[str, tuple[Any, ...]] = {

@@ -140,10 +140,10 @@ def _tried(run: Path, watch: Watch, change: Callable[..., str], read: Read, of: 
     return outcome, what
 
 
-def _values(outside: Path) -> tuple[Any, ...]:
-    """What a stranger may write."""
+def _values(outside: Path, depth: int = 500) -> tuple[Any, ...]:
+    """What a stranger may write; among it lists within lists."""
     deep: list[Any] = []
-    for _ in range(500):
+    for _ in range(depth):
         deep = [deep]
     secret = outside / "secret"
     return (
@@ -158,7 +158,12 @@ def _changed(draw: random.Random, root: Path, place: Path, outside: Path) -> str
     path = root / place
     if path.suffix == ".ckpt":
         content = torch.load(path, weights_only=True)
-        values = (*_values(outside), torch.zeros(0), torch.full((3, 3), torch.nan), Runs(str(root.parent / "owned")))
+        values = (
+            *_values(outside, depth=50),
+            torch.zeros(0),
+            torch.full((3, 3), torch.nan),
+            Runs(str(root.parent / "owned")),
+        )
         where = _put(draw, content["perada"] if draw.random() < 0.9 else content, values)
         WholeCheckpointIO().save_checkpoint(content, path)
         return where
@@ -205,8 +210,8 @@ def _linked(draw: random.Random, root: Path, outside: Path) -> str:
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.symlink_to(target)
-    if draw.random() < 0.3:  # as if the run before had been killed while its files were moved
-        shutil.copytree(root.with_name("run") / "saved", saved / ".perada-saved", dirs_exist_ok=path not in made)
+    if path != made[0] and draw.random() < 0.3:  # as if the run before had been killed while its files were moved
+        shutil.copytree(root.with_name("run") / "saved", saved / ".perada-saved")
     return f"{path.relative_to(root)} -> {target.name}"
 
 

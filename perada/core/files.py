@@ -50,8 +50,10 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def being_written(path: Path) -> Iterator[None]:
-    """Keep :func:`clear` from deleting a file until the end; it is made if it is not there."""
+    """Keep :func:`clear` from deleting a file until the end; it is made if it is not there, or only a link."""
     handle = None
+    if path.is_symlink():
+        path.unlink()
     with suppress(OSError):  # a file system without locks
         handle = _locked(path, os.O_CREAT | os.O_RDWR)
     try:

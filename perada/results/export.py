@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters as PEFT folders, written and read."""
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -199,6 +200,7 @@ def read_config(folder: Path) -> PeftConfig:
     check_sums(folder, (CONFIG_FILE, WEIGHTS_FILE), free=(CARD_FILE,))
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
+        copy.deepcopy(config)  # as inserting it does, which lists within lists within lists do not survive
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields
         reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise ValueError(

@@ -151,6 +151,9 @@ def _run(folder: Path, content: dict[str, Any]) -> Record:
         if names is not None and (len(names) != wanted or not all(isinstance(one, str) for one in names)):
             raise ValueError(f"{key} are not {wanted} names")
 
+    if not isinstance(info.get("training") or {}, dict):
+        raise TypeError(f"training is {info['training']!r}")
+
     def each(values: Any) -> list[float]:  # noqa: ANN401  # whatever a file holds
         found = [round(value, 6) for value in _numbers(values)]  # as a run writes the scores before and by round
         if len(found) != count:

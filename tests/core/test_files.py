@@ -53,6 +53,16 @@ def test_a_temporary_folder_goes_with_its_owner_or_when_the_next_is_made(tempora
     assert not os.listdir(temporary)
 
 
+def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path):
+    path, outside = tmp_path / "run" / ".x.partial", tmp_path / "outside"
+    path.parent.mkdir()
+    outside.write_text("theirs")
+    path.symlink_to(outside)
+    with being_written(path):
+        path.write_text("ours")
+    assert (outside.read_text(), path.read_text(), path.is_symlink()) == ("theirs", "ours", False)
+
+
 def test_a_file_is_left_alone_while_it_is_being_written(tmp_path):
     path = tmp_path / ".x.partial"
     with being_written(path):

@@ -154,6 +154,13 @@ def test_images_with_several_labels_are_counted_once(tmp_path):
     assert [row["all labels"] for row in rows(tmp_path / "page" / "partition_train.csv")] == ["5", "5"]
 
 
+@pytest.mark.parametrize("metric", [["f1", "auroc"], [{"f1": {"average": "macro"}}, "ece"], {"f1": {}}])
+def test_the_page_says_what_the_first_metric_is(tmp_path, metric):
+    info = {"num_classes": 2, "clients": ["north"], "training": {"metric": metric}}
+    record = Record("run", tmp_path, info, [{"round": 0}])
+    assert "Scores are f1, in %." in write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
+
+
 def test_a_paired_difference_is_that_of_scipy():
     random = np.random.default_rng(0)
     one, other = random.random((2, 30))

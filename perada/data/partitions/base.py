@@ -172,7 +172,7 @@ class FromFile(Partition):
             held = saved.get("client_validation") or [[]] * len(train_of)  # given for training too
             train_of = [[*own, *more] for own, more in zip(train_of, held, strict=True)]
             recorded = [[np.array(own, np.int64).reshape(-1).tolist() for own in part] for part in (train_of, test_of)]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path} is not a partition of a dataset ({error!r}): give another file") from None
         division = [_find(own, part, path) for own, part in zip(recorded, (train, test), strict=True)]
         return division[0], division[1]

@@ -98,11 +98,12 @@ def _described(record: Record) -> str:
         counted(info["num_classes"], "class", "es"),
         counted(len(record.rounds), "round"),
     ]
-    metric = (info.get("training") or {}).get("metric") or "auto"
-    first = metric[0] if isinstance(metric, list) else metric
+    first = (info.get("training") or {}).get("metric") or "auto"
+    while first and isinstance(first, list | dict):  # of several metrics the first, by its name
+        first = next(iter(first))
     if first == "auto":
         first = "auroc" if record.several_labels else "accuracy"
-    scored = f" Scores are {next(iter(first)) if isinstance(first, dict) else first}, in %."
+    scored = f" Scores are {first}, in %."
     return f"{what}, {', '.join(sizes)}{seed}.{scored if 'training' in info else ''}"
 
 
