@@ -3,6 +3,8 @@
 
 import inspect
 import json
+import os
+import signal
 
 import pytest
 import pytorch_lightning as pl
@@ -40,6 +42,17 @@ def test_no_rounds_return_the_initial_states(call, tiny):
         assert all(torch.equal(state[key], initial[key]) for key in initial)
     assert run.num_clients == 5
     assert run.metrics["rounds"] == []
+
+
+def test_a_program_that_is_terminated_has_the_status_of_that(call):
+    class Terminated(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as end:
+        call(rounds=3, logger=False, callbacks=[Terminated()])
+    assert end.value.code == 143
 
 
 def test_two_calls_agree_whatever_torchs_global_stream(call):

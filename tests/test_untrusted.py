@@ -293,6 +293,7 @@ PARTS = {
     "federation/clients": None,
     "federation/clients/rows": 5,
     "belongs": [],
+    "belongs/adapter": torch.full((3, 3), torch.nan),
 }
 
 

@@ -221,7 +221,7 @@ def entry_point() -> None:
     try:
         main()
     except (KeyboardInterrupt, SystemExit) as end:
-        # Lightning ends by SystemExit either way, of its own kind (with status 0) after SIGTERM.
+        # Lightning ends by SystemExit either way, of its own kind after SIGTERM.
         terminated = type(end).__name__ == "SIGTERMException"
         if (
             not terminated

@@ -246,5 +246,5 @@ def _difference(saved: object, here: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a run as the federated loop sees them."""
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import move_data_to_device
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
 
@@ -19,6 +21,12 @@ from perada.lightning.module import FederatedClassifier
 from perada.server import ServerRule
 
 T = TypeVar("T")
+
+
+def keep_signal(_: object, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    """Have a program that SIGTERM ends say so by its status, as shells give it; Lightning leaves it at 0."""
+    if isinstance(exception, SIGTERMException):
+        exception.code = 128 + signal.SIGTERM
 
 
 def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[int, str]) -> None:
