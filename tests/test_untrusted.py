@@ -293,6 +293,8 @@ PARTS = {
     "federation/clients": None,
     "federation/clients/rows": 5,
     "belongs": [],
+    "measured/by_round": {"round": 1},
+    "measured/by_round/0/round": "x",
     "belongs/adapter": torch.full((3, 3), torch.nan),
 }
 

@@ -33,7 +33,10 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
     whole = whole and all(isinstance(values, torch.Tensor) for values in saved["per_client"].values())
     rows = saved["history"] if whole else []
     whole = whole and all(isinstance(row, dict) and {"round", "step"} <= row.keys() for row in rows)
-    if not whole or not all(isinstance(value, int | float) for row in rows for value in row.values()):
+    whole = whole and all(isinstance(value, int | float) for row in rows for value in row.values())
+    scored = saved.get("measured", {}).get("by_round", []) if whole else []
+    one_each = isinstance(scored, list) and all(isinstance(row, dict) for row in scored)
+    if not whole or not one_each or not all(isinstance(row.get("round"), int) for row in scored):
         raise ValueError(f"the checkpoint does not hold what perada writes; {_OTHER}")
     return cast(dict[str, Any], saved)
 
