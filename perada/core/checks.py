@@ -5,13 +5,14 @@
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
-LARGEST = 1e18
+LARGEST = 3.4e38
 COUNTABLE = 10**12
 
 
@@ -29,7 +30,7 @@ def check_number(
     """Refuse what is not a finite number in a range, or ``None`` where it is ``optional``.
 
     NumPy's numbers count, ``True`` and ``False`` do not. Of the bounds, ``least`` and ``most`` are allowed themselves.
-    Without an upper one it is ``LARGEST``, beyond which arithmetic in float32 overflows.
+    Without an upper one it is ``LARGEST``, the end of float32.
 
     Raises:
         ValueError: With the value and the remedy; it ends with ``hint``, such as what a value means.
@@ -38,15 +39,15 @@ def check_number(
     >>> check_number("lr", -1, above=0)
     Traceback (most recent call last):
     ValueError: lr=-1 cannot be used; give a finite number above 0
-    >>> check_number("lr", 10**30, least=0)
+    >>> check_number("lr", 1e300, least=0)
     Traceback (most recent call last):
-    ValueError: lr=1000000000000000000000000000000 cannot be used; give a finite number from 0 to 1e+18
+    ValueError: lr=1e+300 cannot be used; give a finite number from 0 to 3.4e+38
     """
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:  # a whole number of hundreds of digits
-        number = math.inf
-    if most is None and below is None and abs(number) > LARGEST:
+        number = sys.float_info.max
+    if most is None and below is None and LARGEST < abs(number) < math.inf:
         most = LARGEST
     fits = (least is None or number >= least) and (above is None or number > above)
     fits = fits and (most is None or number <= most) and (below is None or number < below) and math.isfinite(number)
