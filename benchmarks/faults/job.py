@@ -47,7 +47,7 @@ class Job:
         if any(folder.glob("lightning_logs/*/checkpoints/*.ckpt")):
             ckpt_path = ckpt_path or "last"
         options: dict[str, Any] = {
-            "adapter": "residual" if self.algorithm.endswith("_adapter") else "full",
+            "adapter": "full",
             "rounds": self.rounds,
             "local_steps": 2,
             "batch_size": 4,
@@ -62,11 +62,14 @@ class Job:
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
+        own: dict[str, Any] = {}
+        if self.algorithm.endswith("_adapter"):  # the clients share the rest of the network
+            own = {"adapter": "residual", "adapter_options": {"target_modules": ["3"]}, "train_backbone": True}
         return perada.finetune(
             network(self.algorithm.endswith("_adapter")),
             clients(),
             algorithm=self.algorithm,
-            **options | PRIVATE[self.private] | dict(self.options) | more,
+            **options | own | PRIVATE[self.private] | dict(self.options) | more,
         )
 
 
