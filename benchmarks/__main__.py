@@ -19,6 +19,7 @@ from benchmarks.cohort_step import cohort_step
 from benchmarks.deploy import deploy
 from benchmarks.federation_size import federation_size
 from benchmarks.few_shot import few_shot
+from benchmarks.growth import growth
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.privacy_trials import privacy_trials
 from benchmarks.private_step import private_memory, private_step
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "privacy_audit": privacy_audit,
     "privacy_trials": privacy_trials,
     "few_shot": few_shot,
+    "growth": growth,
     "attacks": attacks,
     "deploy": deploy,
 }

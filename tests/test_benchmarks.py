@@ -58,8 +58,11 @@ def test_every_benchmark_runs(tmp_path):
         assert {"machine", "threads", "load", "commit", "torch"} < row.keys()
         ratios = [value for name, value in row.items() if " / " in name]
         assert all(value > 0 for value in ratios), row
-        without = ("round_profile", "private_memory", "privacy_audit", "privacy_trials", "few_shot", "deploy")
+        without = ("round_profile", "private_memory", "privacy_audit", "privacy_trials", "few_shot", "growth", "deploy")
         assert ratios or row["benchmark"] in without
+    early, late, _ = (row for row in rows if row["benchmark"] == "growth")
+    assert early["rounds"] < late["rounds"] and early["open files"] == late["open files"]
+    assert late["resident MB"] < early["resident MB"] + 20
     whole = [row for row in rows if row["benchmark"] == "round_resnet"]
     assert [row["precision"] for row in whole] == ["32-true", "bf16-mixed"]
     for row in whole:
@@ -69,9 +72,10 @@ def test_every_benchmark_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_fault_of_the_quick_campaign_falls():
+@pytest.mark.parametrize("seed", ["1", "today"])
+def test_no_fault_of_the_quick_campaign_falls(seed):
     """Kills, damaged files, a full disk, random configurations and command lines."""
-    command = [sys.executable, "-m", "benchmarks", "faults", "--quick", "--seed", "1"]
+    command = [sys.executable, "-m", "benchmarks", "faults", "--quick", "--seed", seed]
     ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
     assert "| bit flipped: checkpoint" in ended.stdout

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.faults.command_lines import try_command_lines
 from benchmarks.faults.configurations import try_configurations
 from benchmarks.faults.damage import damage
+from benchmarks.faults.determinism import determinism
 from benchmarks.faults.hostile import hostile
 from benchmarks.faults.interruptions import interruptions
 from benchmarks.faults.outcomes import Campaign, report
@@ -33,6 +34,7 @@ def rows(campaign: Campaign, folder: Path, seed: int, draws: int, quick: bool) -
         "damage": lambda: damage(campaign, folder / "damage", seed, *((12, 4) if quick else (2 * draws, draws // 2))),
         "hostile": lambda: hostile(campaign, folder / "hostile", seed, 3 * draws if quick else 2 * draws),
         "configurations": lambda: try_configurations(campaign, seed, 15 * draws if quick else 20 * draws),
+        "determinism": lambda: determinism(campaign, folder / "same", seed, 1 if quick else max(1, draws // 5)),
         "command_lines": lambda: try_command_lines(campaign, seed, 3 * draws if quick else 5 * draws),
     }
 

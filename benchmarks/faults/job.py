@@ -40,6 +40,7 @@ class Job:
     processes: int = 1
     rounds: int = 3
     threads: int = 1
+    double: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def train(self, folder: Path, ckpt_path: str | None = None, **more: Any) -> perada.Run:
@@ -66,21 +67,21 @@ class Job:
         if self.algorithm.endswith("_adapter"):  # the clients share the rest of the network
             own = {"adapter": "residual", "adapter_options": {"target_modules": ["3"]}, "train_backbone": True}
         return perada.finetune(
-            network(self.algorithm.endswith("_adapter")),
-            clients(),
+            network_of(self),
+            clients(torch.float64 if self.double else torch.float32),
             algorithm=self.algorithm,
             **options | own | PRIVATE[self.private] | dict(self.options) | more,
         )
 
 
-def clients() -> perada.FederatedData:
+def clients(dtype: torch.dtype = torch.float32) -> perada.FederatedData:
     """Three clients' images, two or three of each for tests, and some public ones."""
     random = torch.Generator().manual_seed(0)
 
     def part(count: int) -> TensorDataset:
-        return TensorDataset(torch.randn(count, 1, 4, 4, generator=random), torch.arange(count) % 3)
+        return TensorDataset(torch.randn(count, 1, 4, 4, generator=random).to(dtype), torch.arange(count) % 3)
 
-    public = TensorDataset(torch.randn(6, 1, 4, 4, generator=random))
+    public = TensorDataset(torch.randn(6, 1, 4, 4, generator=random).to(dtype))
     return perada.FederatedData([part(count) for count in (6, 9, 5)], [part(3) for _ in range(3)], public)
 
 
@@ -95,7 +96,7 @@ def network(convolution: bool = False) -> nn.Module:
 
 def network_of(job: Job) -> nn.Module:
     """The network that a job trains."""
-    return network(job.algorithm.endswith("_adapter"))
+    return network(job.algorithm.endswith("_adapter")).to(torch.float64 if job.double else torch.float32)
 
 
 def die_at(folders: tuple[str, ...], count: int) -> None:
