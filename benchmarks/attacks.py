@@ -21,7 +21,7 @@ from perada.algorithms.base import Broadcast
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.data import Digits, Dirichlet, FederatedDataModule
-from perada.server import GeometricMedian, Krum, Median, NormClipping, ServerRule, TrimmedMean
+from perada.server import GeometricMedian, Krum, Median, NormClipping, PublicTrust, ServerRule, TrimmedMean
 from perada.server.rule_base import Mean
 
 CLIENTS, CLASSES = 20, 10
@@ -34,6 +34,7 @@ RULES: dict[str, ServerRule] = {
     "geometric median": GeometricMedian(),
     "norm clipping": NormClipping(),
     "norm clipping, median": NormClipping(aggregate=Median()),
+    "public trust": PublicTrust(),
 }
 
 
@@ -118,8 +119,8 @@ def _accuracy(rule: ServerRule, attack: str, hostile: int, seed: int, device: to
 
 
 def _data(mislabelled: int) -> perada.FederatedData:
-    """The clients' digits; the labels y of the first clients are 9 − y."""
-    module = FederatedDataModule(dataset=Digits(), partition=Dirichlet(CLIENTS, alpha=1.0))
+    """The clients' digits, and a tenth without labels for the server; the first clients' labels y are 9 − y."""
+    module = FederatedDataModule(dataset=Digits(), partition=Dirichlet(CLIENTS, alpha=1.0), public_fraction=0.1)
     module.setup("fit")
     rows = module.partition_dict()
     parts: dict[str, list[TensorDataset]] = {}
@@ -130,4 +131,7 @@ def _data(mislabelled: int) -> perada.FederatedData:
     for client, part in enumerate(parts["train"][:mislabelled]):
         images, labels = part.tensors
         parts["train"][client] = TensorDataset(images, CLASSES - 1 - labels)
-    return perada.FederatedData(parts["train"], parts["test"], num_classes=CLASSES)
+    whole = Digits()
+    assert whole.images is not None
+    public = TensorDataset(whole.images[rows["public"]])
+    return perada.FederatedData(parts["train"], parts["test"], public, num_classes=CLASSES)

@@ -9,6 +9,7 @@ axis, and must treat each client as if it were alone.
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -131,6 +132,7 @@ class ServerStep:
             replace entries. Those whose names begin with ``rule/`` are the server rule's.
         rule: The server rule, which :meth:`mean` applies.
         distill: Distils the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
+        predict: As of :class:`perada.server.Aggregation`, given the state before the round, too.
     """
 
     round: int
@@ -144,6 +146,7 @@ class ServerStep:
     state: dict[str, State]
     rule: ServerRule
     distill: Callable[..., State]
+    predict: Callable[[State, Mapping[str, Tensor], int], Tensor] | None = None
 
     def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
         """Aggregate by the server rule, by default the weighted mean."""
@@ -153,7 +156,8 @@ class ServerStep:
             warnings.warn(f"round {self.round}: the server rule cannot do what it is for: {error}", stacklevel=2)
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
         parameters = frozenset(self.slot.parameters)
-        given = Aggregation(updates, weights, self.previous, parameters, self.round, own)
+        predict = None if self.predict is None else partial(self.predict, self.previous)
+        given = Aggregation(updates, weights, self.previous, parameters, self.round, own, predict)
         result = self.rule(given)
         self.state.update({RULE + name: state for name, state in given.state.items()})
         return result

@@ -87,7 +87,12 @@ def try_rounds(
         if update:
             weights = client_weights("uniform", some)
             turn = round, some, num_clients, slot, 0, global_state, Updates(update), weights, server_state
-            server = ServerStep(*turn, _TriedRule(rule), lambda student, teachers, average_from=None: student)
+            server = ServerStep(
+                *turn,
+                _TriedRule(rule),
+                lambda student, teachers, average_from=None: student,
+                lambda previous, models, images: torch.full((len(next(iter(models.values()))), 1, num_classes), 0.5),
+            )
             made = run("server_step", algorithm.server_step, server)
             _check_state(f"{name}.server_step", made, initial, partial=True)
             global_state, server_state = global_state | made, server.state

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's half of a round: what it sends, and what it makes of what came back."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from perada.federation.round_report import RoundReport
 from perada.federation.settings import Settings
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.server import Updates, client_weights
+from perada.server.aggregate import double
 from perada.server.distill import Distiller, ServerData
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
@@ -137,6 +139,7 @@ class Server:
             dict(self.server_state),
             settings.rule,
             distiller,
+            partial(self._predict, data, round) if settings.rule.needs_public else None,
         )
         state = clone(settings.algorithm.server_step(step))
         state = floor_variances(state) if noisy else state
@@ -145,6 +148,23 @@ class Server:
         if not report.broken_server:
             self.global_state, self.server_state = self.global_state | state, step.state
         return distiller.student
+
+    def _predict(
+        self, data: ServerData, round: int, previous: State, models: Mapping[str, Tensor], images: int
+    ) -> Tensor:
+        """Probabilities (C, N, K) of models (C, ...) on N public images; what they lack is that of ``previous``."""
+        own = dict(models.own if isinstance(models, Updates) else models)
+        clients = len(next(iter(own.values())))
+        # A rank may have no client: the shape is then that of the model before.
+        states = expand(previous, max(1, clients)) | (own if clients else {})
+        parts = []
+        for some in data.public_indices(round, 1, images)[0].split(256):
+            logits = double(self.engine.shared_logits(states, data.public_images(some, self.device))[:clients])
+            parts.append(logits.sigmoid() if self.settings.training.multilabel else logits.softmax(-1))
+        found = torch.cat(parts, 1)
+        if not isinstance(models, Updates):
+            return found
+        return Updates({"found": found}, models.places, models.clients, self.ranks)["found"]
 
     def state_dict(self) -> dict[str, Any]:
         """The states, for a checkpoint."""

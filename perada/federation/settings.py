@@ -60,3 +60,20 @@ class Settings:
     def private(self) -> bool:
         """Whether any privacy was asked for."""
         return self.privacy is not None or self.client_privacy is not None
+
+
+def check_public_rule(settings: Settings, public_size: int) -> None:
+    """Refuse, by a ValueError, a server rule that predicts public images where it cannot."""
+    rule, algorithm = settings.rule, settings.algorithm
+    if not rule.needs_public:
+        return
+    if not public_size:
+        raise ValueError(
+            f"server_rule={type(rule).__name__} looks at predictions on public images, and the data has no public set; "
+            "give one (public=...), or choose another rule"
+        )
+    if not algorithm.global_model:
+        raise ValueError(
+            f"server_rule={type(rule).__name__} looks at predictions of what clients send, and the clients of "
+            f"{algorithm.kind} do not send whole models; choose another rule"
+        )

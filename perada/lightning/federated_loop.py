@@ -197,7 +197,7 @@ class FederatedLoop(pl.Callback):
         if fresh and self.privacy is not None and (features or stage != "fit"):  # images were tried above
             with trainer.precision_plugin.forward_context():
                 try_gradients(self.privacy, module, batch, features)
-        check_distillation(self.algorithm, self.distillation, data)
+        check_distillation(settings, data)
         check_batch_norm(data, module, self.distillation if self.algorithm.distills else None)
         if stage == "fit":
             if not data.val_dataloader():

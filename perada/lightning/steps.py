@@ -50,8 +50,8 @@ def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Al
     then = (
         "It was left out, since refuse_far is set."
         if refused
-        else "If that is no accident, refuse_far leaves it out, and the server rules median, krum, geometric_median "
-        "and norm_clipping withstand it."
+        else "If that is no accident, refuse_far leaves it out, and the server rules median, krum, geometric_median, "
+        "norm_clipping and public_trust withstand it."
     )
     for client, times in report.far.items():
         rank_zero_warn(

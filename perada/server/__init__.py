@@ -3,7 +3,7 @@
 
 from perada.server.aggregate import Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
-from perada.server.robust import GeometricMedian, Krum, NormClipping
+from perada.server.robust import GeometricMedian, Krum, NormClipping, PublicTrust
 from perada.server.rule_base import Aggregation, Mean, ServerRule
 from perada.server.rules import (
     SERVER_RULES,
@@ -32,6 +32,7 @@ __all__ = [
     "Median",
     "ModifiedLocalGD",
     "NormClipping",
+    "PublicTrust",
     "ServerRule",
     "TrimmedMean",
     "Updates",

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perada.core.checks import check_number, check_whole
@@ -124,6 +125,49 @@ class NormClipping(ComposedRule):
             scale = (most / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
             updates |= {key: _shortened(updates[key], given.previous[key], scale) for key in names}
         return self._aggregate(replace(given, updates=updates))
+
+
+class PublicTrust(ServerRule):
+    """The mean, in which a client counts as much as its predictions on public images move where most clients' do.
+
+    These are FLTrust's steps (Cao et al., NDSS 2021) on unlabelled images. What the paper's server learns from labelled
+    images is replaced by the median of the clients' probabilities, so more than half of the clients must be honest.
+    With p_c the probabilities of client c's model on N images, p those of the global model before the round, and q the
+    median of the p_c, client c has the weight max(0, cos(p_c − p, q − p)). Its change is shortened by
+    :class:`NormClipping` to the median of the round's norms. If no client has a weight, the state stays as it was.
+
+    Args:
+        images: N, how many public images are predicted a round.
+    """
+
+    weighted = False
+    needs_public = True
+
+    def __init__(self, images: int = 256) -> None:
+        check_whole("images", images)
+        self.images = images
+
+    def __call__(self, given: Aggregation) -> State:
+        """Aggregate."""
+        trust = self.trust(given)
+        if trust.sum() <= 0:
+            return {key: given.previous.get(key, value[0]).clone() for key, value in given.updates.items()}
+        return NormClipping()(replace(given, weights=trust / trust.sum()))
+
+    def trust(self, given: Aggregation) -> Tensor:
+        """The clients' weights (C,) from 0 to 1, before they are divided by their sum."""
+        if given.predict is None:
+            raise ValueError("PublicTrust needs predictions of public images, and Aggregation.predict is None; give it")
+        before = double(
+            given.predict({key: value[None] for key, value in given.previous.items()}, self.images)
+        ).flatten()
+        found = double(given.predict(given.updates, self.images)).flatten(1).cpu()
+        sound = found.isfinite().all(1)
+        if not sound.any():
+            return torch.zeros(len(found), dtype=torch.float64)
+        moved = found - before.cpu()
+        most = moved[sound].quantile(0.5, dim=0)
+        return F.cosine_similarity(moved, most[None]).clamp(min=0).where(sound, 0)
 
 
 def inner_products(given: Aggregation, names: Collection[str] | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 """What server rules are built on: their input, their interface, the mean, and rules on the result of another rule."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -28,6 +28,9 @@ class Aggregation:
         round: Counted from 0.
         state: The rule's own tensors, kept between rounds and in checkpoints; empty at first. The rule replaces
             entries, and does not change tensors in place.
+        predict: Probabilities (C, N, K) of models (C, ...) on N public images, which the seed and the round draw:
+            ``predict(updates, N)``. Fewer where there are fewer. All ranks call it alike. None unless the rule says
+            ``needs_public``.
     """
 
     updates: Mapping[str, Tensor]
@@ -36,6 +39,7 @@ class Aggregation:
     parameters: frozenset[str]
     round: int
     state: dict[str, State] = field(default_factory=dict)
+    predict: Callable[[Mapping[str, Tensor], int], Tensor] | None = None
 
 
 class ServerRule(Options, ABC):
@@ -49,10 +53,12 @@ class ServerRule(Options, ABC):
         function_of_mean: Whether the result follows from the mean of the updates and from earlier results alone, so
             that the mean's noise protects it. Privacy of whole clients accepts only such rules, and tries at set-up
             whether it is true.
+        needs_public: Whether it looks at predictions on public images.
     """
 
     weighted: bool = True
     function_of_mean: bool = False
+    needs_public: bool = False
 
     @property
     def kind(self) -> str:
@@ -89,6 +95,7 @@ class ComposedRule(ServerRule):
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
         self.function_of_mean = self.function_of_mean and self.aggregate.function_of_mean
+        self.needs_public = self.aggregate.needs_public
 
     @property
     def kind(self) -> str:
