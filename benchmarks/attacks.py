@@ -21,7 +21,7 @@ from perada.algorithms.base import Broadcast
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.data import Digits, Dirichlet, FederatedDataModule
-from perada.server import GeometricMedian, Krum, Median, NormClipping, PublicTrust, ServerRule, TrimmedMean
+from perada.server import FLTrust, GeometricMedian, Krum, Median, NormClipping, ServerRule, TrimmedMean
 from perada.server.rule_base import Mean
 
 CLIENTS, CLASSES = 20, 10
@@ -34,7 +34,8 @@ RULES: dict[str, ServerRule] = {
     "geometric median": GeometricMedian(),
     "norm clipping": NormClipping(),
     "norm clipping, median": NormClipping(aggregate=Median()),
-    "public trust": PublicTrust(),
+    "FLTrust": FLTrust(),
+    "FLTrust, no labels": FLTrust(labels=False),
 }
 
 
@@ -119,7 +120,7 @@ def _accuracy(rule: ServerRule, attack: str, hostile: int, seed: int, device: to
 
 
 def _data(mislabelled: int) -> perada.FederatedData:
-    """The clients' digits, and a tenth without labels for the server; the first clients' labels y are 9 − y."""
+    """The clients' digits, and a tenth of all for the server; the first clients' labels y are 9 − y."""
     module = FederatedDataModule(dataset=Digits(), partition=Dirichlet(CLIENTS, alpha=1.0), public_fraction=0.1)
     module.setup("fit")
     rows = module.partition_dict()
@@ -133,5 +134,7 @@ def _data(mislabelled: int) -> perada.FederatedData:
         parts["train"][client] = TensorDataset(images, CLASSES - 1 - labels)
     whole = Digits()
     assert whole.images is not None
-    public = TensorDataset(whole.images[rows["public"]])
-    return perada.FederatedData(parts["train"], parts["test"], public, num_classes=CLASSES)
+    assert whole.labels is not None
+    own = rows["public"]
+    known = TensorDataset(whole.images[own], whole.labels[own])
+    return perada.FederatedData(parts["train"], parts["test"], TensorDataset(whole.images[own]), known, CLASSES)

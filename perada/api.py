@@ -132,7 +132,7 @@ def finetune(
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
-            ``norm_clipping``, ``public_trust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
+            ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
             ``modified_local_gd``, or a rule.
         distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
             there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.

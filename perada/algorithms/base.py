@@ -146,7 +146,7 @@ class ServerStep:
     state: dict[str, State]
     rule: ServerRule
     distill: Callable[..., State]
-    predict: Callable[[State, Mapping[str, Tensor], int], Tensor] | None = None
+    predict: Callable[[State, Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
 
     def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
         """Aggregate by the server rule, by default the weighted mean."""

@@ -91,7 +91,10 @@ def try_rounds(
                 *turn,
                 _TriedRule(rule),
                 lambda student, teachers, average_from=None: student,
-                lambda previous, models, images: torch.full((len(next(iter(models.values()))), 1, num_classes), 0.5),
+                lambda previous, models, images, labelled: (
+                    torch.full((len(next(iter(models.values()))), 1, num_classes), 0.5),
+                    torch.ones(1, num_classes) if labelled else None,
+                ),
             )
             made = run("server_step", algorithm.server_step, server)
             _check_state(f"{name}.server_step", made, initial, partial=True)

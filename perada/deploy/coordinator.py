@@ -30,7 +30,7 @@ from perada.deploy.records import Progress, Record
 from perada.deploy.roster import Roster
 from perada.deploy.transport import Transport
 from perada.federation.server import Server
-from perada.federation.settings import check_public_rule
+from perada.federation.settings import check_rule
 from perada.privacy.rehearsal import check_client_level
 
 
@@ -110,7 +110,7 @@ class Coordinator:
             )
         if algorithm.distills and settings.distillation.validate_every:
             raise ValueError("distillation: validate_every needs labelled images on the server; set it to 0")
-        check_public_rule(settings, self.images.public_size)
+        check_rule(settings, self.images.public_size, 0)
         if self._sample is not None and self._sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self._sample} sites "

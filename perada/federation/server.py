@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's half of a round: what it sends, and what it makes of what came back."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_of
@@ -139,7 +140,7 @@ class Server:
             dict(self.server_state),
             settings.rule,
             distiller,
-            partial(self._predict, data, round) if settings.rule.needs_public else None,
+            partial(self._predict, data, round) if settings.rule.needs else None,
         )
         state = clone(settings.algorithm.server_step(step))
         state = floor_variances(state) if noisy else state
@@ -150,21 +151,43 @@ class Server:
         return distiller.student
 
     def _predict(
-        self, data: ServerData, round: int, previous: State, models: Mapping[str, Tensor], images: int
-    ) -> Tensor:
-        """Probabilities (C, N, K) of models (C, ...) on N public images; what they lack is that of ``previous``."""
+        self,
+        data: ServerData,
+        round: int,
+        previous: State,
+        models: Mapping[str, Tensor],
+        images: int,
+        labelled: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Probabilities (C, N, K) of models (C, ...), whose missing names are ``previous``'s, and the labels (N, K)."""
         own = dict(models.own if isinstance(models, Updates) else models)
         clients = len(next(iter(own.values())))
         # A rank may have no client: the shape is then that of the model before.
         states = expand(previous, max(1, clients)) | (own if clients else {})
-        parts = []
-        for some in data.public_indices(round, 1, images)[0].split(256):
-            logits = double(self.engine.shared_logits(states, data.public_images(some, self.device))[:clients])
-            parts.append(logits.sigmoid() if self.settings.training.multilabel else logits.softmax(-1))
-        found = torch.cat(parts, 1)
-        if not isinstance(models, Updates):
-            return found
-        return Updates({"found": found}, models.places, models.clients, self.ranks)["found"]
+        found, targets, multilabel = [], list[Tensor](), self.settings.training.multilabel
+        for x, y in self._images(data, round, images, labelled):
+            logits = double(self.engine.shared_logits(states, x)[:clients])
+            found.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+            if y is not None:
+                targets.append(y if multilabel else F.one_hot(y, logits.shape[-1]))
+        probabilities = torch.cat(found, 1)
+        if isinstance(models, Updates):
+            probabilities = Updates({"p": probabilities}, models.places, models.clients, self.ranks)["p"]
+        return probabilities, torch.cat(targets) if targets else None
+
+    def _images(
+        self, data: ServerData, round: int, most: int, labelled: bool
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Batches of at most so many of the server's images, with labels or None."""
+        if not labelled:
+            for some in data.public_indices(round, 1, most)[0].split(256):
+                yield data.public_images(some, self.device), None
+            return
+        for x, y in data.validation_batches(self.device):
+            yield x[:most], y[:most]
+            most -= len(x)
+            if most <= 0:
+                return
 
     def state_dict(self) -> dict[str, Any]:
         """The states, for a checkpoint."""

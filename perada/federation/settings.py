@@ -62,18 +62,22 @@ class Settings:
         return self.privacy is not None or self.client_privacy is not None
 
 
-def check_public_rule(settings: Settings, public_size: int) -> None:
-    """Refuse, by a ValueError, a server rule that predicts public images where it cannot."""
+def check_rule(settings: Settings, public: int, labelled: int) -> None:
+    """Refuse, by a ValueError, a server rule that predicts images that the server has not; their numbers are given."""
     rule, algorithm = settings.rule, settings.algorithm
-    if not rule.needs_public:
-        return
-    if not public_size:
+    name = f"server_rule={type(rule).__name__}"
+    if rule.needs == "public" and not public:
         raise ValueError(
-            f"server_rule={type(rule).__name__} looks at predictions on public images, and the data has no public set; "
-            "give one (public=...), or choose another rule"
+            f"{name} looks at predictions on public images, and there are none; give a public set (public=...), or "
+            "choose another rule"
         )
-    if not algorithm.global_model:
+    if rule.needs == "labelled" and not labelled:
         raise ValueError(
-            f"server_rule={type(rule).__name__} looks at predictions of what clients send, and the clients of "
-            f"{algorithm.kind} do not send whole models; choose another rule"
+            f"{name} looks at predictions on labelled images of the server, and there are none; give server_validation "
+            "(or validation_fraction), or choose another rule"
+        )
+    if rule.needs and not algorithm.global_model:
+        raise ValueError(
+            f"{name} looks at predictions of what clients send, and the clients of {algorithm.kind} do not send whole "
+            "models; choose another rule"
         )

@@ -18,7 +18,7 @@ from perada.core.checks import check_choice, check_number, check_whole
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
-from perada.federation.settings import Settings, check_public_rule
+from perada.federation.settings import Settings, check_rule
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
 from perada.server import Distillation, ServerRule, client_weights
@@ -223,7 +223,7 @@ def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier, dis
 def check_distillation(settings: Settings, data: FederatedDataModule) -> None:
     """Refuse, by a ValueError, what needs public images or a validation set where the server has none."""
     algorithm, distillation = settings.algorithm, settings.distillation
-    check_public_rule(settings, data.public_size)
+    check_rule(settings, data.public_size, data.validation_size)
     if algorithm.distills and distillation.steps and not data.public_size:
         raise ValueError(
             f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "

@@ -51,7 +51,7 @@ def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Al
         "It was left out, since refuse_far is set."
         if refused
         else "If that is no accident, refuse_far leaves it out, and the server rules median, krum, geometric_median, "
-        "norm_clipping and public_trust withstand it."
+        "norm_clipping and fltrust withstand it."
     )
     for client, times in report.far.items():
         rank_zero_warn(

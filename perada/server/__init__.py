@@ -3,7 +3,7 @@
 
 from perada.server.aggregate import Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
-from perada.server.robust import GeometricMedian, Krum, NormClipping, PublicTrust
+from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 from perada.server.rule_base import Aggregation, Mean, ServerRule
 from perada.server.rules import (
     SERVER_RULES,
@@ -22,6 +22,7 @@ __all__ = [
     "Aggregation",
     "Distillation",
     "Distiller",
+    "FLTrust",
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",
@@ -32,7 +33,6 @@ __all__ = [
     "Median",
     "ModifiedLocalGD",
     "NormClipping",
-    "PublicTrust",
     "ServerRule",
     "TrimmedMean",
     "Updates",

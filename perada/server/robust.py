@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.states import State
 from perada.server.aggregate import client_weights, double, mean
 from perada.server.rule_base import Aggregation, ComposedRule, ServerRule
@@ -127,25 +127,28 @@ class NormClipping(ComposedRule):
         return self._aggregate(replace(given, updates=updates))
 
 
-class PublicTrust(ServerRule):
-    """The mean, in which a client counts as much as its predictions on public images move where most clients' do.
+class FLTrust(ServerRule):
+    """The mean, in which a client counts as much as its predictions move where the server knows that they should.
 
-    These are FLTrust's steps (Cao et al., NDSS 2021) on unlabelled images. What the paper's server learns from labelled
-    images is replaced by the median of the clients' probabilities, so more than half of the clients must be honest.
-    With p_c the probabilities of client c's model on N images, p those of the global model before the round, and q the
-    median of the p_c, client c has the weight max(0, cos(p_c − p, q − p)). Its change is shortened by
+    After Cao et al. (NDSS 2021), whose server trains on a few images with labels, and gives a client the cosine of its
+    change and the server's, if it is above 0. Here the change is that of the predictions, so that nothing is trained:
+    with p_c the probabilities of client c's model on N images of the server, p those of the global model before the
+    round, and q the labels as 0 and 1, client c has the weight max(0, cos(p_c − p, q − p)). Its change is shortened by
     :class:`NormClipping` to the median of the round's norms. If no client has a weight, the state stays as it was.
 
     Args:
-        images: N, how many public images are predicted a round.
+        labels: Whether the images are those of ``server_validation``. Any number of clients may then be hostile. If
+            not, they are public ones, and q is the median of the p_c: it takes fewer hostile clients to mislead it.
+        images: N, at most.
     """
 
     weighted = False
-    needs_public = True
 
-    def __init__(self, images: int = 256) -> None:
+    def __init__(self, labels: bool = True, images: int = 256) -> None:
+        check_choice("labels", labels, [False, True])
         check_whole("images", images)
-        self.images = images
+        self.labels, self.images = labels, images
+        self.needs = "labelled" if labels else "public"
 
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""
@@ -157,17 +160,18 @@ class PublicTrust(ServerRule):
     def trust(self, given: Aggregation) -> Tensor:
         """The clients' weights (C,) from 0 to 1, before they are divided by their sum."""
         if given.predict is None:
-            raise ValueError("PublicTrust needs predictions of public images, and Aggregation.predict is None; give it")
-        before = double(
-            given.predict({key: value[None] for key, value in given.previous.items()}, self.images)
-        ).flatten()
-        found = double(given.predict(given.updates, self.images)).flatten(1).cpu()
-        sound = found.isfinite().all(1)
+            raise ValueError("FLTrust needs predictions on images, and Aggregation.predict is None; give it")
+        before, _ = given.predict({key: value[None] for key, value in given.previous.items()}, self.images, self.labels)
+        found, targets = given.predict(given.updates, self.images, self.labels)
+        moved = (double(found) - double(before)).flatten(1).cpu()
+        sound = moved.isfinite().all(1)
         if not sound.any():
-            return torch.zeros(len(found), dtype=torch.float64)
-        moved = found - before.cpu()
-        most = moved[sound].quantile(0.5, dim=0)
-        return F.cosine_similarity(moved, most[None]).clamp(min=0).where(sound, 0)
+            return torch.zeros(len(moved), dtype=torch.float64)
+        if targets is None:
+            towards = moved[sound].quantile(0.5, dim=0)
+        else:
+            towards = (double(targets) - double(before[0])).flatten().cpu()
+        return F.cosine_similarity(moved, towards[None]).clamp(min=0).where(sound, 0)
 
 
 def inner_products(given: Aggregation, names: Collection[str] | None = None) -> Tensor:

@@ -4,6 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,9 +29,10 @@ class Aggregation:
         round: Counted from 0.
         state: The rule's own tensors, kept between rounds and in checkpoints; empty at first. The rule replaces
             entries, and does not change tensors in place.
-        predict: Probabilities (C, N, K) of models (C, ...) on N public images, which the seed and the round draw:
-            ``predict(updates, N)``. Fewer where there are fewer. All ranks call it alike. None unless the rule says
-            ``needs_public``.
+        predict: ``predict(models, N, labelled)`` gives probabilities (C, N, K) of models (C, ...) on N of the server's
+            images, fewer where there are fewer, and the labels as 0 and 1 (N, K). They are public ones, which the seed
+            and the round draw, and have no labels (None), or the first ``labelled`` ones. All ranks call it alike.
+            None unless the rule says what it ``needs``.
     """
 
     updates: Mapping[str, Tensor]
@@ -39,7 +41,7 @@ class Aggregation:
     parameters: frozenset[str]
     round: int
     state: dict[str, State] = field(default_factory=dict)
-    predict: Callable[[Mapping[str, Tensor], int], Tensor] | None = None
+    predict: Callable[[Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
 
 
 class ServerRule(Options, ABC):
@@ -53,12 +55,12 @@ class ServerRule(Options, ABC):
         function_of_mean: Whether the result follows from the mean of the updates and from earlier results alone, so
             that the mean's noise protects it. Privacy of whole clients accepts only such rules, and tries at set-up
             whether it is true.
-        needs_public: Whether it looks at predictions on public images.
+        needs: Images of the server's whose predictions it looks at: ``public`` or ``labelled`` ones, or None.
     """
 
     weighted: bool = True
     function_of_mean: bool = False
-    needs_public: bool = False
+    needs: Literal["public", "labelled"] | None = None
 
     @property
     def kind(self) -> str:
@@ -95,7 +97,7 @@ class ComposedRule(ServerRule):
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
         self.function_of_mean = self.function_of_mean and self.aggregate.function_of_mean
-        self.needs_public = self.aggregate.needs_public
+        self.needs = self.aggregate.needs
 
     @property
     def kind(self) -> str:

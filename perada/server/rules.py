@@ -12,7 +12,7 @@ from torch import Tensor
 from perada.core.checks import check_number
 from perada.core.states import State
 from perada.server.aggregate import client_weights, mean
-from perada.server.robust import GeometricMedian, Krum, NormClipping, PublicTrust
+from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule
 
 
@@ -263,7 +263,7 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
     "krum": Krum,
     "geometric_median": GeometricMedian,
     "norm_clipping": NormClipping,
-    "public_trust": PublicTrust,
+    "fltrust": FLTrust,
     "fedavgm": FedAvgM,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,

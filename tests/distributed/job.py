@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import FedEnsemble, PerAda
 from perada.data import Corruptions, ImageSet
-from perada.server import FedAdam, PublicTrust
+from perada.server import FedAdam, FLTrust
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = (
@@ -41,10 +41,10 @@ CASES = {
     "loop": {"algorithm": "perada", "engine": "loop", "clients_per_chunk": 1, **DISTILS},
     "server optimiser": {"algorithm": "fedavg", "server_rule": FedAdam(lr=0.1)},
     "median": {"algorithm": "fedavg", "server_rule": "median"},
-    "public trust": {"algorithm": "perada", "server_rule": "public_trust", "clients_per_round": 1, **DISTILS},
-    "public trust of modes": {
+    "trust": {"algorithm": "perada", "server_rule": FLTrust(labels=False), "clients_per_round": 1, **DISTILS},
+    "trust of modes": {
         "algorithm": FedEnsemble(PerAda(), modes=2),
-        "server_rule": PublicTrust(5),
+        "server_rule": FLTrust(False, 5),
         "clients_per_round": 4,
         **DISTILS,
     },

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from perada.server import Aggregation, GeometricMedian, Krum, Mean, Median, NormClipping, PublicTrust, client_weights
+from perada.server import Aggregation, FLTrust, GeometricMedian, Krum, Mean, Median, NormClipping, client_weights
 
 FLOATING = ("w", "running_var")
 
@@ -122,56 +122,60 @@ def test_norm_clipping_shortens_each_change(max_norm, aggregate):
     np.testing.assert_allclose(vector(NormClipping(max_norm, aggregate)(given(same))), start, rtol=1e-15)
 
 
-def predictions(models, images):
-    """Probabilities (C, N, 2) of logistic models on images of six pixels."""
+LABELS = torch.tensor([[0, 1], [1, 0], [1, 0]] * 20)
+
+
+def predictions(models, images, labelled):
+    """Probabilities (C, N, 2) of logistic models on images of six pixels, and labels."""
     x = torch.randn(images, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     chances = (models["w"].flatten(1) @ x.T).sigmoid()
-    return torch.stack([chances, 1 - chances], -1)
+    return torch.stack([chances, 1 - chances], -1), LABELS[:images] if labelled else None
 
 
+@pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.parametrize("clients", [1, 4, 7])
-def test_public_trust_is_the_cosine_of_what_predictions_moved(clients):
+def test_fltrust_is_the_cosine_of_what_predictions_moved(clients, labels):
     updates = uploads(clients, clients)
-    found = predictions(updates, 9).numpy().reshape(clients, -1)
-    before = predictions({"w": PREVIOUS["w"][None]}, 9).numpy().ravel()
-    most = np.median(found, 0) - before
+    found = predictions(updates, 9, False)[0].numpy().reshape(clients, -1)
+    before = predictions({"w": PREVIOUS["w"][None]}, 9, False)[0].numpy().ravel()
+    towards = (LABELS[:9].numpy().ravel() if labels else np.median(found, 0)) - before
     trust = []
     for own in found:
-        cosine = (own - before) @ most / np.linalg.norm(own - before) / np.linalg.norm(most)
+        cosine = (own - before) @ towards / np.linalg.norm(own - before) / np.linalg.norm(towards)
         trust.append(max(0.0, cosine))
-    asked = replace(given(updates), predict=predictions)
-    np.testing.assert_allclose(PublicTrust(9).trust(asked).numpy(), trust, rtol=1e-10, atol=1e-15)
+    asked, rule = replace(given(updates), predict=predictions), FLTrust(labels, 9)
+    np.testing.assert_allclose(rule.trust(asked).numpy(), trust, rtol=1e-10, atol=1e-15)
+    assert sum(trust) > 0
     weights = torch.tensor(trust, dtype=torch.float64) / sum(trust)
-    np.testing.assert_allclose(
-        vector(PublicTrust(9)(asked)), vector(NormClipping()(given(updates, weights))), rtol=1e-12
-    )
+    np.testing.assert_allclose(vector(rule(asked)), vector(NormClipping()(given(updates, weights))), rtol=1e-12)
 
 
-def test_public_trust_leaves_the_state_where_nobody_is_trusted():
+@pytest.mark.parametrize("labels", [True, False])
+def test_fltrust_leaves_the_state_where_nobody_is_trusted(labels):
     updates = uploads(0, 3)
-    same = {key: value.clone() for key, value in updates.items()}
-    for key in FLOATING:
-        same[key][:] = PREVIOUS[key]  # predictions move by rounding at most
-    out = PublicTrust()(replace(given(same), predict=predictions))
-    np.testing.assert_allclose(vector(out), vector(PREVIOUS), rtol=1e-14)
-    broken = {key: value.clone() for key, value in updates.items()}
-    broken["w"][:] = math.nan
-    out = PublicTrust()(replace(given(broken), predict=predictions))
+    updates["w"][:] = math.nan
+    out = FLTrust(labels, 60)(replace(given(updates), predict=predictions))
     np.testing.assert_array_equal(vector(out), vector(PREVIOUS))
+    with pytest.raises(ValueError, match=r"Aggregation\.predict is None"):
+        FLTrust()(given(updates))
 
 
-def test_public_trust_gives_no_weight_to_those_who_go_back():
-    """Of eight clients three send the reverse of what the others learned, a hundred times as long, and one nonsense."""
-    step = torch.randn(3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    own = 0.1 * uploads(2, 8)["w"] + step
-    own[:3] *= -100
-    own[3] = math.inf
-    updates = {"w": PREVIOUS["w"] + own}
-    asked = Aggregation(updates, torch.full((8,), 0.125), PREVIOUS, frozenset({"w"}), 0, predict=predictions)
-    trust = PublicTrust().trust(asked)
-    assert (trust[:4] == 0).all() and (trust[4:] > 0.7).all()
-    moved = PublicTrust()(asked)["w"] - PREVIOUS["w"]
-    assert torch.cosine_similarity(moved.flatten(), own[4:].mean(0).flatten(), 0) > 0.98
+@pytest.mark.parametrize("labels", [True, False])
+def test_fltrust_gives_no_weight_to_those_who_go_back(labels):
+    """Some send the reverse of what the others learned, a hundred times as long, and one nonsense."""
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    step = ((LABELS[:, 0] - 0.5).double() @ x / 20).view(3, 2)  # towards the labels
+    clients, hostile = (8, 6) if labels else (8, 3)
+    own = 0.02 * uploads(2, clients)["w"] + step
+    own[:hostile] *= -100
+    own[hostile - 1] = math.inf
+    start = {"w": torch.zeros(3, 2, dtype=torch.float64)}
+    weights = client_weights("uniform", [1] * clients)
+    asked = Aggregation({"w": own}, weights, start, frozenset({"w"}), 0, predict=predictions)
+    trust = FLTrust(labels, 60).trust(asked)
+    assert (trust[:hostile] == 0).all() and (trust[hostile:] > 0.2).all()
+    moved = FLTrust(labels, 60)(asked)["w"]
+    assert torch.cosine_similarity(moved.flatten(), own[hostile:].mean(0).flatten(), 0) > 0.98
 
 
 @pytest.mark.parametrize("nonsense", [math.inf, -math.inf, math.nan, 1e30, -1e6])

@@ -289,7 +289,7 @@ def test_a_part_of_the_names_is_enough():
 
 def test_rules_say_whether_weights_count():
     unweighted = {name for name in SERVER_RULES if not make_rule(name).weighted}
-    assert unweighted == {"median", "trimmed_mean", "krum", "public_trust"}
+    assert unweighted == {"median", "trimmed_mean", "krum", "fltrust"}
     assert not FedAdam(aggregate=Median()).weighted
     assert not ModifiedLocalGD(aggregate=FedAvgM(aggregate=TrimmedMean())).weighted
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds with the rule that looks at predictions on public images, against a plain computation of the same round."""
+"""Rounds with the rule that looks at predictions, against a plain computation of the same round."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import FedAvg
-from perada.server import NormClipping, PublicTrust
+from perada.server import FLTrust, NormClipping
 
 CLIENTS, CLASSES, SENT = 5, 3, {}
 
@@ -31,7 +31,7 @@ def network():
     return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
 
-def data(public=True):
+def data(server=True):
     """Clients with all classes, each of which lights another part of the image."""
     random = torch.Generator().manual_seed(0)
 
@@ -41,8 +41,8 @@ def data(public=True):
         x[torch.arange(n), 0, y] += 2
         return TensorDataset(x, y)
 
-    images = TensorDataset(part(20).tensors[0]) if public else None
-    return perada.FederatedData([part(12) for _ in range(CLIENTS)], [part(6) for _ in range(CLIENTS)], images)
+    public, known = (TensorDataset(part(20).tensors[0]), part(18)) if server else (None, None)
+    return perada.FederatedData([part(12) for _ in range(CLIENTS)], [part(6) for _ in range(CLIENTS)], public, known)
 
 
 def finetune(algorithm, rule, given=None, **options):
@@ -57,17 +57,19 @@ def probabilities(state, images):
     return net(images).softmax(-1).detach().double().numpy().ravel()
 
 
+@pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.filterwarnings("ignore:round 0. client 0 sent")
-def test_a_round_is_the_plain_computation():
-    run = finetune(Noted(), PublicTrust(1000))  # all 20 public images
+def test_a_round_is_the_plain_computation(labels):
+    run = finetune(Noted(), FLTrust(labels, 1000))  # all images
     before = {key: value[0] for key, value in SENT.pop("before").items()}
-    images = data().public.tensors[0]
+    server = data()
+    images, y = server.server_validation.tensors if labels else (*server.public.tensors, None)
     start = probabilities(before, images)
     rows = [{key: value[client] for key, value in SENT.items()} for client in range(CLIENTS)]
     moved = np.stack([probabilities(row, images) - start for row in rows])
-    most = np.median(moved, 0)
-    trust = np.maximum(0, moved @ most / np.linalg.norm(moved, axis=1) / np.linalg.norm(most))
-    assert trust[0] == 0 and (trust[1:] > 0.5).all()
+    towards = np.median(moved, 0) if y is None else np.eye(CLASSES)[y].ravel() - start
+    trust = np.maximum(0, moved @ towards / np.linalg.norm(moved, axis=1) / np.linalg.norm(towards))
+    assert trust[0] == 0 and (trust[1:] > 0.1).all()
     changes = np.stack([np.concatenate([(row[key] - before[key]).double().ravel() for key in row]) for row in rows])
     norms = np.linalg.norm(changes, axis=1)
     shortened = changes * np.minimum(1, np.median(norms) / norms)[:, None]
@@ -80,20 +82,31 @@ def test_a_round_is_the_plain_computation():
 def test_the_hostile_client_does_no_harm():
     scores = {
         name: finetune(Noted(), rule, rounds=4).metrics["rounds"][-1]["global/global_test"]
-        for name, rule in (("mean", "mean"), ("trust", "public_trust"))
+        for name, rule in (("mean", "mean"), ("trust", "fltrust"))
     }
     honest = finetune("fedavg", "mean", rounds=4).metrics["rounds"][-1]["global/global_test"]
     assert scores["trust"] > honest - 0.1 > scores["mean"]
 
 
+def test_the_first_labelled_images_are_looked_at():
+    SENT.clear()
+    one = finetune(Noted(), FLTrust(images=7)).state("global")
+    given = data()
+    given.server_validation = TensorDataset(*(part[:7] for part in given.server_validation.tensors))
+    other = finetune(Noted(), FLTrust(), given).state("global")
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
 def test_it_is_refused_where_it_cannot_work():
-    with pytest.raises(ValueError, match="server_rule=PublicTrust looks at predictions on public images, and the data"):
-        finetune("fedavg", "public_trust", data(public=False))
-    with pytest.raises(ValueError, match="NormClipping looks at predictions on public images, and the data has no"):
-        finetune("fedavg", NormClipping(aggregate=PublicTrust()), data(public=False))
+    with pytest.raises(ValueError, match="FLTrust looks at predictions on labelled images of the server, and there"):
+        finetune("fedavg", "fltrust", data(server=False))
+    with pytest.raises(ValueError, match="NormClipping looks at predictions on public images, and there are none"):
+        finetune("fedavg", NormClipping(aggregate=FLTrust(labels=False)), data(server=False))
     with pytest.raises(ValueError, match=r"the clients of FedRep.* do not send whole models; choose another rule"):
-        finetune("fedrep", "public_trust")
+        finetune("fedrep", "fltrust")
     with pytest.raises(ValueError, match="images=0 cannot be used"):
-        PublicTrust(0)
+        FLTrust(images=0)
+    with pytest.raises(ValueError, match="labels='no'"):
+        FLTrust("no")
     with pytest.raises(ValueError, match="client_privacy"):
-        finetune("fedavg", "public_trust", client_privacy={"noise_multiplier": 1.0})
+        finetune("fedavg", "fltrust", client_privacy={"noise_multiplier": 1.0})
