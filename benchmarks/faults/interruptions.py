@@ -20,6 +20,9 @@ from perada.algorithms import ALGORITHMS
 STORES = ("device", "host", "disk")
 TOGETHER = 2
 """Jobs at a time."""
+DISKS = {"full disk": "full", "read-only disk": "read-only"}
+SAID = {"full": "No space left", "read-only": "Read-only file system", "deleted": ""}
+"""Words of the one line with which a job ends, if it cannot do without what it was to write."""
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 EVERY = Job("ditto", "disk", "images")
 """The job that is killed before each of its operations on files."""
@@ -28,9 +31,9 @@ EVERY = Job("ditto", "disk", "images")
 def interruptions(campaign: Campaign, folder: Path, seed: int, draws: int, quick: bool) -> None:
     """Interrupt runs that are drawn: algorithm, store, privacy, processes, fault, and the temporary directory's disk.
 
-    ``draws`` are killed at random moments, as many at random operations on files, and half as many find a full disk
-    or are asked to end by SIGTERM or SIGINT; a tenth of ``draws`` have two processes. Then one run is killed at each of
-    its operations. ``quick`` leaves out these two.
+    ``draws`` are killed at random moments, as many at random operations on files, and half as many find a full or a
+    read-only disk, lose their folder, or are asked to end by SIGTERM or SIGINT; a tenth of ``draws`` have two
+    processes. Then one run is killed at each of its operations. ``quick`` leaves out these two.
     """
     wholes = Wholes(folder / "whole")
     wholes.folder.mkdir(parents=True, exist_ok=True)
@@ -38,6 +41,8 @@ def interruptions(campaign: Campaign, folder: Path, seed: int, draws: int, quick
         "SIGKILL at a random moment": draws,
         "SIGKILL at an operation on a file": draws,
         "full disk": draws // 2,
+        "read-only disk": draws // 2,
+        "folder deleted": draws // 2,
         "SIGTERM": draws // 2,
         "SIGINT": draws // 2,
         "SIGKILL of one of two processes": 0 if quick else draws // 10,
@@ -76,13 +81,14 @@ def _drawn(kind: str, number: int, seed: int, wholes: Wholes, folder: Path) -> t
         return f"a run that nobody interrupts failed: {whole}", str(job)
     _, seconds, opened, operations = whole
     place, rank = draw.random(), draw.randrange(processes)
-    if kind == "full disk":
-        fault = Fault("full", int(place * opened))
+    if kind in DISKS:
+        fault = Fault(DISKS[kind], int(place * opened))
     elif "operation" in kind:
         fault = Fault("kill", int(place * operations))
     else:
         sent = next((value for name, value in SIGNALS.items() if name in kind), signal.SIGKILL)
-        fault = Fault(signal=sent, seconds=(0.05 + 0.95 * place) * seconds, rank=rank)
+        what = "deleted" if kind == "folder deleted" else "none"
+        fault = Fault(what, signal=sent, seconds=(0.05 + 0.95 * place) * seconds, rank=rank)
     job = replace(job, store=draw.choice(STORES))  # bits do not depend on it
     where = MEMORY if draw.random() < 0.5 else None
     when = f"after {fault.seconds:.2f} s" if fault.seconds is not None else f"operation {fault.count}"
@@ -110,12 +116,14 @@ def _interrupted(job: Job, folder: Path, temporary: Path, fault: Fault, wholes: 
     assert not isinstance(expected, str)
     ended = start(job, folder, temporary, fault)
     said = ended.error
-    if fault.kind == "full" and not ended.done:
-        if not any(str(one) in said for one in (folder, temporary)) or "No space left" not in said or "\n" in said:
-            return f"does not say in one line where the disk is full: {said[-300:]!r}"
+    if fault.kind in SAID and not ended.done:
+        if not any(str(one) in said for one in (folder, temporary)) or SAID[fault.kind] not in said or "\n" in said:
+            return f"does not say in one line what cannot be written: {said[-300:]!r}"
     elif not ended.done and not all(ended.statuses):
         return f"was ended early, with the statuses {ended.statuses}"
     ended = start(job, folder, temporary)
+    if fault.kind == "deleted" and str(folder) in ended.error and "\n" not in ended.error:
+        return "named"  # what went with the folder, while a checkpoint was written, is missed
     if not ended.done or any(ended.statuses):
         return f"was not resumed: {ended.statuses} {ended.error[-300:]!r}"
     if left := left_behind(folder, temporary):

@@ -22,6 +22,7 @@ import perada.api  # now, so that processes that are forked have it
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir")
 """Events of Python's audit hooks at which a run may be killed, if they are on files below its folders."""
+REFUSALS = {"full": errno.ENOSPC, "read-only": errno.EROFS}
 PRIVATE: dict[str, dict[str, Any]] = {
     "none": {},
     "images": {"privacy": {"noise_multiplier": 1.0, "secure_rng": False}},
@@ -113,8 +114,8 @@ def die_at(folders: tuple[str, ...], count: int) -> None:
     sys.addaudithook(step)
 
 
-def fill_at(folders: tuple[str, ...], count: int) -> None:
-    """Let the disk be full from the ``count``-th file that is opened for writing below ``folders`` on."""
+def refuse_at(folders: tuple[str, ...], count: int, error: int) -> None:
+    """Let files be opened for writing below ``folders`` no more from the ``count``-th on, with an error's number."""
     left = count
 
     def step(event: str, args: tuple[Any, ...]) -> None:
@@ -122,7 +123,7 @@ def fill_at(folders: tuple[str, ...], count: int) -> None:
         if event == "open" and str(args[0]).startswith(folders) and isinstance(args[2], int) and args[2] & os.O_CREAT:
             left -= 1
             if left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), args[0])
+                raise OSError(error, os.strerror(error), args[0])
 
     sys.addaudithook(step)
 
@@ -151,7 +152,7 @@ def silent() -> Iterator[None]:
 
 
 def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int, port: int, errors: str) -> None:
-    """Run with a fault, ``none``, ``count``, ``kill`` or ``full``.
+    """Run with a fault: ``none``, ``count``, ``kill``, ``full`` or ``read-only``.
 
     The file ``errors`` holds ``done`` at the end, or the message of an error, with status 1.
     """
@@ -167,8 +168,10 @@ def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int
         folders = (folder, temporary)
         if fault == "count":
             count_operations(folders, Path(f"{errors}.count"))
-        elif fault != "none":
-            {"kill": die_at, "full": fill_at}[fault](folders, count)
+        elif fault == "kill":
+            die_at(folders, count)
+        elif fault in REFUSALS:
+            refuse_at(folders, count, REFUSALS[fault])
         try:
             trained = job.train(root)
             trained.save(root / "saved")

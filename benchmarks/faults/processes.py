@@ -53,7 +53,8 @@ class Ended:
 class Fault:
     """What happens to a job: at the ``count``-th operation on a file, or a signal after some seconds.
 
-    Of two processes the one of the ``rank`` is hit; signals that ask for an end reach all, as from a terminal.
+    Of two processes the one of the ``rank`` is hit; signals that ask for an end reach all, as from a terminal. After so
+    many seconds ``deleted`` removes the job's folder instead.
     """
 
     kind: str = "none"
@@ -83,7 +84,11 @@ def start(job: Job, folder: Path, temporary: Path, fault: Fault = Fault()) -> En
         started[-1].start()
     if fault.seconds is not None:
         started[0].join(fault.seconds)
+        if fault.kind == "deleted":
+            shutil.rmtree(folder, ignore_errors=True)  # what is written while this lasts may stay
         for rank, process in enumerate(started):
+            if fault.kind == "deleted":
+                break
             if process.is_alive() and process.pid and (fault.signal != signal.SIGKILL or rank == fault.rank):
                 os.kill(process.pid, fault.signal)
     for process in started:

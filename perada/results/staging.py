@@ -3,7 +3,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from perada.core.files import sync, sync_tree
@@ -56,6 +56,7 @@ def finish(folder: Path) -> None:
             path.replace(target)
     if ready.is_dir():
         sync(changed)  # before the last trace of what is to be moved goes
-        shutil.rmtree(ready)
+        with suppress(FileNotFoundError):  # somebody deletes the folder meanwhile
+            shutil.rmtree(ready)
     if (folder / STAGE).is_dir():
         shutil.rmtree(folder / STAGE)
