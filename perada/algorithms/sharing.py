@@ -32,8 +32,8 @@ class PartialSharing(Algorithm, ABC):
         for verb, part in (("keep", private), ("send", set(slot.parameters) - private)):
             if not part:
                 raise ValueError(
-                    f"{type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all else, but "
-                    f"what is trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
+                    f"algorithm {type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all "
+                    f"else, but what is trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
                     f"{slot.parameters[-1]!r}; {self.remedy}"
                 )
 
