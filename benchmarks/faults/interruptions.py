@@ -119,7 +119,7 @@ def _interrupted(job: Job, folder: Path, temporary: Path, fault: Fault, wholes: 
     if fault.kind in SAID and not ended.done:
         if not any(str(one) in said for one in (folder, temporary)) or SAID[fault.kind] not in said or "\n" in said:
             return f"does not say in one line what cannot be written: {said[-300:]!r}"
-    elif not ended.done and not all(ended.statuses):
+    elif not ended.done and not any(ended.statuses):  # of two processes, one may have done its part before
         return f"was ended early, with the statuses {ended.statuses}"
     ended = start(job, folder, temporary)
     if fault.kind == "deleted" and str(folder) in ended.error and "\n" not in ended.error:

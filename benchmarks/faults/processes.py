@@ -9,7 +9,9 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from perada.results.record import rounds_of_csv
 
 PATIENCE = 150
 """Seconds after which a job hangs."""
+GRACE = 30
+"""Seconds that the others are given after one process of a job has failed."""
 MEMORY = Path("/dev/shm")
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["benchmarks.faults.job"])
@@ -91,8 +95,10 @@ def start(job: Job, folder: Path, temporary: Path, fault: Fault = Fault()) -> En
                 break
             if process.is_alive() and process.pid and (fault.signal != signal.SIGKILL or rank == fault.rank):
                 os.kill(process.pid, fault.signal)
-    for process in started:
-        process.join(max(0.0, begun + PATIENCE - time.monotonic()))
+    while any(process.is_alive() for process in started) and time.monotonic() < begun + PATIENCE:
+        time.sleep(0.05)
+        if any(process.exitcode for process in started):
+            _end(started)
     late = [process for process in started if process.is_alive()]
     for process in late:
         process.kill()
@@ -161,6 +167,16 @@ def left_behind(folder: Path, temporary: Path) -> list[str]:
     """Files that nobody needs after a run that was interrupted and resumed."""
     partial = [path for ending in ("*.partial", "*.part", ".perada-*") for path in folder.rglob(ending)]
     return [path.name for path in (*partial, *temporary.iterdir())]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End what is left after one of the processes failed, as torchrun does; most notice it by themselves."""
+    for wait, signal_ in ((GRACE, signal.SIGTERM), (GRACE, signal.SIGKILL)):
+        until = time.monotonic() + wait
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal_)
 
 
 def _free_port() -> int:
