@@ -93,8 +93,7 @@ class FederatedLoop(pl.Callback):
         privacy: Differential privacy of the clients' images in all that they train; none by default.
         client_privacy: Differential privacy of whole clients in what they send; none by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
-        diagnostics: Measure in each round what PerAda's theorems are about: true for all that the run allows, or a list
-            of measures (docs/diagnostics.md).
+        diagnostics: Measures of PerAda's theorems in each round, or true for all (docs/diagnostics.md).
         resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more.
         max_failures: End the run in an error once the clients' training failed more often; by default it goes on.
         refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
@@ -360,8 +359,11 @@ class FederatedLoop(pl.Callback):
         federation_of(module).cohort = None  # of a round that was stopped in the middle, and counts as not begun
         finish(trainer, data, module, self.history)
         self.measured.write(trainer, data, module, self.algorithm, self.history)
-        federation_of(module).collect()
         self._failures.check_any_result()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""
+        federation_of(parts(trainer, pl_module)[1]).collect()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,20 @@ def share_work(trainer: pl.Trainer) -> None:
     """Leave the batches as the datamodule gives them, and the logged values as they are on every process."""
     # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
     trainer._accelerator_connector.use_distributed_sampler = False
+    trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]
     # Every process logs the same values, those of all clients.
     warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed setting")
+
+
+def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
+    """Let this process end after its step, and those that it started; the others notice that it is gone.
+
+    Lightning's own handler sends a tensor to the others, wherever they are: in the middle of another exchange, which then
+    takes it for its data, or never ends.
+    """
+    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(signum)
+    trainer._signal_connector.received_sigterm = True
 
 
 def options_here(

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of two processes that are asked to end, and such as have ended already, are resumed."""
+
+import signal
+import time
+
+import pytest
+
+from benchmarks.faults.job import Job
+from benchmarks.faults.processes import Fault, content, equal, start
+
+pytestmark = pytest.mark.slow
+JOB = Job("ditto", "disk", processes=2, rounds=20)
+
+
+def test_a_job_that_has_ended_is_resumed_and_saved(tmp_path):
+    first = start(JOB, tmp_path / "run", tmp_path / "tmp")
+    states = content(tmp_path / "run", JOB)
+    again = start(JOB, tmp_path / "run", tmp_path / "tmp")
+    assert (first.statuses, again.statuses, again.said) == ([0, 0], [0, 0], ["done", "done"])
+    assert equal(content(tmp_path / "run", JOB), states)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 1.7, 2.9])
+def test_sigterm_ends_both_processes_at_once(tmp_path, seconds):
+    """At any moment, also while they exchange tensors."""
+    whole = start(JOB, tmp_path / "whole", tmp_path / "tmp")
+    began = time.monotonic()
+    ended = start(JOB, tmp_path / "run", tmp_path / "tmp", Fault(signal=signal.SIGTERM, seconds=seconds))
+    assert time.monotonic() - began < seconds + 20
+    assert 128 + signal.SIGTERM in ended.statuses and all(ended.statuses)
+    resumed = start(JOB, tmp_path / "run", tmp_path / "tmp")
+    assert whole.statuses == resumed.statuses == [0, 0]
+    assert equal(content(tmp_path / "run", JOB), content(tmp_path / "whole", JOB))
