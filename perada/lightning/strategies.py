@@ -151,8 +151,8 @@ def share_work(trainer: pl.Trainer) -> None:
 def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
     """Let this process end after its step, and those that it started; the others notice that it is gone.
 
-    Lightning's own handler sends a tensor to the others, wherever they are: in the middle of another exchange, which then
-    takes it for its data, or never ends.
+    Lightning's own handler sends a tensor to the others, wherever they are. In the middle of another exchange it is
+    taken for a part of that, or neither ever ends.
     """
     if not trainer.received_sigterm and trainer.strategy.launcher is not None:
         trainer.strategy.launcher.kill(signum)
