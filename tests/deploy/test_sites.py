@@ -261,9 +261,11 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
     assert limited.book.total.history(0) == {(sigma, rate): 2 * steps}
 
 
-def test_the_recipes_own_limit_stops_a_site(tiny, tmp_path):
+@pytest.mark.parametrize("own", [None, 1e6])
+def test_the_recipes_own_limit_stops_a_site(tiny, tmp_path, own):
+    """Also one that would allow more."""
     two = history_epsilon({(1.0, 4 / 9): 2 * 10}, 1e-3, "rdp")
-    worker = private(tiny, tmp_path, max_epsilon=two * 1.01).worker(0)
+    worker = private(tiny, tmp_path, max_epsilon=two * 1.01).worker(0, max_epsilon=own)
     messages = [train(worker, round) for round in range(3)]
     assert [code(worker.answer(message, ""), message) for message in messages] == ["ok", "ok", "exhausted"]
 
