@@ -254,7 +254,10 @@ def emptied(tiny):
             {"distill_temperature": 10**12},
             "temperature=1000000000000 cannot be used; give a finite number from 0.001 to",
         ),
-        ({"prox_strength": 10**39}, "prox_strength=10+ cannot be used; give a finite number from 0 to 3.4e.38"),
+        (
+            {"prox_strength": 10**30},
+            "prox_strength=10+ cannot be used; give a finite number from 0 to 9223372036854775807",
+        ),
         ({"lr_local": 1e300}, "lr_local=1e.300 cannot be used; give a finite number from 0 to 3.4e.38"),
         ({"distill_steps": 10**400}, "steps=10+… cannot be used; give a whole number from 0 to 1000000000000"),
         ({"server_optimizer": "adagrad"}, "optimizer='adagrad'"),

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
-LARGEST = 3.4e38
+LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
 COUNTABLE = 10**12
 
 
@@ -30,7 +30,7 @@ def check_number(
     """Refuse what is not a finite number in a range, or ``None`` where it is ``optional``.
 
     NumPy's numbers count, ``True`` and ``False`` do not. Of the bounds, ``least`` and ``most`` are allowed themselves.
-    Without an upper one it is ``LARGEST``, the end of float32.
+    Without an upper one it is the end of float32, of whole numbers that of 64 bits, which torch can convert.
 
     Raises:
         ValueError: With the value and the remedy; it ends with ``hint``, such as what a value means.
@@ -47,8 +47,9 @@ def check_number(
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:  # a whole number of hundreds of digits
         number = sys.float_info.max
-    if most is None and below is None and LARGEST < abs(number) < math.inf:
-        most = LARGEST
+    end = LARGEST_WHOLE if isinstance(value, int) else LARGEST
+    if most is None and below is None and end < abs(number) < math.inf:
+        most = end
     fits = (least is None or number >= least) and (above is None or number > above)
     fits = fits and (most is None or number <= most) and (below is None or number < below) and math.isfinite(number)
     if not fits and not (optional and value is None):

@@ -106,7 +106,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_types(data, dataset, partition, public, shifts)
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
         check_holdout(client_validation, evaluate_on)
-        self._holdout = client_validation, seed, evaluate_on
+        self.holdout = client_validation, seed, evaluate_on
         self._data = data
         self._division: Division | None = None
         if data is None:
@@ -162,8 +162,8 @@ class FederatedDataModule(pl.LightningDataModule):
         assert data is not None
         if self._data is not None:
             check_datasets(data)
-        if self._holdout[0]:
-            data, self._record = hold_out(data, self._record, *self._holdout)
+        if self.holdout[0]:
+            data, self._record = hold_out(data, self._record, *self.holdout)
         if self._data is not None:
             data = as_pairs(data, self._num_classes)
         checked = check(data, self._num_classes, self.image_size)
@@ -331,7 +331,7 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def evaluates_on(self) -> EvaluateOn:
         """What clients are scored on: ``test`` images, or ``validation`` ones held out of their training images."""
-        return self._holdout[2]
+        return self.holdout[2]
 
     @property
     def preprocessing(self) -> Preprocessing:

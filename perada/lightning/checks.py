@@ -209,7 +209,9 @@ def check_batch_norm(data: FederatedDataModule, module: FederatedClassifier, dis
         return
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
     what = "batch_size is 1" if data.batch_size == 1 else ""
-    what = what or (f"client {smallest} has 1 training image" if data.train_sizes[smallest] == 1 else "")
+    if not what and data.train_sizes[smallest] == 1:
+        besides = f" besides what client_validation={data.holdout[0]:g} holds out" if data.holdout[0] else ""
+        what = f"client {smallest} has 1 training image{besides}"
     if not what and distillation and distillation.steps and distillation.student_mode == "train":
         what = "the public set has 1 image" if data.public_size == 1 else ""
         what = what or ("distillation: batch_size is 1" if distillation.batch_size == 1 else "")
