@@ -9,7 +9,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart deploy-demo test test-all bench check docs format audit sbom clean
+.PHONY: help quickstart deploy-demo test test-all bench check docs format audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench       speed and memory: runs benchmarks/"
 	@echo "make audit       known vulnerabilities of the installed packages (needs network)"
 	@echo "make sbom        software bill of materials, in dist/sbom.json"
+	@echo "make lock        versions and hashes of all dependencies, in dist/requirements.txt"
 	@echo "make clean       remove .venv, builds and caches"
 
 # A set-up that was interrupted leaves .venv/.building (or no working pip) behind: the next one starts from nothing.
@@ -87,10 +88,10 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks
 
-# --strict: a package that cannot be looked up is an error, not a pass. Both tools have environments of their own, so that what they need is not audited, nor changed here.
-$(VENV)-tools/.installed:
+# --strict: a package that cannot be looked up is an error, not a pass. The tools have an environment of their own, so that what they need is not audited, nor changed here.
+$(VENV)-tools/.installed: Makefile
 	$(PYTHON) -m venv $(VENV)-tools
-	$(VENV)-tools/bin/python -m pip install --disable-pip-version-check --quiet 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8'
+	$(VENV)-tools/bin/python -m pip install --disable-pip-version-check --quiet 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8' 'uv>=0.9,<1'
 	@touch $@
 
 audit: $(VENV)/.installed $(VENV)-tools/.installed
@@ -101,6 +102,11 @@ audit: $(VENV)/.installed $(VENV)-tools/.installed
 sbom: $(VENV)/.installed $(VENV)-tools/.installed
 	@mkdir -p dist
 	$(VENV)-tools/bin/cyclonedx-py environment --output-file dist/sbom.json $(BIN)/python
+
+# pip install --require-hashes -r dist/requirements.txt installs the very files that a release was tested with.
+lock: $(VENV)-tools/.installed
+	@mkdir -p dist
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --universal --generate-hashes --quiet --output-file dist/requirements.txt
 
 clean:
 	rm -rf $(VENV) $(VENV)-tools build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
