@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
+from perada.core.text import SPREADS
 from perada.lightning.federated_loop import ON_THE_BAR, FederatedLoop
 
 
@@ -27,7 +28,7 @@ class RoundLines(pl.callbacks.ProgressBar):
     """One line on standard error for each round, for files and wherever else there is no terminal.
 
     A line has the round, its seconds with evaluation, what is left by the mean of the rounds before, and the scores of
-    a round that was scored.
+    a round that was scored: means over the clients, without their spread.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class RoundLines(pl.callbacks.ProgressBar):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
         record = next((one.history[-1] for one in callbacks if isinstance(one, FederatedLoop) and one.history), {})
         scores = {name: value for name, value in record.items() if name.startswith(("personal/", "global/"))}
-        words += [f"{name} {100 * value:.2f} %" for name, value in scores.items() if not name.endswith("_std")]
+        words += [f"{name} {100 * value:.2f} %" for name, value in scores.items() if not name.endswith(SPREADS)]
         words += [f"{name} {record[name]:.3g}" for name in ON_THE_BAR if name in record]
         last = f"/{(trainer.max_epochs or 0) - 1}" if known else ""
         print(f"Round {round}{last}: {', '.join(words)}", file=sys.stderr, flush=True)
