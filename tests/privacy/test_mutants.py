@@ -43,7 +43,7 @@ def copy(tmp_path):
 def run(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
     """Run tests of a copy of the project, whose modules come before those that are installed."""
     paths = ["tests/{}.py::{}".format(*test.split("::")) for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider", *paths]
     variables = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=1200, check=False)
 
