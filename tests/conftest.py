@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gzip
+import signal
 import struct
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+
+# A job in the background ignores Ctrl-C, and so would what it starts; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
