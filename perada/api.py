@@ -162,7 +162,7 @@ def finetune(
         resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
             ``clients`` for more clients than it had.
         max_failures: End the run in an error once the clients' training failed more often (it became NaN, or a sample
-            could not be read), every client counted in each round; by default it goes on, since what is lost is named
+            could not be read), every client counted in each round; by default it continues, since what is lost is named
             and is what an absent client costs. A run in which every client failed in every round ends in one anyway.
         refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.

@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, help=f"Runs to be killed at random moments: {DRAWS}, or {QUICK} if quick.")
     parser.add_argument("--rows", nargs="+", help="Parts of the campaign; by default all.")
     parser.add_argument(
-        "--record", type=Path, help="File of all that was tried: the same command with it goes on where it was stopped."
+        "--record", type=Path, help="File of all that was tried: the same command with it resumes where it was stopped."
     )
     given = parser.parse_args(words)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -39,7 +39,7 @@ def import_named(args: Sequence[str]) -> None:
             import_module(module)
         except Exception as error:  # whatever the caller's code raises
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"{kind!r} cannot be imported from {top!r} in this folder: {reason}; mend it") from error
+            raise ValueError(f"{kind!r} cannot be imported from {top!r} in this folder: {reason}; fix it") from error
         finally:
             sys.path.remove(here)
 

@@ -28,7 +28,7 @@ NAMES = 10
 
 
 def inspect(parser: ArgumentParser, words: list[str]) -> None:
-    """Print what is understood of a folder, a table or a recipe's data; the exit status is 1 if it must be mended."""
+    """Print what is understood of a folder, a table or a recipe's data; the exit status is 1 if it must be fixed."""
     parser.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
     if any(word.startswith("--config") for word in words):
         division, output = _of_recipe(parser, words)
@@ -79,7 +79,7 @@ def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path
 
 
 def shown(found: Inspection) -> str:
-    """An inspection as text: a table, what there is, what must be mended, what else is worth knowing."""
+    """An inspection as text: a table, what there is, what must be fixed, what else is worth knowing."""
     blocks = [_table(found), _facts(found)]
     for title, lines in (
         ("Cannot be read", found.broken),
@@ -91,7 +91,7 @@ def shown(found: Inspection) -> str:
     ):
         if lines:
             blocks.append("\n".join([f"{title} ({len(lines)}):", *(f"- {line}" for line in _first(lines))]))
-    blocks.append("This can be used." if found.usable else "This cannot be used before it is mended.")
+    blocks.append("This can be used." if found.usable else "This cannot be used until it is fixed.")
     return "\n\n".join(blocks)
 
 

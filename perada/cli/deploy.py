@@ -87,7 +87,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round may take.")
     late = Literal["wait", "skip"]
     parser.add_argument(
-        "--late", type=late, default="wait", help="Wait for all that were asked, or go on with the first."
+        "--late", type=late, default="wait", help="Wait for all that were asked, or continue with the first."
     )
     parser.add_argument("--resume", action="store_true", help="Go on with the run in the folder.")
     given = parser.parse_args(words)

@@ -207,8 +207,8 @@ def _check_finite(part: str, store: Store) -> None:
         who = "the server" if part == "validation" else f"client {client}"
         what = f"{who}: the {part} image {position - int(store.starts[client])} has NaN or infinity"
         if part != "training":
-            raise ValueError(f"{what}, so that it cannot be scored: mend it or leave it out")
-        warnings.warn(f"{what}: the client fails in rounds that use it; mend it or leave it out", stacklevel=2)
+            raise ValueError(f"{what}, so that it cannot be scored: fix it or leave it out")
+        warnings.warn(f"{what}: the client fails in rounds that use it; fix it or leave it out", stacklevel=2)
 
 
 def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tensor]:

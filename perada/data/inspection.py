@@ -66,7 +66,7 @@ class Inspection:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing must be mended first."""
+        """Whether nothing must be fixed first."""
         return not (self.broken or self.leaks)
 
     @property

@@ -156,7 +156,7 @@ class Preprocessing:
         """An image as a tensor: uint8 (Ch, H, W), or what is ready."""
         if isinstance(image, str | Path):
             self._check_decodes(f"{str(image)!r} is a file")
-            return read_image(image, "mend it, or leave it out", self._mode, self.full_scale)
+            return read_image(image, "fix it, or leave it out", self._mode, self.full_scale)
         if isinstance(image, Image.Image):
             self._check_decodes("an image of Pillow was given")
             return self._decoded(image)

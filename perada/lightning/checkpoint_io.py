@@ -46,7 +46,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             except OSError as error:
                 what = f"the checkpoint {str(target)!r} ({len(content) / 2**20:,.1f} MiB) could not be written"
                 raise OSError(
-                    error.errno, f"{what}: {error.strerror or error}; mend this, and resume with ckpt_path=last"
+                    error.errno, f"{what}: {error.strerror or error}; fix this, and resume with ckpt_path=last"
                 ) from error
 
     def load_checkpoint(

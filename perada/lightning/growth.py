@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that goes on with more clients than its checkpoint has."""
+"""A run that is resumed with more clients than its checkpoint has."""
 
 from collections.abc import Sequence
 from typing import Any

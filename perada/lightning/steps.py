@@ -91,7 +91,7 @@ class Failures:
         if self.limit is not None and count > self.limit:
             raise ValueError(
                 f"max_failures={self.limit}: clients failed {count} times in {len(self.rounds)} rounds, as the "
-                "warnings say; mend what they name and resume (ckpt_path=last), or raise max_failures"
+                "warnings say; fix what they name and resume (ckpt_path=last), or raise max_failures"
             )
 
     def check_any_result(self) -> None:
@@ -99,7 +99,7 @@ class Failures:
         if self.rounds and all(drawn == failed for drawn, failed in self.rounds):
             raise NothingLearnedError(
                 f"every client failed in all {len(self.rounds)} rounds, as the warnings say, so nothing was "
-                "learned; mend the data, or lower the learning rates"
+                "learned; fix the data, or lower the learning rates"
             )
 
 

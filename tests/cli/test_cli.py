@@ -318,7 +318,7 @@ def test_classes_of_the_folder_are_found_where_recipes_and_options_name_them(my_
 
 def test_a_module_of_the_folder_that_cannot_be_imported_is_named(my_module):
     (my_module / "my_neighbour.py").write_text("raise RuntimeError('not today')\n")
-    message = "'Boosted' cannot be imported from 'my_part' in this folder: RuntimeError: not today; mend it"
+    message = "'Boosted' cannot be imported from 'my_part' in this folder: RuntimeError: not today; fix it"
     with pytest.raises(ValueError, match=message):
         make_cli(["--config", "tiny.yaml", "--federated.algorithm=my_part.Boosted"], run=False)
     assert str(my_module) not in sys.path

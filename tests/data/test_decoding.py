@@ -112,11 +112,11 @@ def test_a_truncated_file_is_one_line_with_its_path(tmp_path, workers):
         list(loader)
     line = one_line(error.value)
     assert str(error.value) == line
-    assert re.fullmatch(rf"{path} is no image that can be read \(.+\): mend it or take it out of the folder", line)
+    assert re.fullmatch(rf"{path} is no image that can be read \(.+\): fix it or take it out of the folder", line)
     path.unlink()
     with pytest.raises(FileNotFoundError) as missing:
         list(loader)
-    assert str(missing.value) == f"{path} does not exist: mend it or take it out of the folder"
+    assert str(missing.value) == f"{path} does not exist: fix it or take it out of the folder"
 
 
 def test_grey_images_of_eight_bits_are_as_they_were():

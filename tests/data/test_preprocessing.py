@@ -154,7 +154,7 @@ def test_floats_pass_as_they_are():
         (COLOUR, noise(2, 6, 6), r"shape \(2, 6, 6\), and the training images had 3 channels"),
         (COLOUR, noise(5), r"uint8 of shape \(5,\); give \(channels, height, width\)"),
         (COLOUR, torch.zeros(2, 2, dtype=torch.int32), "images are torch.int32"),
-        (COLOUR, "missing.png", "missing.png does not exist: mend it, or leave it out"),
+        (COLOUR, "missing.png", "missing.png does not exist: fix it, or leave it out"),
         (COLOUR, 7, "an image is of type int: give a path"),
         (Preprocessing("float", (1, 8, 8)), "a.png", r"'a.png' is a file, but the run was trained on float samples"),
         (Preprocessing("float", (1, 8, 8)), noise(1, 8, 8), r"is torch.uint8 of shape .*; give torch.float32"),

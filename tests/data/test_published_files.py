@@ -213,7 +213,7 @@ def test_files_that_are_missing_or_no_images_are_named(tmp_path):
         write_jpeg(tmp_path / "folder" / "train" / name / "0.jpg", (1, 2, 3))
         write_jpeg(tmp_path / "folder" / "test" / name / "0.jpg", (1, 2, 3))
     (tmp_path / "folder" / "train" / "a" / "0.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a/0\.jpg is no image .*: mend it or take it out of the folder"):
+    with pytest.raises(ValueError, match=r"a/0\.jpg is no image .*: fix it or take it out of the folder"):
         ImageFolder(str(tmp_path / "folder"))[0]
 
 

@@ -107,7 +107,7 @@ def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, hap
         with pytest.raises((Killed, OSError)) as raised:
             WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
         if happens == "full disk":
-            assert "last.ckpt' (0.0 MiB) could not be written: No space left on device; mend this, and" in str(
+            assert "last.ckpt' (0.0 MiB) could not be written: No space left on device; fix this, and" in str(
                 raised.value
             )
             assert not list(written.parent.glob(".last.ckpt.partial"))

@@ -63,7 +63,7 @@ def fit(tiny, data, rounds=3, **options):
 FAULTS = {
     "exception": (
         KeyError("gone"),
-        r"client 1, sample 2, cannot be read \(KeyError: 'gone'\): mend it or leave it out",
+        r"client 1, sample 2, cannot be read \(KeyError: 'gone'\): fix it or leave it out",
     ),
     "nan": (lambda x, y: (x * torch.nan, y), "client 1, sample 2, is an image with NaN or infinity"),
     "label": (lambda x, y: (x, 7), r"client 1 has the label 7, outside 0\.\.2"),
@@ -146,7 +146,7 @@ def test_too_many_failures_end_the_run(tiny):
     with (
         pytest.warns(UserWarning, match="client 1, sample 2"),
         pytest.raises(
-            ValueError, match=r"max_failures=1: clients failed 2 times in 2 rounds, as the warnings say; mend"
+            ValueError, match=r"max_failures=1: clients failed 2 times in 2 rounds, as the warnings say; fix"
         ),
     ):
         fit(tiny, data, max_failures=1, callbacks=[Later(data.train[1], 0)])

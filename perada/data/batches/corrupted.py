@@ -25,7 +25,7 @@ SMALLEST = 32
 
 
 def check_installed() -> None:
-    """Refuse to go on without the library, or without what it needs, by an ImportError that says what to install."""
+    """Refuse to continue without the library, or without what it needs, by an ImportError that says what to install."""
     if find_spec("imagecorruptions") is None:
         raise ImportError(
             "shifts: corruptions need the package imagecorruptions-imaug, which is not installed; install "

@@ -167,7 +167,7 @@ class MapStore:
             raise TypeError(f"{who}, sample {index}: {error}") from None
         if image.is_floating_point() and not image.isfinite().all():
             raise UnreadableSampleError(
-                f"{who}, sample {index}{_place(self.datasets[owner], index)}, is an image with NaN or infinity: mend "
+                f"{who}, sample {index}{_place(self.datasets[owner], index)}, is an image with NaN or infinity: fix "
                 "it or leave it out"
             )
         if label is not None and self.num_classes is not None and not 0 <= label < self.num_classes:
@@ -231,7 +231,7 @@ def read_item(dataset: Dataset[Any], index: int, who: str) -> Any:  # noqa: ANN4
     except Exception as error:  # whatever a dataset raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnreadableSampleError(
-            f"{who}, sample {index}{_place(dataset, index)}, cannot be read ({reason}): mend it or leave it out"
+            f"{who}, sample {index}{_place(dataset, index)}, cannot be read ({reason}): fix it or leave it out"
         ) from error
 
 

@@ -96,7 +96,7 @@ def check_app(app: Path) -> None:
 
 
 def check_flower() -> None:
-    """Refuse to go on without Flower.
+    """Refuse to continue without Flower.
 
     Raises:
         ImportError: With the way to install it.
@@ -116,7 +116,7 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
         words = ["run", str(app), name, "--stream", "--run-config", _run_config(options)]
         run, interrupted = _shown(words, environment)
         if interrupted:
-            goes_on = f"The run goes on at the SuperLink {link.where}; stop it with: flwr stop {run}"
+            goes_on = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
             print(
                 goes_on if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr
             )

@@ -25,7 +25,7 @@ class RunOptions:
         sample: Likewise; 0 for what the recipe says.
         deadline: Likewise.
         late: Likewise.
-        resume: Whether to go on with what the state folder holds.
+        resume: Whether to continue from what the state folder holds.
         state: Folder for the server's state, on the SuperLink's machine; "" for one in Flower's own folder.
 
     Raises:
