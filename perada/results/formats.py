@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import Dim
@@ -22,6 +22,7 @@ from perada.results.export import write_section
 from perada.results.joined import joined_clients
 from perada.results.privacy_card import privacy_card
 from perada.results.run import Run
+from perada.results.staging import together
 
 Format = Literal["onnx", "safetensors", "torch-export"]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}
@@ -41,7 +42,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
     """Write a client's model, or the global one, with its preprocessing, into ``folder``, beside a README.
 
     Where PEFT can merge an adapter into the backbone's weights, it is merged. The file is read again, and its logits
-    on photographs are compared with the run's.
+    on photographs are compared with the run's. Until both files are written, what was in ``folder`` stays.
 
     Args:
         run: The run.
@@ -54,6 +55,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
 
     Raises:
         ModuleNotFoundError: If a package is missing that the format needs.
+        OSError: If the files cannot be written.
         ValueError: If the client does not exist, the model cannot be exported, or the file gives other logits.
     """
     check_choice("format", form, list(FILES))
@@ -67,8 +69,6 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
     x = _samples(run)
     model, merged = _merged(run, own, number)
     model.requires_grad_(False)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILES[form]
     metadata = {
         "preprocessing": json.dumps(run.preprocessing.record()),
         "classes": json.dumps(run.info.get("classes")),
@@ -80,35 +80,39 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         "safetensors": _safetensors,
         "torch-export": _torch_export,
     }
-    with torch.no_grad():
+    with torch.no_grad(), together(folder) as stage:
         expected = own(x)
         try:
-            found = write[form](model, x, path, metadata)(x)
+            found = write[form](model, x, stage / FILES[form], metadata)(x)
+        except (OSError, SafetensorError):  # the disk's, whatever the format
+            raise
         except Exception as error:  # what exporters raise has no common type
-            path.unlink(missing_ok=True)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(
                 f"the model cannot be written as {form} ({reason}); choose another format, or Run.save"
             ) from error
-    difference = float((found - expected).abs().max())
-    if not difference <= TOLERANCE:
-        path.unlink()
-        raise ValueError(
-            f"{str(path)!r} gave logits that differ by {difference:.1e} from the run's, more than {TOLERANCE}, and was "
-            "deleted; choose another format"
-        )
-    said = f"{merged} Its logits on {len(x)} samples differ by {difference:.1e} at most from the run's."
+        difference = float((found - expected).abs().max())
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"{str(folder / FILES[form])!r} would give logits that differ by {difference:.1e} from the run's, more "
+                f"than {TOLERANCE}, and is not written; choose another format"
+            )
+        said = f"{merged} Its logits on {len(x)} samples differ by {difference:.1e} at most from the run's."
+        (stage / "README.md").write_text(_readme(run, client, form, said), encoding="utf-8")
+        write_section(stage / "README.md", _privacy(run, number))
+    return said
+
+
+def _readme(run: Run, client: int | str | None, form: Format, said: str) -> str:
+    """What is in the folder, how it is read, and how images are prepared for it."""
     multilabel = "a sigmoid of each" if run.info["multilabel"] else "a softmax over the classes"
     shape = ", ".join(map(str, run.preprocessing.shape))
-    text = (
+    return (
         f"# {'The global model' if client is None else f'The model of client {client}'} of a run of perada\n\n"
         f"{_USE[form]}\n\nThe model maps images (B, {shape}), prepared as below, to logits (B, "
         f"{run.info['num_classes']}); {multilabel} makes probabilities of them. {said}\n\n"
         f"```json\n{json.dumps(run.preprocessing.record() | {'classes': run.info.get('classes')}, indent=2)}\n```\n"
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
-    write_section(folder / "README.md", _privacy(run, number))
-    return said
 
 
 def _privacy(run: Run, client: int | None) -> str:

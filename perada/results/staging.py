@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that come into a folder together: whoever is killed while writing them leaves the former ones or the new."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from perada.core.files import sync, sync_tree
 
@@ -17,7 +20,8 @@ def together(folder: Path) -> Iterator[Path]:
     """Give a folder to write into; at the end its files take their places in ``folder``, in which others stay.
 
     Until the last of them is written nothing in ``folder`` has changed. From then on the new ones count: if moving them
-    is interrupted, :func:`finish` goes on with it.
+    is interrupted, :func:`finish` completes it. An OSError of the disk, such as that it is full, names the folder and
+    says which of both is the case.
     """
     folder.mkdir(parents=True, exist_ok=True)
     finish(folder)
@@ -27,11 +31,29 @@ def together(folder: Path) -> Iterator[Path]:
         yield stage
         sync_tree(stage)
         stage.rename(folder / READY)
-        sync([folder])
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(stage, ignore_errors=True)
-        raise
-    finish(folder)
+        named = _named(error, f"{str(folder)!r} could not be written, and was not changed")
+        if named is None:
+            raise
+        raise named from error
+    try:
+        sync([folder])
+        finish(folder)
+    except OSError as error:
+        what = f"{str(folder)!r} was written, but not all files are in their places: load it, or write it again"
+        raise OSError(error.errno, f"{what} ({error})") from error
+
+
+def _named(error: BaseException, what: str) -> OSError | None:
+    """An error of the disk with ``what`` in front; None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, SafetensorError) and (found := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(found[1])
+    if number is None:
+        return None
+    reason = error.strerror if isinstance(error, OSError) and error.filename is None else error
+    return OSError(number, f"{what} ({reason})")
 
 
 def finish(folder: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run saves shows any changed byte, and a save that is killed leaves the run of before or the new one."""
 
+import errno
 import json
 import random
 import shutil
@@ -20,6 +21,7 @@ from perada.results.forgetting import forget
 from perada.results.record import read_records
 from perada.results.staging import READY, STAGE, finish
 from tests.digests import undigested
+from tests.disks import no_room
 
 
 def made(tiny, **options):
@@ -229,6 +231,16 @@ def test_a_save_that_fails_leaves_the_run_of_before(run, saved, tiny, tmp_path, 
     monkeypatch.setattr("perada.results.run.write_run", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         made(tiny, rounds=2).save(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("size", [100, 2000])  # which a model card passes, or the first tensors
+def test_a_disk_that_is_full_is_named_with_the_folder(run, saved, tmp_path, size):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with no_room(size), pytest.raises(OSError, match=r"copy' could not be written, and was not changed \(") as caught:
+        run.save(folder)
+    assert caught.value.errno == errno.EFBIG
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 

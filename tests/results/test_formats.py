@@ -14,6 +14,7 @@ import perada
 from perada.cli import main
 from perada.results import formats
 from perada.results.formats import export_model
+from tests.disks import no_room
 
 
 def make_run(tmp_path, adapter, **options):
@@ -95,16 +96,24 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
 
     def failing(*given):
         write(*given)
-        raise OSError("disk full")
+        raise KeyError("aten::odd")
 
-    for own, message in (
-        (wrong, r"gave logits that differ by 2\.0e-04 from the run's, more than 0.0001"),
-        (failing, r"cannot be written as safetensors \(OSError: disk full\)"),
+    def full(model, x, path, metadata):
+        with no_room(1000):
+            return write(model, x, path, metadata)
+
+    export_model(lora[0], None, "safetensors", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == {"model.safetensors", "README.md"}
+    for own, kind, message in (
+        (wrong, ValueError, r"would give logits that differ by 2\.0e-04 from the run's, more than 0.0001"),
+        (failing, ValueError, r"cannot be written as safetensors \(KeyError: 'aten::odd'\)"),
+        (full, OSError, rf"{tmp_path.name}' could not be written, and was not changed \(.+File too large"),
     ):
         monkeypatch.setattr(formats, "_safetensors", own)
-        with pytest.raises(ValueError, match=message):
-            export_model(lora[0], None, "safetensors", tmp_path)
-        assert not (tmp_path / "model.safetensors").exists()
+        with pytest.raises(kind, match=message):
+            export_model(lora[0], 1, "safetensors", tmp_path)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
