@@ -22,6 +22,8 @@ _LENGTH = struct.pack("<H", _COMMENT)  # stands before the comment of a zip arch
 LAST = "last.ckpt"
 PREVIOUS = "last.previous.ckpt"
 """The checkpoint that :data:`LAST` replaced, beside it."""
+REMEDY = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
+"""After an error of the disk."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -45,9 +47,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 _write(content, target)
             except OSError as error:
                 what = f"the checkpoint {str(target)!r} ({len(content) / 2**20:,.1f} MiB) could not be written"
-                raise OSError(
-                    error.errno, f"{what}: {error.strerror or error}; fix this, and resume with ckpt_path=last"
-                ) from error
+                raise OSError(error.errno, f"{what}: {error.strerror or error}; {REMEDY}") from error
 
     def load_checkpoint(
         self,

@@ -51,8 +51,8 @@ from perada.lightning.steps import (
     anyone_left,
     compared,
     exhausted,
+    explain,
     federation_of,
-    keep_signal,
     parts,
     progress,
     warn_report,
@@ -344,7 +344,7 @@ class FederatedLoop(pl.Callback):
             score_shifts(trainer, data, module)
 
     on_test_epoch_end = on_validation_epoch_end
-    on_exception = keep_signal
+    on_exception = explain
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""

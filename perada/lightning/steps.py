@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a run as the federated loop sees them."""
 
+import errno
+import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -17,16 +19,28 @@ from perada.core.rounds import PrivateSampling
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation.federation import Federation
 from perada.federation.round_report import RoundReport
+from perada.lightning.checkpoint_io import REMEDY
 from perada.lightning.module import FederatedClassifier
 from perada.server import ServerRule
 
 T = TypeVar("T")
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
-def keep_signal(_: object, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-    """Have a program that SIGTERM ends say so by its status, as shells give it; Lightning leaves it at 0."""
+def explain(_: object, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    """Have an error of the disk say where the run is and how to resume; those of writes do not even have a path.
+
+    A program that SIGTERM ends says so by its status, as shells give it; Lightning leaves it at 0.
+    """
     if isinstance(exception, SIGTERMException):
         exception.code = 128 + signal.SIGTERM
+        return
+    if not isinstance(exception, OSError) or exception.errno not in _OF_THE_DISK:
+        return
+    if exception.strerror == os.strerror(exception.errno):  # else somebody has explained it
+        exception.strerror += f"; {REMEDY}"
+        folders = (getattr(logger, "log_dir", None) for logger in trainer.loggers)
+        exception.filename = exception.filename or next(filter(None, folders), trainer.default_root_dir)
 
 
 def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[int, str]) -> None:

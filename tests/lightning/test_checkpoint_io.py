@@ -13,6 +13,7 @@ import torch
 import perada
 from perada.lightning.checkpoint import find_checkpoint, newest_whole
 from perada.lightning.checkpoint_io import WholeCheckpointIO, check_whole_file
+from tests.disks import no_room
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}
 
@@ -124,6 +125,22 @@ def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeyp
     perada.finetune(tiny.net(), tiny.data(), **options)
     folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
+
+
+@pytest.mark.parametrize("size", [100, 1000, 5000])  # which partition.json, metrics.csv and a checkpoint pass
+def test_a_disk_that_is_full_is_named_with_the_runs_folder(tiny, tmp_path, size):
+    options = tiny.options | {"rounds": 3, "default_root_dir": str(tmp_path), "logger": True, "client_store": "disk"}
+    with (
+        no_room(size),
+        pytest.raises(OSError, match="File too large; fix this, and resume with") as full,
+    ):
+        perada.finetune(tiny.net(), tiny.data(), **options)
+    assert str(tmp_path / "lightning_logs" / "version_0") in str(full.value)
+    saved = any(tmp_path.rglob("*.ckpt"))
+    resumed = perada.finetune(tiny.net(), tiny.data(), **options, ckpt_path="last" if saved else None)
+    undisturbed = perada.finetune(tiny.net(), tiny.data(), **options | {"default_root_dir": str(tmp_path / "other")})
+    for role in ("global", "personal"):
+        torch.testing.assert_close(resumed.states(role), undisturbed.states(role), rtol=0, atol=0)
 
 
 def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written):
