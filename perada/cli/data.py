@@ -9,6 +9,7 @@ import numpy as np
 from jsonargparse import ArgumentParser
 
 from perada.cli.sources import SKIPPED, SOURCE, kind_of, opened
+from perada.core.files import writing
 from perada.core.text import printable
 from perada.data import IID, ByDomain, Images
 from perada.data.inspection import Inspection, inspect_division
@@ -148,7 +149,8 @@ def draw(found: Inspection, output: Path) -> None:
     axes.tick_params(axis="x", rotation=90)
     figure.colorbar(drawn)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)
+    with writing(output):
+        figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -10,6 +10,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from perada.core.checks import check_number, check_whole
+from perada.core.files import writing
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"}
 TABLES = {".csv", ".tsv", ".parquet"}
@@ -37,7 +38,8 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     answers = {name: given[name] if given[name] is not None else _ask(name, given.yes) for name in QUESTIONS}
     text = recipe(**answers)
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(text, encoding="utf-8")
+    with writing(given.output):
+        given.output.write_text(text, encoding="utf-8")
     print(f"Wrote {given.output}; run it with: perada fit --config {given.output}")
 
 

@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.messages import of_options, one_line, quiet_lightning, short_warnings
 from perada.cli.words import is_comparison, listing, spelt_out, whole
+from perada.core.files import writing
 
 Tree = dict[str, tuple["str | Tree", str]]
 """By name: a command, as ``module:function``, or a tree of commands; and one line of help."""
@@ -172,7 +173,8 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
     if target.exists() and not given.force:
         raise FileExistsError(f"{str(target)!r} exists already; choose another destination or add --force")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    with writing(target):
+        target.write_text(text, encoding="utf-8")
     use = "compare" if is_comparison(target) else "fit --config"
     print(f"Copied {given.name} to {target}; run it with: perada {use} {target}")
 

@@ -49,6 +49,17 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Have an error of the disk name the file that is being written: those of writes have no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def being_written(path: Path) -> Iterator[None]:
     """Keep :func:`clear` from deleting a file until the end; it is made if it is not there, or only a link."""
     handle = None

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytorch_lightning as pl
 from torch import Tensor
 
+from perada.core.files import writing
+
 
 class PredictionFile(pl.Callback):
     """Writes ``predictions.csv`` into the run's folder when the trainer predicts, a row per test image.
@@ -50,7 +52,7 @@ class PredictionFile(pl.Callback):
         if self._rows and folder and trainer.is_global_zero:
             self.path = Path(folder) / "predictions.csv"
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("w", newline="", encoding="utf-8") as file:
+            with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(self._rows)
 
 

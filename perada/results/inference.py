@@ -16,6 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm.auto import tqdm
 
 from perada.core.checks import check_whole
+from perada.core.files import writing
 from perada.core.text import FORMULA, cell_text
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.own import list_images, some
@@ -58,7 +59,7 @@ class Predictions:
         paths = range(len(self.labels)) if self.paths is None else self.paths
         first = [f"./{path}" if str(path).startswith(FORMULA) else str(path) for path in paths]
         header = ["image" if self.paths is None else "path", "predicted", *(f"p({name})" for name in self.classes)]
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
+        with writing(Path(path)), Path(path).open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             table.writerow(header)
             for start, name, row in zip(first, self.names, self.probabilities.tolist(), strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from perada.core.checks import check_whole
 from perada.core.digests import SUMS_FILE, check_sealed, digest_of, sealed
-from perada.core.files import being_written, check_links
+from perada.core.files import being_written, check_links, writing
 from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
@@ -69,7 +69,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     # No string of JSON holds a line break, so that only what is between values is taken out.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n *", " ", found[0]), text)
     part = path.with_name(f".{path.name}.partial")
-    with being_written(part):
+    with writing(path), being_written(part):
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
 

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from perada.core.digests import check_sealed, sealed
+from perada.core.files import sync, writing
 from perada.experiments.compare.plan import CHOSEN_BY, Job, Point
 from perada.results.report import percent
 
@@ -73,8 +74,10 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
         written = [sealed(record) for record in self.records]
-        part.write_text(json.dumps(written, indent=1, allow_nan=False), encoding="utf-8")
-        os.replace(part, self.path)
+        with writing(self.path):
+            part.write_text(json.dumps(written, indent=1, allow_nan=False), encoding="utf-8")
+            sync([part])  # before it replaces what took hours
+            os.replace(part, self.path)
 
     def seconds(self, label: str) -> float | None:
         """Mean duration of the runs of a row, or of all rows where it has none yet."""

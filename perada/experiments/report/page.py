@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from perada.core.files import writing
 from perada.core.text import cell_text, printable
 from perada.experiments.report.sections import SHOWN, Cell, Section, Table, all_of, sections
 from perada.experiments.report.several import comparison
@@ -65,12 +66,13 @@ def write_page(output: Path, records: Sequence[Record]) -> Path:
                 found = found + own
     drawn, tables = all_of(found)
     output.mkdir(parents=True, exist_ok=True)
-    for figure in drawn:
-        (output / f"{figure.name}.png").write_bytes(figure.png)
-    for table in tables:
-        (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
-    path = output / "index.html"
-    path.write_text(_html(records, parts), encoding="utf-8")
+    path, page = output / "index.html", _html(records, parts)
+    with writing(output):
+        for figure in drawn:
+            (output / f"{figure.name}.png").write_bytes(figure.png)
+        for table in tables:
+            (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     return path
 
 

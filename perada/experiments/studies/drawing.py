@@ -4,6 +4,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perada.core.files import writing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -44,6 +46,7 @@ def new_figure(width: float, height: float) -> "Figure":
 def write(output: Path, name: str, numbers: str, figure: "Figure") -> None:
     """Write what a study found as NAME.json, and its figure as NAME.png, 100 dots per inch and without a date."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / f"{name}.json").write_text(numbers + "\n", encoding="utf-8")
-    figure.savefig(output / f"{name}.png", dpi=100, metadata={"Software": None})
+    with writing(output):
+        (output / f"{name}.json").write_text(numbers + "\n", encoding="utf-8")
+        figure.savefig(output / f"{name}.png", dpi=100, metadata={"Software": None})
     print(f"Wrote {name}.json and {name}.png to {output}")
