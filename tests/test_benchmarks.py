@@ -58,7 +58,16 @@ def test_every_benchmark_runs(tmp_path):
         assert {"machine", "threads", "load", "commit", "torch"} < row.keys()
         ratios = [value for name, value in row.items() if " / " in name]
         assert all(value > 0 for value in ratios), row
-        without = ("round_profile", "private_memory", "privacy_audit", "privacy_trials", "few_shot", "growth", "deploy")
+        without = (
+            "round_profile",
+            "private_memory",
+            "privacy_audit",
+            "privacy_trials",
+            "few_shot",
+            "growth",
+            "deploy",
+            "attacks",
+        )
         assert ratios or row["benchmark"] in without
     early, late, _ = (row for row in rows if row["benchmark"] == "growth")
     assert early["rounds"] < late["rounds"] and early["open files"] == late["open files"]
