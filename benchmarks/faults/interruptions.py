@@ -21,7 +21,8 @@ STORES = ("device", "host", "disk")
 TOGETHER = 2
 """Jobs at a time."""
 DISKS = {"full disk": "full", "read-only disk": "read-only"}
-SAID = {"full": "No space left", "read-only": "Read-only file system", "deleted": ""}
+ROOM = "no room in a file"
+SAID = {"full": "No space left", "read-only": "Read-only file system", "no room": "File too large", "deleted": ""}
 """Words of the one line with which a job ends, if it cannot do without what it was to write."""
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 EVERY = Job("ditto", "disk", "images")
@@ -31,9 +32,10 @@ EVERY = Job("ditto", "disk", "images")
 def interruptions(campaign: Campaign, folder: Path, seed: int, draws: int, quick: bool) -> None:
     """Interrupt runs that are drawn: algorithm, store, privacy, processes, fault, and the temporary directory's disk.
 
-    ``draws`` are killed at random moments, as many at random operations on files, and half as many find a full or a
-    read-only disk, lose their folder, or are asked to end by SIGTERM or SIGINT; a tenth of ``draws`` have two
-    processes. Then one run is killed at each of its operations. ``quick`` leaves out these two.
+    ``draws`` are killed at random moments, as many at random operations on files. Half as many find a full or a
+    read-only disk, or no room for more of a file, lose their folder, or are asked to end by SIGTERM or SIGINT; a
+    tenth of ``draws`` have two processes. Then one run is killed at each of its operations. ``quick`` leaves out these
+    two.
     """
     wholes = Wholes(folder / "whole")
     wholes.folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +44,7 @@ def interruptions(campaign: Campaign, folder: Path, seed: int, draws: int, quick
         "SIGKILL at an operation on a file": draws,
         "full disk": draws // 2,
         "read-only disk": draws // 2,
+        ROOM: draws // 2,
         "folder deleted": draws // 2,
         "SIGTERM": draws // 2,
         "SIGINT": draws // 2,
@@ -83,6 +86,8 @@ def _drawn(kind: str, number: int, seed: int, wholes: Wholes, folder: Path) -> t
     place, rank = draw.random(), draw.randrange(processes)
     if kind in DISKS:
         fault = Fault(DISKS[kind], int(place * opened))
+    elif kind == ROOM:
+        fault = Fault("no room", int(20 * 1000**place))  # bytes; a checkpoint has some 10,000
     elif "operation" in kind:
         fault = Fault("kill", int(place * operations))
     else:
@@ -91,7 +96,11 @@ def _drawn(kind: str, number: int, seed: int, wholes: Wholes, folder: Path) -> t
         fault = Fault(what, signal=sent, seconds=(0.05 + 0.95 * place) * seconds, rank=rank)
     job = replace(job, store=draw.choice(STORES))  # bits do not depend on it
     where = MEMORY if draw.random() < 0.5 else None
-    when = f"after {fault.seconds:.2f} s" if fault.seconds is not None else f"operation {fault.count}"
+    when = (
+        f"after {fault.seconds:.2f} s"
+        if fault.seconds is not None
+        else f"{'byte' if kind == ROOM else 'operation'} {fault.count}"
+    )
     return _tried(job, fault, f"number {number}: {when}", where, wholes, folder)
 
 

@@ -4,6 +4,7 @@
 import errno
 import logging
 import os
+import resource
 import sys
 import tempfile
 import warnings
@@ -152,7 +153,7 @@ def silent() -> Iterator[None]:
 
 
 def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int, port: int, errors: str) -> None:
-    """Run with a fault: ``none``, ``count``, ``kill``, ``full`` or ``read-only``.
+    """Run with a fault: ``none``, ``count``, ``kill``, ``full``, ``read-only``, or ``no room`` beyond ``count`` bytes.
 
     The file ``errors`` holds ``done`` at the end, or the message of an error, with status 1.
     """
@@ -172,10 +173,14 @@ def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int
             die_at(folders, count)
         elif fault in REFUSALS:
             refuse_at(folders, count, REFUSALS[fault])
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if fault == "no room":  # what is written, not only opened, is refused
+            resource.setrlimit(resource.RLIMIT_FSIZE, (count, most))
         try:
             trained = job.train(root)
             trained.save(root / "saved")
         except (ValueError, OSError) as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
             said.write(str(error))
             said.flush()
             os._exit(1)
