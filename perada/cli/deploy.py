@@ -89,7 +89,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--late", type=late, default="wait", help="Wait for all that were asked, or continue with the first."
     )
-    parser.add_argument("--resume", action="store_true", help="Go on with the run in the folder.")
+    parser.add_argument("--resume", action="store_true", help="Resume the run in the folder.")
     given = parser.parse_args(words)
     sites = [read_site(path) for path in given.local]
     workers = {one.name: worker_of(one) for one in sites}

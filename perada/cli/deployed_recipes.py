@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes as the parties of a deployment read them: with a site's own data, or without any client's."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import perada.data
 from perada.cli.keys import full_names
 from perada.cli.runs import PeradaCLI, make_cli
 from perada.cli.words import whole
+from perada.core.files import Scratch, writing
 from perada.data import FederatedDataModule
 from perada.data.one_client import only
 from perada.data.sets.own import some
@@ -186,7 +186,8 @@ def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
     content["trainer"] = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
     if accelerator != "auto":
         content["trainer"]["accelerator"] = accelerator
-    with tempfile.TemporaryDirectory() as folder:  # relative paths of files with options begin there
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    with Scratch() as folder:  # relative paths of files with options begin there
+        file = folder / "recipe.yaml"
+        with writing(file):
+            file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         return make_cli(["--config", str(file), *(f"--trainer.{option}" for option in QUIET)], run=False)

@@ -80,7 +80,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round waits for replies.")
     text = "Close a round when all who were asked have answered (wait), or with the first --min-sites (skip)."
     parser.add_argument("--late", type=Literal["wait", "skip"], default="wait", help=text)
-    parser.add_argument("--resume", action="store_true", help="Go on with the run that was interrupted.")
+    parser.add_argument("--resume", action="store_true", help="Resume the run that was interrupted.")
     text = "Folder for the server's state, on the SuperLink's machine; by default in Flower's own folder."
     parser.add_argument("--state", type=str, default="", help=text)
     given = vars(parser.parse_args(words))

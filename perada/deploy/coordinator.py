@@ -46,7 +46,7 @@ class Coordinator:
         num_classes: Number of classes.
         multilabel: Whether images have several labels.
         classes: Names of the classes; None lets the first site that joins say them.
-        resume: Go on with the run in the folder.
+        resume: Resume the run in the folder.
         loggers: Get the metrics of each round, beside ``metrics.csv`` in the folder.
 
     Raises:

@@ -6,6 +6,8 @@ import os
 import weakref
 from pathlib import Path
 
+from perada.core.files import writing
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file beside its place, for its owner alone, and put it there by one renaming; it is then on disk.
@@ -15,9 +17,12 @@ def write_whole(path: Path, content: bytes) -> None:
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)  # what a crash left: it may be open to others, or a link of theirs
     try:
-        with open(
-            part, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        ) as file:
+        with (
+            writing(path),
+            open(
+                part, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            ) as file,
+        ):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -41,7 +46,8 @@ def sync(folder: Path) -> None:
     """Have what was renamed in a folder on disk."""
     at = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(at)
+        with writing(folder):
+            os.fsync(at)
     finally:
         os.close(at)
 

@@ -78,7 +78,7 @@ class Chunk:
                 self.optimizers[role] = training.make(role, list(leaves.values()), factor, masked)
 
     def narrow(self, active: int) -> None:
-        """Go on with the first ``active`` clients only; tensors and optimiser states become views."""
+        """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
         before, self.active = self.active, active
         for role, state in self.states.items():
             views = {key: v.detach()[:active].requires_grad_(v.requires_grad) for key, v in state.items()}
