@@ -134,8 +134,8 @@ class Run(Models):
         own = client is not None and self.own(client)
         subject = Subject(self.info, self.metrics if scores else None, client, own, base, where, license)
         write_card(card, subject, blank)
-        names = [CARD_FILE, NAMES_FILE, BACKBONE_FILE, CONFIG_FILE, WEIGHTS_FILE]
-        return write_sums(folder, [name for name in names if (folder / name).is_file()])[WEIGHTS_FILE]
+        names = [name for name in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / name).is_file()]
+        return write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])[WEIGHTS_FILE]
 
     def add_client(self, folder: str | Path, client: int | str) -> Path:
         """Write a client that joined into the folder of the run that it joined; no other file but run.json changes."""

@@ -234,6 +234,12 @@ def test_a_save_that_fails_leaves_the_run_of_before(run, saved, tiny, tmp_path, 
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_a_folder_that_is_deleted_while_its_digests_are_made_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("perada.results.run.write_card", lambda *_: shutil.rmtree(tmp_path / "gone"))
+    with pytest.raises(FileNotFoundError, match=r"gone' could not be written"):
+        run.save(tmp_path / "gone")
+
+
 @pytest.mark.parametrize("size", [100, 2000])  # which a model card passes, or the first tensors
 def test_a_disk_that_is_full_is_named_with_the_folder(run, saved, tmp_path, size):
     folder = shutil.copytree(saved, tmp_path / "copy")
