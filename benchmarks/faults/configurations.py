@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -66,7 +67,15 @@ LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs", "torch_compile"}  #
 PARTITIONS = (IID, Dirichlet, Shards, DominantClass)
 
 
-def configuration(seed: int, number: int) -> Callable[[], Any]:
+@dataclass(frozen=True)
+class Call:
+    """A call of ``finetune``, and the options in which it differs from what works."""
+
+    options: dict[str, Any]
+    make: Callable[..., perada.Run]
+
+
+def configuration(seed: int, number: int) -> Call:
     """A call of ``finetune`` with random options, which follow from the seed and the number alone."""
     draw = random.Random(f"{seed}/{number}")
     return _divided(draw) if draw.random() < 0.25 else _given(draw)
@@ -78,14 +87,14 @@ def try_configurations(campaign: Campaign, seed: int, count: int, seconds: int =
     campaign.each(kind, count, lambda number: judged(configuration(seed, number), seconds))
 
 
-def judged(call: Callable[[], Any], seconds: int = SECONDS) -> tuple[str, str]:
-    """What came of a call, and what it was: its ``options`` are an attribute of it."""
-    options: dict[str, Any] = call.options  # type: ignore[attr-defined]
+def judged(call: Call, seconds: int = SECONDS) -> tuple[str, str]:
+    """What came of a call, and what it was."""
+    options = call.options
     what = ", ".join(f"{name}={value!r}" for name, value in options.items())[:300]
     with warnings.catch_warnings(record=True) as warned, tempfile.TemporaryDirectory() as folder, limited(seconds):
         warnings.simplefilter("always")
         try:
-            run = call(default_root_dir=folder)
+            run = call.make(default_root_dir=folder)
         except TimeoutError:
             return f"took more than {seconds} s", what
         except (ValueError, TypeError, OSError, ImportError) as error:
@@ -120,7 +129,7 @@ def _clear(message: str, options: dict[str, Any]) -> str:
     return "named" if any(mark in message for mark in (";", ":", ",")) else f"no remedy: {message[:200]}"
 
 
-def _given(draw: random.Random) -> Callable[..., Any]:
+def _given(draw: random.Random) -> Call:
     """A call with clients' own tensors, a small network, and some options that differ from what works."""
     signature = inspect.signature(perada.finetune)
     hints = get_type_hints(perada.finetune)
@@ -133,11 +142,10 @@ def _given(draw: random.Random) -> Callable[..., Any]:
         base = {"adapter": "head", "rounds": 1, "local_steps": 1, "algorithm": "fedavg", "batch_size": 4}
         return perada.finetune(_network(), _data(), **base | options | QUIET | more)
 
-    call.options = options  # type: ignore[attr-defined]
-    return call
+    return Call(options, call)
 
 
-def _divided(draw: random.Random) -> Callable[..., Any]:
+def _divided(draw: random.Random) -> Call:
     """A call with digits that a partition divides, whose options and the data module's are drawn."""
     kind = draw.choice(PARTITIONS)
     own = [name for name in inspect.signature(kind).parameters if name != "num_clients"]
@@ -161,8 +169,7 @@ def _divided(draw: random.Random) -> Callable[..., Any]:
             network, data, adapter="head", rounds=1, local_steps=1, algorithm="fedavg", **QUIET | more
         )
 
-    call.options = {"partition": kind.__name__} | of_partition | of_module  # type: ignore[attr-defined]
-    return call
+    return Call({"partition": kind.__name__} | of_partition | of_module, call)
 
 
 QUIET: dict[str, Any] = {
@@ -174,14 +181,14 @@ QUIET: dict[str, Any] = {
 }
 
 
-def _value(draw: random.Random, name: str, hint: Any) -> Any:  # noqa: ANN401
+def _value(draw: random.Random, name: str, hint: object) -> object:
     """A value of an option: half of the time one that its type, or ``RIGHT``, says can be used."""
     if draw.random() < 0.5:
         return draw.choice(WRONG[1:] if name in ENDLESS else WRONG)
     return draw.choice(RIGHT.get(name) or _of_type(hint))
 
 
-def _of_type(hint: Any) -> tuple[Any, ...]:  # noqa: ANN401
+def _of_type(hint: object) -> tuple[object, ...]:
     """Some values of a type."""
     if get_origin(hint) is Literal:
         return get_args(hint)

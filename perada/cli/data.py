@@ -10,11 +10,10 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.sources import SKIPPED, SOURCE, kind_of, opened
 from perada.core.files import writing
-from perada.core.text import printable
+from perada.core.text import printable, some
 from perada.data import IID, ByDomain, Images
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
-from perada.data.sets.own import some
 from perada.experiments.studies.drawing import check_drawing, new_figure
 from perada.results.report import ROWS, table
 

@@ -15,9 +15,9 @@ from perada.cli.keys import full_names
 from perada.cli.runs import PeradaCLI, make_cli
 from perada.cli.words import whole
 from perada.core.files import Scratch, writing
+from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.one_client import only
-from perada.data.sets.own import some
 from perada.deploy.recipe import Recipe
 from perada.deploy.site_file import SiteFile
 

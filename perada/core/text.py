@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text for a terminal or a spreadsheet, and the endings of names of scores."""
 
+from collections.abc import Sequence
+
 SPREADS = ("_std", "_worst", "_p10", "_weighted")
 """What the name of a mean over clients ends in where it is another figure of theirs."""
 
@@ -25,3 +27,13 @@ def printable(text: str) -> str:
     'a?[2Jb'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many there are more.
+
+    >>> some(["a", "b", "c"], most=1)
+    'a and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -21,13 +21,13 @@ from PIL import Image
 from torch.utils.data import Subset
 from tqdm import tqdm
 
+from perada.core.text import some
 from perada.data.batches.decoding import WHOLE_SCALE
 from perada.data.batches.transforms import to_image
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.division import Division
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFiles
-from perada.data.sets.own import some
 
 
 @dataclass

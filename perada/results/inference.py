@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 
 from perada.core.checks import check_whole
 from perada.core.files import writing
-from perada.core.text import FORMULA, cell_text
+from perada.core.text import FORMULA, cell_text, some
 from perada.data.preprocessing import Preprocessing
-from perada.data.sets.own import list_images, some
+from perada.data.sets.layouts import list_images
 from perada.data.sets.tables import read_table
 
 _TABLES = (".csv", ".tsv", ".parquet")

@@ -9,7 +9,7 @@ import torch
 
 from perada.data import ByDomain, FederatedDataModule, Images, ImageTable
 from perada.data.partitions.shares import spread_share
-from perada.data.sets.own import layout_pattern, list_images
+from perada.data.sets.layouts import layout_pattern, list_images
 from perada.results.inference import find_images
 
 from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table

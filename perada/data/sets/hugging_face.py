@@ -14,7 +14,8 @@ from torch import Tensor
 from perada.data.batches.decoding import MissingImageError, read_image
 from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.apportion import Array
-from perada.data.sets.own import SPLITS, OwnImages, Records, marked, ordered
+from perada.data.sets.layouts import SPLITS
+from perada.data.sets.own import OwnImages, Records, marked, ordered
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of one's own: names, clients and a split without code, from the paths of files."""
 
-import os
 import re
 import warnings
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,34 +16,13 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import check_number
 from perada.core.seeding import derive_seed
+from perada.core.text import some
 from perada.data.batches.decoding import check_full_scale
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.shares import spread_share
 from perada.data.sets.checks import class_names
 from perada.data.sets.folders import ImageFiles, Listing
-
-FIELDS = ("client", "class", "split", "group")
-SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
-    ("val", "valid", "validation", "dev"), "val"
-)
-"""Words for a split, in any case, and what they mean."""
-UNREAD = (
-    ".avif",
-    ".dcm",
-    ".dicom",
-    ".gif",
-    ".heic",
-    ".heif",
-    ".jfif",
-    ".jp2",
-    ".j2k",
-    ".jxl",
-    ".nii",
-    ".nii.gz",
-    ".svs",
-    ".tga",
-)
-"""Ends of names of images of other kinds."""
+from perada.data.sets.layouts import SPLITS, layout_pattern, list_images, proposal
 
 
 @dataclass(frozen=True)
@@ -221,7 +197,7 @@ class Images(OwnImages):
         others = [file for file, match in zip(files, matches, strict=True) if not match]
         what = f"in {root}, such as {others[0]}, do not have the layout {self.layout!r}" if others else ""
         if not found:
-            raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{_proposal(files[0])}")
+            raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{proposal(files[0])}")
         if others:
             warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
         values = {name: [match[name] for match in found] for name in self._pattern.groupindex}
@@ -233,78 +209,6 @@ class Images(OwnImages):
             )
         columns = {name: np.array(values[name]) for name in values if name in ("client", "group")}
         return Records([f"{self.root}/{match[0]}" for match in found], labels, classes, columns, split)
-
-
-def layout_pattern(layout: str) -> re.Pattern[str]:
-    """The paths that a layout stands for.
-
-    Raises:
-        ValueError: If it has an unknown field, a field twice, or no ``{class}``.
-
-    >>> layout_pattern("{client}/{class}_*").fullmatch("a/b_c_1.png").groupdict()
-    {'client': 'a', 'class': 'b'}
-    """
-    pattern, fields = "", []
-    for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):
-        if part.startswith("{"):
-            name = part[1:-1]
-            if name not in FIELDS:
-                close = get_close_matches(name, FIELDS, 1)
-                hint = f"did you mean {{{close[0]}}}?" if close else f"fields are {', '.join(FIELDS)}"
-                raise ValueError(f"layout={layout!r} has the field {part}, which is unknown; {hint}")
-            if name in fields:
-                raise ValueError(f"layout={layout!r} has {part} twice; put * in one of the places")
-            fields.append(name)
-            pattern += f"(?P<{name}>[^/]+?)"
-        else:
-            pattern += {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}.get(part, re.escape(part))
-    if "class" not in fields:
-        raise ValueError(
-            f"layout={layout!r} has no {{class}}: say where the class stands; UnlabelledFolder reads images without one"
-        )
-    return re.compile(pattern, re.DOTALL)
-
-
-def _proposal(file: str) -> str:
-    """A layout that a file may have.
-
-    >>> _proposal("north/test/benign/1.png")
-    ', such as {client}/{split}/{class}/*'
-    """
-    folders = file.split("/")[:-1]
-    others = [folder for folder in folders if folder.lower() not in SPLITS]
-    if not 1 <= len(others) <= 2 or len(folders) - len(others) > 1:
-        return ""
-    fields = iter(("class",) if len(others) == 1 else ("client", "class"))
-    parts = ["split" if folder.lower() in SPLITS else next(fields) for folder in folders]
-    return f", such as {'/'.join(f'{{{part}}}' for part in parts)}/*"
-
-
-def list_images(root: Path) -> list[str]:
-    """Paths of all images below ``root``, relative to it, with ``/``, sorted; nothing that begins with a dot.
-
-    Links to folders are followed, but for those to a folder that they stand in. A warning counts images of kinds that
-    are not read, such as DICOM.
-    """
-    found, unread = [], Counter[str]()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX")) and not _loops(folder, name)]
-        inside = Path(folder).relative_to(root)
-        for name in names:
-            if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
-                found.append((inside / name).as_posix())
-            elif not name.startswith(".") and name.lower().endswith(UNREAD):
-                unread[Path(name).suffix.lower()] += 1
-    if unread:
-        kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
-        warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
-    return sorted(found)
-
-
-def _loops(folder: str, name: str) -> bool:
-    """Whether a name in a folder is a link to this folder or to one above it."""
-    path = os.path.join(folder, name)
-    return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
 
 
 def ordered(names: set[str]) -> tuple[str, ...]:
@@ -357,13 +261,3 @@ def _split_word(word: str, where: str) -> str:
     if word.lower() not in SPLITS:
         raise ValueError(f"{where}: the split {word!r} is none of {', '.join(SPLITS)}; correct the layout or the name")
     return SPLITS[word.lower()]
-
-
-def some(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many there are more.
-
-    >>> some(["a", "b", "c"], most=1)
-    'a and 2 more'
-    """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from perada.core.text import some
 from perada.data.partitions.apportion import Array
-from perada.data.sets.own import SPLITS, OwnImages, Records, marked, numbered, ordered, some
+from perada.data.sets.layouts import SPLITS
+from perada.data.sets.own import OwnImages, Records, marked, numbered, ordered
 from perada.data.sets.tables import LISTED, read_table
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)

@@ -116,9 +116,9 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
         words = ["run", str(app), name, "--stream", "--run-config", _run_config(options)]
         run, interrupted = _shown(words, environment)
         if interrupted:
-            goes_on = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
+            still = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
             print(
-                goes_on if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr
+                still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr
             )
             return 130
         if run is None:
