@@ -117,9 +117,7 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
         run, interrupted = _shown(words, environment)
         if interrupted:
             still = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
-            print(
-                still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr
-            )
+            print(still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr)
             return 130
         if run is None:
             return 1
