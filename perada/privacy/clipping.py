@@ -19,6 +19,8 @@ from perada.server.aggregate import double
 METHODS = ("flat", "per_layer", "automatic")
 GAMMA = 0.01
 """The γ of ``automatic``, which keeps a zero gradient zero."""
+COPIED = 2**24
+"""Numbers that are copied in double precision at a time, for a sum."""
 MaxNorm = float | Mapping[str, float]
 
 
@@ -55,13 +57,28 @@ def factors_of(norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "fla
 def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
     """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`.
 
-    In single precision at least, in which the noise can then be added. With the factors of :func:`factors_of`, one
-    image more or less changes the sums by :func:`sensitivity` at most.
+    In double precision where the device has it. With the factors of :func:`factors_of`, one image more or less changes
+    the sums by :func:`sensitivity` at most, but for rounding: see :func:`summed_products`.
     """
-    rows, factors = wide(rows), factors.to(wide(rows).dtype)
-    kept = left_out(rows, factors)
-    summed = torch.bmm(factors.unsqueeze(1), kept.reshape(*factors.shape, -1))
-    return summed.view(len(factors), *rows.shape[1:])
+    ones = rows.new_ones(1, 1, 1).expand(len(rows), 1, 1)
+    return summed_products(rows.reshape(len(rows), 1, -1), ones, factors).view(len(factors), *rows.shape[1:])
+
+
+def summed_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
+    """Σ_r f_r Σ_n b_rn a_rnᵀ (C, O, I) over each client's rows r, of a (C·B, N, I), b (C·B, N, O) and factors f (C, B).
+
+    In double precision where the device has it, at most 64 rows at a time, fewer where they are long. So the part of a
+    row is rounded by at most 64 N 2⁻⁵³ f_r Σ_n ‖a_rn‖‖b_rn‖ (Higham 2002, section 3.1).
+    """
+    (clients, rows), (_, positions, inputs), outputs = factors.shape, a.shape, b.shape[2]
+    a, b = (left_out(x, factors).view(clients, rows, positions, -1) for x in (a, b))
+    size = max(1, min(64, COPIED // max(1, clients * positions * (inputs + outputs))))
+    total = double(a.new_zeros(clients, outputs, inputs))
+    for start in range(0, rows, size):
+        part_a, part_b, part_f = (double(x[:, start : start + size]) for x in (a, b, factors))
+        part_b = part_b * part_f[..., None, None]
+        total.baddbmm_(part_b.flatten(1, 2).transpose(1, 2), part_a.flatten(1, 2))
+    return total
 
 
 def wide(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import factors_of, noisy_mean, sensitivity, wide
 from perada.privacy.hooks import RowGradients, Whole, apart, hooked, layers, quiet, row_gradients
 from perada.privacy.options import Privacy
+from perada.server.aggregate import double
 
 
 @dataclass
@@ -101,23 +102,23 @@ class FoldedGradients:
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
         leaves = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
-        summed = {key: torch.zeros_like(value) for key, value in leaves.items()}
+        summed = {key: double(torch.zeros_like(value)) for key, value in leaves.items()}
         try:
             for part, (x, y, counts) in enumerate(query.slices(self.options.physical_batch_size)):
                 real = real_rows(counts, x.shape[1], x.device)
                 samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
                 with torch.autocast(x.device.type, enabled=False):
-                    norms = dict.fromkeys(leaves, torch.zeros(real.shape, device=real.device))  # no image passed some
-                    norms |= {key: sample.squares().sqrt().view_as(real) for key, sample in samples.items()}
+                    norms = dict.fromkeys(leaves, double(torch.zeros_like(real)))  # no image passed some
+                    norms |= {key: double(sample.squares()).sqrt().view_as(real) for key, sample in samples.items()}
                     factors = factors_of(norms, real, self.options.max_norm, self.options.clipping)
                     for key, sample in samples.items():
-                        summed[key] += sample.summed(factors[key].to(summed[key].dtype))
+                        summed[key] += sample.summed(factors[key])
         finally:  # let go of the query's tensors
             for module, name in self._owners.values():
                 parameter = module._parameters.get(name)
                 if parameter is not None and hasattr(parameter, "grad_sample"):
                     module._parameters[name] = nn.Parameter(parameter.detach()[:0])
-        return noisy(summed, query, self.options)
+        return noisy({key: value.to(leaves[key].dtype) for key, value in summed.items()}, query, self.options)
 
     def _samples(
         self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams

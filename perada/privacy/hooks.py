@@ -12,7 +12,7 @@ Shape suffixes: R rows (images of all clients), N positions, I inputs, O outputs
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ from perada.core.states import train_mode
 from perada.engine.fold import shell
 from perada.engine.prefix import Wrapper
 from perada.engine.stacked_layers import Twin
-from perada.privacy.clipping import left_out, weighted_sum, wide
+from perada.privacy.clipping import summed_products, weighted_sum, wide
+from perada.server.aggregate import double
 
 
 @dataclass
@@ -56,17 +57,23 @@ class Factors:
     shape: torch.Size
 
     def squares(self) -> Tensor:
-        """Squared norm (R,) of each: Σ_nm (a_n · a_m)(b_n · b_m)."""
-        a, b = self.a.double(), self.b.double()  # the terms may cancel
-        squares = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp(min=0)
-        return squares.to(self.a.dtype)
+        """Upper bound of each squared norm (R,), Σ_nm (a_n · a_m)(b_n · b_m) and a bound of its rounding error.
+
+        The terms may cancel, to 0 even, and leave a rounding error in the sum of rows that is as large as the terms. So
+        a row's factor must be small if S = Σ_n ‖a_n‖‖b_n‖ is large. By Cauchy and Schwarz's inequality the rounding
+        error here is at most (I + O + N²) 2⁻⁵³ S² to first order (Higham 2002, section 3.1); eight times that is added.
+        Then S times the factor is at most C / √(8 (I + O + N²) 2⁻⁵³), and the rounding error of a row in
+        :func:`~perada.privacy.clipping.summed_products` at most 64 √(2⁻⁵³ / 8) C < 3e-7 C.
+        """
+        a, b = self.a.double(), self.b.double()
+        squares = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2))
+        lengths = (a.square().sum(2) * b.square().sum(2)).sqrt().sum(1)
+        slack = 2**-50 * (a.shape[2] + b.shape[2] + a.shape[1] ** 2)
+        return squares.clamp(min=0) + slack * lengths.square()
 
     def summed(self, factors: Tensor) -> Tensor:
         """As :meth:`Whole.summed`."""
-        clients = len(factors)
-        a = left_out(self.a, factors).reshape(clients, -1, self.a.shape[-1])
-        b = left_out(self.b, factors) * factors.reshape(-1, 1, 1)
-        return torch.bmm(b.reshape(clients, -1, self.b.shape[-1]).transpose(1, 2), a).view(clients, *self.shape)
+        return summed_products(self.a, self.b, factors).view(len(factors), *self.shape)
 
 
 RowGradients = Whole | Factors
@@ -119,13 +126,20 @@ def layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 
 def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule, imported late since that takes seconds
     """``model`` under Opacus's hooks, the stacked layers in its registry."""
-    from opacus.grad_sample import GradSampleModule, register_grad_sampler
+    from opacus.grad_sample import GradSampleModule
 
     twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
-    register_grad_sampler(list(twins))(_sample_gradients)
-    register_grad_sampler(nn.Conv2d)(_conv_gradients)
+    samplers = _samplers() | dict.fromkeys(twins, _sample_gradients)
     train_mode(model)
-    return GradSampleModule(model, loss_reduction="sum", strict=False)
+    # A class of its own: Opacus's registry is of the whole process.
+    return type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})(model, loss_reduction="sum", strict=False)
+
+
+def _samplers() -> dict[type[nn.Module], Callable[..., dict[nn.Parameter, Tensor]]]:
+    """Opacus's samplers, but for that of convolutions."""
+    from opacus.grad_sample import GradSampleModule
+
+    return {**GradSampleModule.GRAD_SAMPLERS, nn.Conv2d: _conv_gradients}
 
 
 def _conv_gradients(layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -143,8 +157,6 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
     It does not depend on the client, so that Opacus's sampler for the layer's original gives it. Where there is none,
     every row is taken for a client of its own. Where factors are cheaper they are kept, and Opacus gets an empty one.
     """
-    from opacus.grad_sample import GradSampleModule
-
     original = layer.original[0]
     names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
     weight: Any = None if "weight" in layer.frozen else getattr(layer, "weight", None)
@@ -156,7 +168,7 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
         if original.bias is not None and original.bias.requires_grad:
             found[layer.bias] = factors[1].sum(1)
         return found
-    samplers = GradSampleModule.GRAD_SAMPLERS
+    samplers = _samplers()
     kinds = type(original).__mro__ if layer.like_torch else ()  # timm subclasses torch's
     kind = next((kind for kind in kinds if kind in samplers), None)
     if kind is not None:
@@ -180,8 +192,10 @@ def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor)
 def _factors(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> tuple[Tensor, Tensor] | None:
     """The factors a (R, N, I) and b (R, N, O) of a layer that is a linear map of positions, if they are the cheaper.
 
-    ``always`` if there are some already, of an earlier use of the layer.
+    ``always`` if there are some already, of an earlier use of the layer; never where the device has no double.
     """
+    if double(x[:0]).dtype is not torch.float64:
+        return None
     if type(layer) is nn.Linear:
         a, b = x.reshape(len(x), -1, x.shape[-1]), backprops.reshape(len(x), -1, backprops.shape[-1])
     elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":

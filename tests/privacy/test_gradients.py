@@ -292,3 +292,13 @@ def test_factors_whose_terms_cancel():
     b -= b.mean(1, keepdim=True)
     whole = torch.einsum("rno,rni->roi", b.double(), a.double())
     assert torch.allclose(Factors(a, b, torch.Size([5, 6])).squares().double(), whole.square().sum((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+def test_opacus_registry_stays_as_it_is(engine):
+    from opacus.grad_sample import GradSampleModule
+
+    before = dict(GradSampleModule.GRAD_SAMPLERS)
+    net = model("small")
+    engine(Privacy(0.0), Engine(net), False)(query(net))
+    assert before == GradSampleModule.GRAD_SAMPLERS

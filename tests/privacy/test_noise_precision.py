@@ -141,9 +141,9 @@ class Widened(nn.Module):
         return x.float()
 
 
-def test_parts_for_use_alone_sum_in_single_precision_and_refuse_less():
+def test_parts_for_use_alone_sum_in_double_precision_and_refuse_half():
     summed = weighted_sum(torch.ones(5000, 3, dtype=torch.bfloat16), torch.full((1, 5000), 0.25))
-    assert summed.dtype == torch.float32
+    assert summed.dtype == torch.float64
     assert summed.tolist() == [[1250.0] * 3]
     with pytest.raises(ValueError, match=r"'w' is torch.bfloat16, in which the noise would be rounded away"):
         noisy_mean({"w": summed.bfloat16()}, 1.0, [1.0], None)
