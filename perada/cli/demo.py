@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`perada deploy demo`: a SuperLink, three SuperNodes and three workers on this machine, and a run of the digits."""
 
+import hashlib
 import sys
 import tempfile
 import time
@@ -46,13 +47,14 @@ def demo_recipe(rounds: int) -> str:
 def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:
     """Write the file of a site that has the images of one of the recipe's clients."""
     site = SITES[place]
-    data = yaml.safe_load(recipe.read_text(encoding="utf-8"))["data"]
+    text = recipe.read_bytes()
+    data = yaml.safe_load(text)["data"]
     content = {
         "name": site,
         "data": {"dataset": data["dataset"], "partition": data["partition"], "client": place},
         "state": f"state-{site}",
         "socket": f"run/{site}.sock",
-        "recipes": [{"recipe": str(recipe), "digest": digest}],
+        "recipes": [{"recipe": str(recipe), "sha256": hashlib.sha256(text).hexdigest(), "digest": digest}],
         "may_send": ["sizes", "counts", "scores"],
     }
     path = folder / f"{site}.yaml"

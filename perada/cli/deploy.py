@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from perada.deploy.coordinator import Coordinator
 from perada.deploy.flower.socket import Listener, from_supervisor, supervised
 from perada.deploy.local import LocalTransport
 from perada.deploy.recipe import Recipe
-from perada.deploy.site_file import SiteFile, read_site
+from perada.deploy.site_file import Approved, SiteFile, read_site
 from perada.deploy.state import STATE, Book, read_state
 from perada.deploy.transport import Transport
 from perada.deploy.worker import SiteWorker
@@ -27,8 +28,6 @@ from perada.privacy.ledgers import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
 
-DELTA = 1e-5
-"""Of the ε that `perada deploy status` prints of a site."""
 SITE = "File of the site, such as site.yaml."
 
 
@@ -50,19 +49,20 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("site", type=Path, help=SITE)
     given = read_site(parser.parse_args(words).site)
     for path, approved in given.recipes.items():
-        client = Client(site_recipe(path, given), given.max_epsilon)
+        client = Client(site_recipe(path, given), given.limits)
         tried = try_step(client)
         data = client.data
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
-        digest = client.recipe.digest
-        said = "approved" if digest == approved else "not approved: add it to the site's file" if not approved else ""
-        if approved and digest != approved:
+        here = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
+        if approved.digest not in ("", here.digest):
             raise ValueError(
-                f"{str(path)!r} with these weights has the digest {digest}, and the site approves {approved}; ask the "
-                "server for the recipe that was approved, or approve this one"
+                f"{str(path)!r} with these weights has the digest {here.digest}, and the site approves "
+                f"{approved.digest}; ask the server for the recipe and weights that were approved, or approve these"
             )
         lines = [
-            f"{path.name}: digest {digest} ({said})",
+            f"{path.name}: " + ("approved" if approved == here else "not approved: add this to the site's file"),
+            f"  sha256: {here.sha256}",
+            f"  digest: {here.digest}",
             f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
             f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
@@ -118,10 +118,11 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
         total = Ledger()
         total.load_state_dict(header["total"])
         if total.history(0):
-            spent = epsilon_text(total.epsilon(0, DELTA))
+            limits = given.limits
+            spent = epsilon_text(total.epsilon(0, limits.delta, limits.accountant))
             bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
             without = f"; {bare} rounds had no privacy" if bare else ""
-            print(f"All runs together: ε {spent} at δ = {DELTA:g}, by RDP{without}.")
+            print(f"All runs together: ε {spent} at δ = {limits.delta:g}, by {limits.accountant}{without}.")
         return
     progress, _ = records.read(where)
     head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
@@ -163,15 +164,20 @@ def worker_of(given: SiteFile) -> SiteWorker:
     """
     clients = {}
     for path, approved in given.recipes.items():
-        client = Client(site_recipe(path, given), given.max_epsilon)
-        if client.recipe.digest != approved:
+        if not all(approved):
             raise ValueError(
-                f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved or 'none'}; "
-                "`perada deploy check` shows what it would do; to approve it, write the digest into the site's file"
+                f"{str(path)!r} is not approved: the site's file does not say its sha256 and its digest; `perada "
+                "deploy check` shows both, and what the recipe would do"
             )
-        clients[approved] = client
+        client = Client(site_recipe(path, given), given.limits)
+        if client.recipe.digest != approved.digest:
+            raise ValueError(
+                f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved.digest}: its "
+                "file is the one that was approved, its frozen weights are not; put those there that were"
+            )
+        clients[approved.digest] = client
     log = logging.getLogger(f"perada.site.{given.name}")
-    return SiteWorker(Book(given.state), clients, given.may_send, given.max_rounds, log)
+    return SiteWorker(Book(given.state), clients, given.may_send, given.limits, log)
 
 
 def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
@@ -202,7 +208,7 @@ def _of_site(given: SiteFile, name: str | None) -> tuple[Recipe, dict[str, list[
     state = read_state(given.state / STATE)[0] if (given.state / STATE).is_file() else None
     if state is None or not state.shared:
         raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")
-    path = Path(name) if name else next(iter(given.recipes))
+    path = Path(name).absolute() if name else next(iter(given.recipes))
     client = Client(site_recipe(path, given))
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of the site's last run; name that one by --recipe")

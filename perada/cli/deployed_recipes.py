@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes as the parties of a deployment read them: with a site's own data, or without any client's."""
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,9 +51,19 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     """A recipe with the data of a site in the place of its own, and its own classes by their names.
 
     Raises:
-        ValueError: If the site's data have a class that the recipe does not name, or no such client.
+        ValueError: If the file is not the one that the site approved, which is looked at before anything that it says;
+            or the site's data have a class that the recipe does not name, or no such client.
     """
-    text = path.read_bytes()
+    text, approved = path.read_bytes(), given.recipes.get(path.absolute())
+    if approved is None:
+        raise ValueError(f"{str(path)!r} is not among the site's recipes; list it there, once you have read it")
+    sha256 = hashlib.sha256(text).hexdigest()
+    if approved.sha256 not in ("", sha256):
+        raise ValueError(
+            f"{str(path)!r} has the SHA-256 {sha256}, and the site approves {approved.sha256}: nothing of it was run. "
+            "Ask the server for the recipe that was approved; or read this one, and write its sha256 into the site's "
+            "file"
+        )
     content = _content(text)
     kept = {key: value for key, value in (content.get("data") or {}).items() if key not in OF_ALL}
     named = _named_classes((content.get("data") or {}).get("dataset"))

@@ -2,7 +2,6 @@
 """What `perada deploy check` tries at a site: one local step, its time and memory, and the ε of a whole run."""
 
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from perada.data.one_client import OneClient
 from perada.deploy.client import Client
 from perada.deploy.messages import Order
 from perada.deploy.state import RunState
-from perada.privacy.accounting import history_epsilon
 from perada.results.report import epsilon_text
 
 
@@ -63,19 +61,8 @@ def shown_memory(tried: Tried) -> str:
 
 
 def shown_privacy(client: Client) -> str:
-    """What a whole run spends at the site, if it takes part in every round."""
-    images = client.protection(None, 0).images
-    assert images is not None
-    account, options = images.account, images.account.options
-    history = Counter[tuple[float, float]]()
-    kinds = [("train", client.recipe.rounds)]
-    kinds += [("tune", 1)] if client.settings.algorithm.personalization() else []
-    for kind, times in kinds:
-        order = Order(kind, "0" * 32, "0" * 64)  # type: ignore[arg-type]  # one of two
-        for _, sigma, rate, steps, _ in account.cost(client.plan(order), tuning=kind == "tune"):
-            history[sigma, rate] += times * steps
-    spent = epsilon_text(history_epsilon(history, options.delta, options.accountant))
-    limit = min((one for one in (options.max_epsilon, options.target_epsilon) if one is not None), default=None)
-    stops = "" if limit is None else f", and it stops at ε = {limit:g}"
-    whole = f"{client.recipe.rounds} rounds spend ε = {spent} at δ = {options.delta:g}, by {options.accountant}"
-    return f"yes: {whole}{stops}"
+    """What a whole run spends at the site, if it takes part in every round, and the site's limit."""
+    limits, rounds = client.limits, client.recipe.rounds
+    spent, own = epsilon_text(client.epsilon(client.planned)), limits.max_epsilon
+    limit = "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
+    return f"yes: a run of {rounds} rounds spends ε ≤ {spent} at δ = {limits.delta:g}, by {limits.accountant}; {limit}"

@@ -14,6 +14,7 @@ from perada.core.states import State, expand
 from perada.data.one_client import OneClient
 from perada.deploy.messages import Order
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
+from perada.deploy.site_file import Limits
 from perada.deploy.state import RunState
 from perada.engine.ensembles import compare, ensemble
 from perada.federation.cohort import Trained
@@ -23,7 +24,7 @@ from perada.federation.site import Site
 from perada.lightning.checks import check_batch_norm, check_images, keep_clients_apart
 from perada.lightning.private_setup import check_network, check_private, protect
 from perada.privacy.account import Row
-from perada.privacy.accounting import ROUNDING, history_epsilon
+from perada.privacy.accounting import ROUNDING, History, history_epsilon
 from perada.privacy.ledgers import Ledger, Ledgers
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
@@ -42,22 +43,26 @@ class Client:
 
     Args:
         recipe: With the site's data alone.
-        max_epsilon: Largest ε of all that the site ever trains; None for the recipe's, if it has one, of all that was
-            ever trained here with privacy.
+        limits: Of the site; by default those that a site has that says none.
+
+    Attributes:
+        planned: Noisy steps of one whole run, as {(σ, q): steps}: all rounds that the recipe's own limits leave room
+            for, and the fine-tuning; empty without privacy.
 
     Raises:
         ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
     """
 
-    def __init__(self, recipe: Recipe, max_epsilon: float | None = None) -> None:
-        self.recipe, self.module, self.data, self.max_epsilon = recipe, recipe.module, recipe.data, max_epsilon
+    def __init__(self, recipe: Recipe, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.recipe, self.module, self.data, self.limits = recipe, recipe.module, recipe.data, limits
         self.data.setup()
         if self.data.num_clients != 1:
             raise ValueError(f"a site has the data of one client, and these are of {self.data.num_clients}; name one")
-        if max_epsilon is not None and recipe.loop.privacy is None:
+        if limits.max_epsilon is not None and recipe.loop.privacy is None:
             raise ValueError(
-                f"max_epsilon={max_epsilon} of the site cannot be kept by a recipe without privacy, which shows its "
-                "images without noise; approve a recipe with privacy, or leave the limit out"
+                f"max_epsilon={limits.max_epsilon} of the site cannot be kept by a recipe without privacy, which shows "
+                "its images without noise; approve a recipe with privacy, or leave the limit out"
             )
         recipe.build(self.data.num_classes, self.data.multilabel)
         # What needs the server's images or other clients is the server's to check.
@@ -82,6 +87,25 @@ class Client:
                 keep_clients_apart(self.module, batch.x)
             check_network(self.settings, recipe.trainer, self.module, batch)
         check_batch_norm(self.data, self.module, None)
+        self.planned = self._planned()
+
+    def _planned(self) -> Counter[tuple[float, float]]:
+        images = self.protection(None, 0).images
+        if images is None:
+            return Counter()
+        account, tuned = images.account, self.settings.algorithm.personalization() is not None
+        for kind, times in (("train", self.recipe.rounds), ("tune", int(tuned))):
+            order = Order(kind, "0" * 32, "0" * 64)  # type: ignore[arg-type]  # one of two
+            costs = account.cost(self.plan(order), kind == "tune") if times else []
+            for _ in range(times):
+                if not account.affordable([0], tuning=kind == "tune"):
+                    break
+                account.spend(costs)
+        return Counter(account.ledgers.release.history(0))
+
+    def epsilon(self, history: History) -> float:
+        """ε of noisy steps, as the site's limit counts it."""
+        return history_epsilon(history, self.limits.delta, self.limits.accountant)
 
     @property
     def size(self) -> int:
@@ -128,22 +152,22 @@ class Client:
         return protection.images.account.cost(self.plan(order), tuning=order.kind == "tune")
 
     def affordable(self, order: Order, protection: Protection, total: Ledger) -> bool:
-        """Whether the recipe's limits in this run, and the site's own in all runs together, leave room for it."""
+        """Whether the recipe's limits in this run, and the site's own in all runs together, leave room for it.
+
+        A site without a limit of its own has that of one whole run, of all that was ever trained here with privacy.
+        """
         if protection.images is None:
             return True
-        account, limit = protection.images.account, self.max_epsilon
-        if not account.affordable([0], tuning=order.kind == "tune"):
+        if not protection.images.account.affordable([0], tuning=order.kind == "tune"):
             return False
-        history = Counter(total.history(0))
+        limit, history = self.limits.max_epsilon, Counter(total.history(0))
         if limit is None:  # else a server would begin anew under another run's name
-            own = (account.options.max_epsilon, account.options.target_epsilon)
-            limit = min((given for given in own if given is not None), default=math.inf)
-            history = Counter({key: steps for key, steps in history.items() if key[0]})
+            limit, history = self.epsilon(self.planned), Counter({key: n for key, n in history.items() if key[0]})
         if limit == math.inf:
             return True
         for _, sigma, rate, steps, _ in self.costs(order, protection):
             history[sigma, rate] += steps
-        return history_epsilon(history, account.options.delta, account.options.accountant) <= limit * ROUNDING
+        return self.epsilon(history) <= limit * ROUNDING
 
     def train(
         self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None

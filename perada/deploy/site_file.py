@@ -3,9 +3,9 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -13,9 +13,44 @@ from perada.core.checks import check_choice, check_number, check_options, check_
 from perada.deploy.messages import SENDABLE
 
 KEYS = ("name", "recipes", "data", "state", "socket", "may_send", "limits", "accelerator")
-LIMITS = ("max_epsilon", "max_rounds")
 PLACES = ("root", "table")
 """Options of a data set that are paths, which are relative to the file."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a site allows of all that is ever trained on its images, all runs and recipes together.
+
+    Attributes:
+        max_epsilon: Largest ε; None for that of one whole run of the recipe.
+        delta: δ of that ε, whatever a recipe says.
+        accountant: By which it is computed, whatever a recipe says: ``rdp`` or ``prv``, which report upper bounds.
+        max_rounds: Rounds; None for no limit.
+        max_runs: Runs, each of which leaves a personal adapter on the site's disk.
+
+    Raises:
+        ValueError: If one of them cannot be used.
+    """
+
+    max_epsilon: float | None = None
+    delta: float = 1e-5
+    accountant: str = "rdp"
+    max_rounds: int | None = None
+    max_runs: int = 100
+
+    def __post_init__(self) -> None:
+        check_number("max_epsilon", self.max_epsilon, above=0, optional=True)
+        check_number("delta", self.delta, above=0, below=1, hint="less than 1 / number of images, such as 1e-5")
+        check_choice("accountant", self.accountant, ("rdp", "prv"))
+        check_whole("max_rounds", self.max_rounds, optional=True)
+        check_whole("max_runs", self.max_runs)
+
+
+class Approved(NamedTuple):
+    """What a site wrote down of a recipe; empty where it did not."""
+
+    sha256: str  # of the file, which is compared before anything of it is looked at
+    digest: str  # of the file and the frozen weights
 
 
 @dataclass(frozen=True)
@@ -24,25 +59,23 @@ class SiteFile:
 
     Attributes:
         name: What the site is called in its own log.
-        recipes: Files that the site approves, with the digest of each; empty where there is none yet.
+        recipes: Files of recipes, with what the site approves of each.
         data: Options of :class:`perada.data.Images` or :class:`perada.data.ImageTable`; or the section ``data`` of a
             recipe with ``dataset`` and ``partition``, and the number ``client`` of the site among its clients.
         state: Folder of its personal state and its ledgers.
         socket: Where the worker listens; None if it does not say.
         may_send: What may leave beside updates.
-        max_epsilon: Largest ε of all that is ever trained here; None for the recipe's own limit.
-        max_rounds: Rounds that are ever trained here, at most; None for no limit.
+        limits: Of all that is ever trained here.
         accelerator: ``cpu``, ``gpu`` and so on.
     """
 
     name: str
-    recipes: dict[Path, str]
+    recipes: dict[Path, Approved]
     data: dict[str, Any]
     state: Path
     socket: Path | None = None
     may_send: tuple[str, ...] = ()
-    max_epsilon: float | None = None
-    max_rounds: int | None = None
+    limits: Limits = field(default_factory=Limits)
     accelerator: str = "auto"
 
 
@@ -69,9 +102,11 @@ def read_site(path: Path) -> SiteFile:
     check_options(f"{path}: data", data, "{root: images, layout: '{class}/*'}")
     check_options(f"{path}: limits", limits, "{max_epsilon: 8}")
     for key in limits:
-        check_choice(f"{path}: limits", key, LIMITS)
-    check_number(f"{path}: max_epsilon", limits.get("max_epsilon"), above=0, optional=True)
-    check_whole(f"{path}: max_rounds", limits.get("max_rounds"), optional=True)
+        check_choice(f"{path}: limits", key, [each.name for each in fields(Limits)])
+    try:
+        limits = Limits(**limits)
+    except ValueError as error:
+        raise ValueError(f"{path}: limits: {error}") from None
     if not isinstance(may_send, list):
         raise ValueError(f"{path}: may_send={may_send!r} cannot be used; give a list of {', '.join(SENDABLE)}")
     for one in may_send:
@@ -84,26 +119,28 @@ def read_site(path: Path) -> SiteFile:
         home / str(content.get("state") or "state"),
         None if socket is None else home / str(socket),
         tuple(may_send),
-        limits.get("max_epsilon"),
-        limits.get("max_rounds"),
+        limits,
         str(content.get("accelerator") or "auto"),
     )
 
 
-def _recipes(path: Path, given: object) -> dict[Path, str]:
-    """The recipes that are approved, and their digests."""
+def _recipes(path: Path, given: object) -> dict[Path, Approved]:
+    """The recipes, and what is approved of them."""
+    usage = "{recipe: FILE, sha256: …, digest: …}"
     if not isinstance(given, list) or not given:
-        raise ValueError(
-            f"{path}: recipes={given!r} cannot be used; list what is approved, as {{recipe: FILE, digest: …}}"
-        )
+        raise ValueError(f"{path}: recipes={given!r} cannot be used; list what is approved, as {usage}")
     found = {}
     for entry in given:
-        if not isinstance(entry, Mapping) or not {"recipe"} <= set(entry) <= {"recipe", "digest"}:
-            raise ValueError(f"{path}: recipes: {entry!r} cannot be used; give {{recipe: FILE, digest: …}}")
-        digest, file = entry.get("digest") or "", path.absolute().parent / str(entry["recipe"])
-        if not isinstance(digest, str) or not re.fullmatch("([0-9a-f]{64})?", digest):
-            raise ValueError(f"{path}: digest={digest!r} cannot be used; `perada deploy check` prints that of a recipe")
+        if not isinstance(entry, Mapping) or not {"recipe"} <= set(entry) <= {"recipe", *Approved._fields}:
+            raise ValueError(f"{path}: recipes: {entry!r} cannot be used; give {usage}")
+        approved, file = Approved(*(entry.get(name) or "" for name in Approved._fields)), path.absolute().parent
+        for name, value in approved._asdict().items():
+            if not isinstance(value, str) or not re.fullmatch("([0-9a-f]{64})?", value):
+                raise ValueError(
+                    f"{path}: {name}={value!r} cannot be used; `perada deploy check` prints that of a recipe"
+                )
+        file = file / str(entry["recipe"])
         if not file.is_file():
             raise FileNotFoundError(f"{path}: the recipe {str(file)!r} is not there; put it there, or correct the path")
-        found[file] = digest
+        found[file] = approved
     return found

@@ -125,6 +125,12 @@ class Book:
             raise ValueError(f"{str(former)!r} holds the run {state.run}; restore it from a copy")
         return state
 
+    @property
+    def runs(self) -> list[str]:
+        """Ids of all runs that the site has trained in, the current one last."""
+        former = sorted(path.stem for path in (self.folder / "runs").glob("*.safetensors") if path.stem != self._run)
+        return former if self._run is None else [*former, self._run]
+
     def commit(self, state: RunState, total: Ledger, rounds: int, sampling: str | None) -> None:
         """Write a run's state and the totals, all at once."""
         path = self.folder / STATE

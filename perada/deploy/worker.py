@@ -13,6 +13,7 @@ from perada.core.text import printable
 from perada.deploy.client import Client
 from perada.deploy.codec import Spec, digest, header_of, largest, pack, spec_of, table_of, unpack
 from perada.deploy.messages import Answer, Code, Malformed, Order
+from perada.deploy.site_file import Limits
 from perada.deploy.state import Book, RunState
 from perada.federation.evaluation import Scores
 
@@ -35,7 +36,7 @@ class SiteWorker:
         book: The site's state folder.
         clients: The recipes that the site approves, by digest, with its data.
         may_send: What of :data:`perada.deploy.messages.SENDABLE` may leave the site beside updates.
-        max_rounds: Rounds that it ever trains, at most; None for no limit.
+        limits: Of all that it ever trains; by default those that a site has that says none.
         log: Where reasons go; they never leave the site.
     """
 
@@ -44,10 +45,10 @@ class SiteWorker:
         book: Book,
         clients: Mapping[str, Client],
         may_send: Sequence[str] = (),
-        max_rounds: int | None = None,
+        limits: Limits | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        self.book, self.clients, self.may_send, self.max_rounds = book, dict(clients), set(may_send), max_rounds
+        self.book, self.clients, self.may_send, self.limits = book, dict(clients), set(may_send), limits or Limits()
         self.log = log or logging.getLogger("perada.site")
         self._busy = threading.Lock()
 
@@ -108,6 +109,8 @@ class SiteWorker:
             raise Refused("past", f"round {order.round} after round {state.round}")
         state.client, state.recipe = order.client, order.recipe
         if order.kind == "evaluate":
+            if not state.trained:  # or a server makes runs of its own, to have any model scored
+                raise Refused("other", f"nothing was trained in run {order.run}, and models are to be scored")
             return self._evaluate(client, message, order, answers, state)
         if order.round == state.round:
             if answers != state.message:
@@ -121,11 +124,13 @@ class SiteWorker:
         _, given = unpack(message, spec_of(template.initial if order.kind == "tune" else template.sending))
         if len(order.lengths) not in (0, len(client.settings.phases)):
             raise Malformed(f"{len(order.lengths)} lengths for {len(client.settings.phases)} phases")
-        rounds = self.book.rounds
-        if self.max_rounds is not None and rounds >= self.max_rounds:
+        rounds, runs, limits = self.book.rounds, self.book.runs, self.limits
+        if limits.max_rounds is not None and rounds >= limits.max_rounds:
             raise Refused(
-                "exhausted", f"{rounds} rounds of max_rounds={self.max_rounds} are trained, all runs together"
+                "exhausted", f"{rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together"
             )
+        if not state.trained and len(runs) >= limits.max_runs:
+            raise Refused("exhausted", f"{len(runs)} runs of max_runs={limits.max_runs} are there; this is another")
         protection, total = client.protection(state.account, state.trained), deepcopy(self.book.total)
         sampling = self.book.sampling
         if protection.images is not None:
@@ -137,7 +142,7 @@ class SiteWorker:
             raise Refused(
                 "exhausted",
                 "another round would pass the largest ε that the recipe allows in this run, or the site in all runs "
-                "together (limits: max_epsilon; the recipe's by default)",
+                "together (limits: max_epsilon; by default that of one whole run)",
             )
         costs = client.costs(order, protection)
         done = client.train(order, given, state, protection)

@@ -220,9 +220,9 @@ class FederatedClassifier(pl.LightningModule):
         trained, digest = set(trained_keys(self.model)), hashlib.sha256()
         for key, value in sorted(self.model.state_dict().items()):
             if key not in trained:
-                digest.update(key.encode())
+                digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
                 digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()[:16]
+        return digest.hexdigest()
 
     def rate_factor(self, round: int, rounds: int) -> float:
         """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, ensemble_of
@@ -27,8 +26,8 @@ from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import check_client_level, check_unsent, rehearse
 from perada.privacy.training import PrivateTraining
 
-OF_CLIENTS = ("personal/", "global/", "train/", "theory/ensemble_")
-"""Metrics that are computed on clients' images."""
+MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
+"""Metrics, or their first parts, that private training may stop by: clients' images have no part in them."""
 
 
 def check_private(
@@ -96,11 +95,10 @@ def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDat
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
         monitor = getattr(callback, "monitor", None)
-        watches = isinstance(callback, EarlyStopping | ModelCheckpoint) and isinstance(monitor, str)
-        if watches and str(monitor).startswith(OF_CLIENTS):
+        if isinstance(monitor, str) and not monitor.startswith(MAY_CHOOSE):
             raise ValueError(
-                f"privacy: {type(callback).__name__} chooses by {monitor!r}, a score on clients' private images, which "
-                "no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
+                f"privacy: {type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
+                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
             )
 
 

@@ -13,6 +13,7 @@ from perada.deploy.client import Client
 from perada.deploy.coordinator import Coordinator, Terms
 from perada.deploy.local import LocalTransport
 from perada.deploy.recipe import Recipe
+from perada.deploy.site_file import Limits
 from perada.deploy.state import Book
 from perada.deploy.worker import SiteWorker
 from perada.lightning import FederatedLoop
@@ -62,10 +63,9 @@ class Parties:
         return Recipe(TEXT, self.module(), self.loop(), self.trainer(), self.data(data))
 
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
-        epsilon = limits.pop("max_epsilon", None)
-        client = Client(self.recipe(place), epsilon)
+        client = Client(self.recipe(place), Limits(**limits))
         book = Book(self.folder / self.names[place])
-        return SiteWorker(book, {client.recipe.digest: client}, may_send, **limits)
+        return SiteWorker(book, {client.recipe.digest: client}, may_send, client.limits)
 
     def workers(self, **given):
         return {name: self.worker(place, **given) for place, name in enumerate(self.names)}

@@ -99,16 +99,16 @@ def test_tensorboard_gets_the_rounds(tmp_path, capsys):
 
     recipe = RECIPE | {"trainer": RECIPE["trainer"] | {"max_epochs": 2, "logger": "TensorBoardLogger"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    paths, digest = [], ""
-    for _ in range(2):  # first to learn the digest
+    paths, approved = [], {}
+    for _ in range(2):  # first to learn the digests
         paths = []
         for n, name in enumerate("ab"):
             content = {"name": name, "data": PART | {"client": n}, "state": name, "may_send": ["counts", "losses"]}
-            content["recipes"] = [{"recipe": "recipe.yaml", "digest": digest}]
+            content["recipes"] = [{"recipe": "recipe.yaml"} | approved]
             paths.append(tmp_path / f"{name}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
         main(["deploy", "check", str(paths[0])])
-        (digest,) = re.findall("digest ([0-9a-f]{64}) ", capsys.readouterr().out)
+        approved = dict(re.findall("(sha256|digest): ([0-9a-f]{64})", capsys.readouterr().out))
     run = ["deploy", "run", str(tmp_path / "recipe.yaml"), "--folder", str(tmp_path / "run"), "--min-sites", "2"]
     main([*run, "--local", *map(str, paths)])
     with (tmp_path / "run" / "metrics.csv").open() as file:

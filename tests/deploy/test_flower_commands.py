@@ -3,6 +3,7 @@
 
 import configparser
 import contextlib
+import hashlib
 import re
 import shlex
 import shutil
@@ -43,7 +44,8 @@ def test_what_a_site_has_for_itself_is_not_in_the_app(app):
     names = {file.name for file in (app / "app").rglob("*") if file.is_file()}
     assert names == {"pyproject.toml", "__init__.py", "client.py", "server.py", "recipe.yaml"}
     site = yaml.safe_load((app / "site" / "site.yaml").read_text())
-    assert site["recipes"] == [{"recipe": "recipe.yaml", "digest": "ab" * 32}]
+    sha256 = hashlib.sha256((app / "site" / "recipe.yaml").read_bytes()).hexdigest()
+    assert site["recipes"] == [{"recipe": "recipe.yaml", "sha256": sha256, "digest": "ab" * 32}]
     assert site["socket"] == "/run/perada/site.sock"
 
 

@@ -13,6 +13,7 @@ from perada.deploy.asking import Terms
 from perada.deploy.codec import digest, header_of, pack, spec_of, unpack
 from perada.deploy.local import LocalTransport
 from perada.deploy.messages import Answer
+from perada.deploy.site_file import Limits
 from perada.deploy.transport import Failure
 from perada.privacy import ClientPrivacy
 from perada.server.rules import Median
@@ -286,7 +287,7 @@ def test_sites_join_later_and_leave(tiny, tmp_path):
 def test_a_site_whose_budget_is_spent_is_asked_no_more(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=3, every=3)
     workers = parties.workers()
-    workers["site1"].max_rounds = 1
+    workers["site1"].limits = Limits(max_rounds=1)
     coordinator = parties.coordinator(LocalTransport(workers), min_sites=2)
     progress = coordinator.run()
     assert [record.failed for record in progress.records] == [{}, {"site1": "exhausted"}, {}]

@@ -41,7 +41,13 @@ def test_a_step_is_measured_and_nothing_is_kept(tiny, tmp_path, monkeypatch):
 
 
 def test_the_cost_of_a_whole_run_is_said_before_it_begins(tiny, tmp_path):
-    steps = 2 * 5 * 4  # roles; batches of 4 in two passes through 9 images; rounds
-    spent = history_epsilon({(1.0, 4 / 9): steps}, 1e-3, "rdp")
-    said = shown_privacy(only_client(private(tiny, tmp_path, max_epsilon=12.5).worker(0)))
-    assert said == f"yes: 4 rounds spend ε = {spent:.2f} at δ = 0.001, by rdp, and it stops at ε = 12.5"
+    each = 2 * 5  # roles; batches of 4 in two passes through 9 images
+    whole, three = (history_epsilon({(1.0, 4 / 9): each * rounds}, 1e-4, "rdp") for rounds in (4, 3))
+    said = shown_privacy(only_client(private(tiny, tmp_path).worker(0, delta=1e-4)))
+    assert said == (
+        f"yes: a run of 4 rounds spends ε ≤ {whole:.2f} at δ = 0.0001, by rdp; that is its limit over all runs"
+    )
+    stopped = history_epsilon({(1.0, 4 / 9): each * 3}, 1e-3, "rdp") * 1.01  # at the recipe's δ
+    limits = {"delta": 1e-4, "max_epsilon": 100}
+    said = shown_privacy(only_client(private(tiny, tmp_path / "b", max_epsilon=stopped).worker(0, **limits)))
+    assert said.endswith(f"ε ≤ {three:.2f} at δ = 0.0001, by rdp; its limit over all runs is 100")

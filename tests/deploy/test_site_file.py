@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `site.yaml` says, and the commands that read it."""
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from perada.cli.main import main
-from perada.deploy.site_file import read_site
+from perada.deploy.site_file import Limits, read_site
 from perada.deploy.state import read_state
 
 RECIPE = {
@@ -32,21 +33,23 @@ PART = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limi
 
 def write(folder, name, digest="", /, **entries):
     folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    content = {"name": name, "recipes": [{"recipe": "recipe.yaml", "digest": digest}], "data": PART | {"client": 0}}
+    text = yaml.safe_dump(RECIPE).encode()
+    (folder / "recipe.yaml").write_bytes(text)
+    approved = {"sha256": hashlib.sha256(text).hexdigest(), "digest": digest} if digest else {}
+    content = {"name": name, "recipes": [{"recipe": "recipe.yaml"} | approved], "data": PART | {"client": 0}}
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump(content | entries))
     return path
 
 
 def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
-    data, limits = {"root": "images", "layout": "{class}/*"}, {"max_epsilon": 8, "max_rounds": 3}
+    data, limits = {"root": "images", "layout": "{class}/*"}, {"max_epsilon": 8, "max_rounds": 3, "delta": 1e-6}
     path = write(tmp_path, "st-marys", data=data, limits=limits, may_send=["sizes"], socket="run.sock")
     given = read_site(path)
     assert given.data == {"root": str(tmp_path / "images"), "layout": "{class}/*"}
     assert (given.state, given.socket) == (tmp_path / "state", tmp_path / "run.sock")
-    assert (given.max_epsilon, given.max_rounds, given.may_send) == (8, 3, ("sizes",))
-    assert given.recipes == {tmp_path / "recipe.yaml": ""}
+    assert (given.limits, given.may_send) == (Limits(8, 1e-6, "rdp", 3), ("sizes",))
+    assert given.recipes == {tmp_path / "recipe.yaml": ("", "")}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,8 @@ def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
         ({"may_send": ["images"]}, "may_send='images' is unknown"),
         ({"may_send": "sizes"}, "may_send='sizes' cannot be used"),
         ({"limits": {"max_epsilon": -1}}, "max_epsilon=-1 cannot be used"),
+        ({"limits": {"delta": 1}}, "delta=1 cannot be used"),
+        ({"limits": {"accountant": "gdp"}}, "accountant='gdp' is unknown"),
         ({"limits": {"epsilon": 1}}, "limits='epsilon' is unknown"),
         ({"data": None}, "data=None cannot be used"),
         ({"recipes": []}, "recipes=.* cannot be used"),
@@ -87,10 +92,10 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     paths = [write(tmp_path / name, name, data=PART | {"client": n}) for n, name in enumerate("ab")]
     main(["deploy", "check", str(paths[0])])
     said = capsys.readouterr().out
-    (digest,) = re.findall("digest ([0-9a-f]{64}) ", said)
+    (digest,) = re.findall("digest: ([0-9a-f]{64})\n", said)
     assert "not approved" in said and "20 training images, 10 test images" in said
     run = ["deploy", "run", "a/recipe.yaml", "--local", *map(str, paths), "--folder", "srv", "--min-sites", "2"]
-    with pytest.raises(ValueError, match="the site approves none"):
+    with pytest.raises(ValueError, match="is not approved: the site's file does not say"):
         main(run)
     for n, path in enumerate(paths):
         write(path.parent, path.parent.name, digest, data=PART | {"client": n}, may_send=["sizes", "counts"])
@@ -110,3 +115,17 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     assert all(any(torch.equal(value, own[0]) for own in kept.values()) for value in exported)
     main(["report", "srv"])
     assert "personal/local_test" in capsys.readouterr().out
+
+
+def test_nothing_of_a_recipe_that_is_not_the_approved_one_is_imported(tmp_path, monkeypatch):
+    """Names of classes are imported when a recipe is read: its text is compared before."""
+    path = write(tmp_path, "a", "ab" * 32, socket="run.sock")
+    (tmp_path / "stranger.py").write_text("from perada.algorithms.ditto import Ditto\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = RECIPE | {"federated": {"algorithm": {"class_path": "stranger.Ditto"}, "local_steps": 1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    runs = ["deploy", "run", str(tmp_path / "recipe.yaml"), "--local", str(path)]
+    for words in (["deploy", "site", str(path)], ["deploy", "check", str(path)], runs):
+        with pytest.raises(ValueError, match=r"has the SHA-256 \w+, and the site approves .* nothing of it was"):
+            main(words)
+        assert "stranger" not in sys.modules

@@ -3,6 +3,7 @@
 
 import logging
 import os
+import re
 import stat
 from dataclasses import replace
 
@@ -252,7 +253,7 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
     assert worker.book.total.history(0) == {(sigma, rate): 2 * steps}
     folder = worker.book.folder
     worker.book.close()
-    limited = private(tiny, tmp_path).worker(0, max_epsilon=(spent[1] + spent[2]) / 2)
+    limited = private(tiny, tmp_path).worker(0, max_epsilon=(spent[1] + spent[2]) / 2, delta=delta)
     assert limited.book.folder == folder
     for run in (RUN, "cd" * 16):  # nor does another run begin at zero
         client = only_client(limited)
@@ -294,8 +295,34 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
     assert [code(worker.answer(message, ""), message) for message in asked] == ["ok", "exhausted", "exhausted"]
     assert worker.book.total.history(0) == {(1.0, 4 / 9): 10}
     worker.book.close()
-    generous = parties.worker(0, max_epsilon=2 * history_epsilon({(1.0, 4 / 9): 20}, 1e-3, "rdp"))
+    generous = parties.worker(0, max_epsilon=history_epsilon({(1.0, 4 / 9): 40}, 1e-5, "rdp"))
     assert code(generous.answer(asked[2], ""), asked[2]) == "ok"  # the site's own word counts
+
+
+def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_path):
+    """Whatever the server calls its runs: here 4 rounds are planned, and 15 runs are begun."""
+    worker = private(tiny, tmp_path).worker(0)
+    digest = only_client(worker).recipe.digest
+    codes = []
+    for run in range(15):
+        order = Order("train", f"{run:032x}", digest, 0, clients=3)
+        message = pack(order.header(), sending(only_client(worker)))
+        codes.append(code(worker.answer(message, ""), message))
+    assert codes == ["ok"] * 4 + ["exhausted"] * 11
+    assert worker.book.total.history(0) == {(1.0, 4 / 9): 4 * 10}
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
+@pytest.mark.parametrize(("accountant", "own"), [("gdp", "rdp"), ("rdp", "prv")])
+def test_a_limit_is_measured_as_the_site_says_whatever_the_recipe_says(tiny, tmp_path, accountant, own):
+    privacy = Privacy(noise_multiplier=4.0, delta=0.3, accountant=accountant)
+    parties = Parties(tiny, tmp_path, "ditto", rounds=19, loop={"privacy": privacy})
+    with pytest.warns(UserWarning, match="allows to show one image in full"):
+        worker = parties.worker(0, max_epsilon=4, delta=1e-4, accountant=own)
+    allowed = sum(history_epsilon({(4.0, 4 / 9): 10 * rounds}, 1e-4, own) <= 4 for rounds in range(1, 20))
+    assert 0 < allowed < 19
+    asked = [train(worker, round) for round in range(allowed + 1)]
+    assert [code(worker.answer(message, ""), message) for message in asked] == ["ok"] * allowed + ["exhausted"]
 
 
 def test_what_was_trained_without_privacy_is_in_the_ledger(tiny, tmp_path):
@@ -320,6 +347,52 @@ def test_a_limit_of_rounds_is_of_all_runs_together(tiny, tmp_path):
     assert [code(worker.answer(message, ""), message) for message in asked] == codes
 
 
+def test_the_digest_covers_frozen_weights_and_text(tiny, tmp_path):
+    """All 256 bits: a server that makes both recipes needs the square root of the number of digests."""
+
+    def digest(text=b"a recipe", add=None):
+        recipe = Parties(tiny, tmp_path, net=tiny.net, module={"adapter": "head"}).recipe()
+        recipe.text = text
+        recipe.build(3, False)
+        if add is not None:
+            trained = {key for key, value in recipe.module.model.named_parameters() if value.requires_grad}
+            frozen = [value for key, value in recipe.module.model.named_parameters() if key not in trained]
+            frozen[add].data.view(-1)[-1] += 1e-6
+        assert re.fullmatch("[0-9a-f]{64}", recipe.module.frozen_digest)
+        return recipe.digest
+
+    found = [digest(), digest(text=b"another"), digest(add=0), digest(add=-1)]
+    assert len(set(found)) == 4
+    assert found[0] == digest()
+
+
+def test_batches_drawn_in_two_ways_are_not_in_one_ledger(tiny, tmp_path):
+    """Shuffled passes count with other neighbours than Poisson samples."""
+    for sampling, expected in (("poisson", "ok"), ("shuffle", "exhausted")):
+        worker = private(tiny, tmp_path, sampling=sampling).worker(0, max_epsilon=1e6)
+        message = other_run(worker) if sampling == "shuffle" else train(worker)
+        assert code(worker.answer(message, ""), message) == expected
+        worker.book.close()
+
+
+def test_fine_tuning_comes_after_the_last_round_alone(tiny, tmp_path):
+    worker = Parties(tiny, tmp_path, "fedavg_ft", rounds=2).worker(0)
+    rounds = [train(worker), train(worker, 1)]
+    initial = only_client(worker).recipe.template.initial
+    early, last = (
+        pack(Order("tune", RUN, only_client(worker).recipe.digest, round, 0, 3).header(), initial) for round in (1, 2)
+    )
+    codes = [code(worker.answer(message, ""), message) for message in (rounds[0], early, rounds[1], last)]
+    assert codes == ["ok", "other", "ok", "ok"]
+
+
+def test_a_limit_of_runs(tiny, tmp_path):
+    worker = Parties(tiny, tmp_path, rounds=3).worker(0, max_runs=1)
+    asked = [train(worker), other_run(worker), train(worker, 1)]
+    assert [code(worker.answer(message, ""), message) for message in asked] == ["ok", "exhausted", "ok"]
+    assert not (worker.book.folder / "runs").exists()
+
+
 def test_a_site_scores_one_state_a_round(site):
     """A server that tried many on the test images would learn their labels."""
     client = only_client(site)
@@ -331,6 +404,10 @@ def test_a_site_scores_one_state_a_round(site):
         }
         return pack(Order("evaluate", RUN, client.recipe.digest, round).header(), shared)
 
+    untrained = evaluation(1)
+    assert code(site.answer(untrained, ""), untrained) == "other"
+    assert state_bytes(site) is None  # nor does a server fill the disk with states to be scored
+    site.answer(train(site), "")
     asked = [evaluation(1), evaluation(1), evaluation(1, 0.5), evaluation(0), evaluation(2, 0.5)]
     replies = [site.answer(message, "") for message in asked]
     codes = [code(reply, message) for reply, message in zip(replies, asked, strict=True)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder that `perada deploy init` writes: the Flower app, and what each of the two persons needs beside it."""
 
+import hashlib
 import re
 from pathlib import Path
 from string import Template
@@ -30,7 +31,8 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     """
     check_target(folder, name)
     module, function = SERVE.split(":")
-    values = {"name": name, "digest": digest, "host": host, "module": module, "function": function}
+    sha256 = hashlib.sha256(recipe.encode()).hexdigest()
+    values = {"name": name, "sha256": sha256, "digest": digest, "host": host, "module": module, "function": function}
     values["config"] = "\n".join(f"{key} = {_toml(value)}" for key, value in RunOptions().config().items())
     for template in sorted(path for path in FILES.rglob("*") if path.is_file()):
         target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl
