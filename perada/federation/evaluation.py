@@ -252,12 +252,15 @@ class Evaluation:
         """What all processes have counted besides the scores, in plain types; all of them call it, once.
 
         Returns:
-            ``predictions``, by ``personal`` and ``global`` what :meth:`.Tally.record` gives, and ``global/local_test``,
-            the global model's score on the test images of each client (M,), where clients have models of their own.
+            ``predictions``, by ``personal`` and ``global`` what :meth:`.Tally.record` gives, in a private run without
+            the confusions, and ``global/local_test``, the global model's score on the test images of each client (M,), where clients have models of their own.
         """
         ranks, shared = self.federation.ranks, self._states is not None
         names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
         found: dict[str, Any] = {"predictions": {name: self._tallies[name].record(ranks) for name in names}}
+        if self.federation.protection.private:  # their rows tell how many images of each class a client has
+            for predicted in found["predictions"].values():
+                predicted.pop("confusion", None)
         if len(names) == 2:
             self._shared_local.merge(ranks)
             found["global/local_test"] = self._shared_local.compute()[0].tolist()

@@ -35,7 +35,7 @@ from perada.lightning.checks import (
 from perada.lightning.growth import grown
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
-from perada.lightning.results import Measured
+from perada.lightning.results import Measured, class_counts
 from perada.lightning.run_folder import (
     journal_rounds_to_come,
     journals_of,
@@ -378,7 +378,8 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
-            "measured": self.measured.state_dict() | {"details": module.details, "partition": data.class_counts()},
+            "measured": self.measured.state_dict()
+            | {"details": module.details, "partition": class_counts(module, data)},
             "per_class": module.per_class,
             "shifted": module.shifted,
             "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),

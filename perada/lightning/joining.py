@@ -20,6 +20,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
 from perada.lightning.progress import RoundProgressBar
 from perada.lightning.restore import PRIVATE
+from perada.lightning.results import class_counts
 from perada.lightning.strategies import device_defaults
 from perada.models.backbones import AdaptedModel
 from perada.privacy import Privacy
@@ -154,7 +155,7 @@ def personalize(
             "before": before,
             "after": _score(module.per_client),
         },
-        {part: rows[0] for part, rows in served.class_counts().items()},
+        {part: rows[0] for part, rows in class_counts(module, served).items()},
     )
     return run.with_client(joined)
 

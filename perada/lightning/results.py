@@ -121,7 +121,12 @@ def metrics_of(
         "shifts": module.shifted.get("kinds"),
         "initial": measured.initial,
         "by_round": measured.by_round,
-        "partition": data.class_counts(),
+        "partition": class_counts(module, data),
         **module.details,
     }
     return {name: value for name, value in found.items() if value or name in ("rounds", "clients")}
+
+
+def class_counts(module: FederatedClassifier, data: FederatedDataModule) -> dict[str, list[list[int]]]:
+    """Images (M, K) of each client and class, by ``train`` and ``test``; nothing of a private run's, which they are."""
+    return {} if federation_of(module).protection.private else data.class_counts()

@@ -82,7 +82,7 @@ class Section:
 
 Draw = Callable[[Record, str], Drawn | None]
 _NOT_COVERED = (
-    "This page itself is not covered: its scores, confusions and numbers of images follow from the clients' images, "
+    "This page itself is not covered: its scores and numbers of images follow from the clients' images, "
     "exactly. Show it only to those who may know them."
 )
 
