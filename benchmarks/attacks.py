@@ -90,7 +90,7 @@ def attacks(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[st
                 found = [
                     100 * _accuracy(rule, attack, hostile, seed, device, 2 if quick else 15) for seed in range(seeds)
                 ]
-                row[name] = f"{statistics.fmean(found):.1f} ± {statistics.pstdev(found):.1f}"
+                row[name] = f"{statistics.fmean(found):.1f} ± {statistics.stdev(found) if seeds > 1 else 0:.1f}"
             yield row
 
 

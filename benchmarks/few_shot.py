@@ -5,7 +5,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,4 +123,4 @@ def _before(world: _World) -> list[float]:
 def _shown(scores: list[list[float]]) -> str:
     """Mean ± standard deviation over seeds, of the newcomers' mean, in %."""
     means = [100 * fmean(one) for one in scores]
-    return f"{fmean(means):.1f} ± {pstdev(means):.1f}"
+    return f"{fmean(means):.1f} ± {stdev(means) if len(means) > 1 else 0:.1f}"

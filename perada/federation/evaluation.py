@@ -253,7 +253,8 @@ class Evaluation:
 
         Returns:
             ``predictions``, by ``personal`` and ``global`` what :meth:`.Tally.record` gives, in a private run without
-            the confusions, and ``global/local_test``, the global model's score on the test images of each client (M,), where clients have models of their own.
+            the confusions; and ``global/local_test``, the global model's score on the test images of each client (M,),
+            where clients have models of their own.
         """
         ranks, shared = self.federation.ranks, self._states is not None
         names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]

@@ -87,7 +87,7 @@ def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, caps
     table = rows(shown)
     assert list(table) == ["before fine-tuning", "fedavg", "ditto", "full fine-tuning would"]
     scores = [100 * r["personal/local_test"] for r in records if r["label"] == "ditto"]
-    mean, spread = sum(scores) / 2, abs(scores[0] - scores[1]) / 2
+    mean, spread = sum(scores) / 2, abs(scores[0] - scores[1]) / 2**0.5
     assert table["ditto"]["personal/local_test"] == f"{mean:.2f} ± {spread:.2f}"
     head = 96 * 10 + 10  # test_resnet's features and 10 classes
     assert (table["ditto"]["trained"], table["ditto"]["sent"]) == (f"{2 * head:,}", f"{head:,}")
@@ -417,7 +417,7 @@ def test_shifts_have_columns():
     scores = {"personal/local_test": 0.25, "personal/fog": 0.5, "personal/fog_std": 0.1, "global/fog": 0.4}
     plain = record("before fine-tuning", stage="start", **{"personal/local_test": 0.5})
     table = rows(summary([plain, record("x", **scores), record("x", **scores | {"personal/fog": 0.7, "seed": 1})]))
-    assert table["x"]["personal/fog"] == "60.00 ± 10.00"
+    assert table["x"]["personal/fog"] == "60.00 ± 14.14"
     assert table["x"]["global/fog"] == "40.00 ± 0.00"
     assert table["before fine-tuning"]["personal/fog"] == "–"
     assert "personal/fog_std" not in table["x"]
@@ -443,12 +443,14 @@ def test_epsilon_has_columns_where_a_run_was_private(tmp_path):
     assert [name for name in table["open"] if name.startswith("ε")] == ["ε server", "ε release", "ε max"]
     shown = {label: [row[f"ε {name}"] for name in ("server", "release", "max")] for label, row in table.items()}
     assert shown == {
-        "private": ["1.50 ± 0.50", "2.50 ± 0.50", "3.50"],
+        "private": ["1.50 ± 0.71", "2.50 ± 0.71", "3.50"],
         "no noise": ["∞", "∞", "∞"],
         "open": ["–", "–", "–"],
         "lost (failed)": ["–", "–", "–"],
     }
     assert "ε max: its largest." in text
+    assert "sees at most ε max = ∞ of 3 runs, at as many times the δ." in text
+    assert "sees at most ε max = 5.75 of 2 runs, at as many times the δ." in summary(records[:2])
     assert "ε" not in summary([record("open", **scores)])
     assert rows(summary([record("x", **{"privacy/client_epsilon_max": 4.0})]))["x"]["ε client"] == "4.00"
 

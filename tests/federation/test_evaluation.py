@@ -155,6 +155,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
 
         def __init__(self, ranks):
             self.ranks, self.personalized = ranks, federation.personalized
+            self.protection = federation.protection
 
     def finish(evaluation, ranks):
         evaluation.federation = Own(ranks)

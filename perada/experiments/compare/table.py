@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What came out, as Markdown."""
 
+import math
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 from perada.core.text import printable
 from perada.experiments.compare.plan import CHOSEN_BY, DIAGNOSED, named
 from perada.experiments.compare.results import choose, score, shown_score
-from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, mean_and_std, percent, shift_names, table
+from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table
 
 Records = Sequence[dict[str, Any]]
 EPSILONS = {
@@ -55,9 +56,24 @@ def summary(records: Records) -> str:
         rows.append([cells.get(column, "") for column in header])
     unit = f"Scores in %{', entropy in nats' * (ENTROPY in scored)}"
     notes = [f"{unit}, trained and sent parameters and MB sent of one client in one round."]
-    notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + "."] if private else []
+    if any(len([record for record in every if "failed" not in record]) > 1 for every in groups.values()):
+        notes[0] += " ± is the sample standard deviation over seeds."
+    notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + ".", _composed(records)] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
     return _plain("\n\n".join([table(header, rows), *notes, *_failures(shown)]))
+
+
+def _composed(records: Records) -> str:
+    """What all private runs together cost, by the sum of their ε (basic composition)."""
+    sums = []
+    for name in ("privacy/release_epsilon_max", "privacy/client_epsilon_max"):
+        spent = [float(value) for record in records if (value := record.get(name)) is not None]
+        if spent:
+            sums.append(f"{EPSILONS[name][0]} = {epsilon_text(math.fsum(spent))} of {len(spent)} runs")
+    return (
+        "Each ε is of one run. Those of runs on the same images add up, over all rows and seeds: whoever sees them all "
+        f"sees at most {', '.join(sums)}, at as many times the δ."
+    )
 
 
 def _groups(records: Records) -> dict[str, list[dict[str, Any]]]:
@@ -205,7 +221,7 @@ def _over_seeds(runs: Records, name: str) -> str:
     text = percent
     if name == ENTROPY or name.startswith(DIAGNOSED):
         text = ("{:.2f}" if name == ENTROPY else "{:.4g}").format
-    return text(fmean(values)) + (f" ± {text(pstdev(values))}" if len(values) > 1 else "")
+    return text(fmean(values)) + (f" ± {text(stdev(values))}" if len(values) > 1 else "")
 
 
 def _epsilon(runs: Records, name: str) -> str:
@@ -215,7 +231,9 @@ def _epsilon(runs: Records, name: str) -> str:
         return "–"
     if name.endswith("_max"):
         return epsilon_text(max(values))
-    return mean_and_std(values) if len(values) > 1 else epsilon_text(values[0])
+    if not all(map(math.isfinite, values)) or len(values) == 1:
+        return epsilon_text(fmean(values))
+    return f"{epsilon_text(fmean(values))} ± {epsilon_text(stdev(values))}"
 
 
 def _costs(runs: Records) -> list[str]:

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -114,13 +114,14 @@ def _scores(groups: Sequence[Group]) -> Section:
         row: list[Cell] = [group.name, len(group.runs), ", ".join(seeds)]
         for name in names:
             values = group.values(name)
-            row += [fmean(values) if values else math.nan, pstdev(values) if len(values) > 1 else math.nan]
+            row += [fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan]
         rows.append(row)
     header = ["run", "runs", "seeds", *(text for name in names for text in (name, f"± {name}"))]
-    tables = [Table("comparison", "The last scores: mean and standard deviation over runs", header, rows)]
+    tables = [Table("comparison", "The last scores: mean and sample standard deviation over runs", header, rows)]
     drawn = [one for one in (_curves(groups, name) for name in SCORES) if one is not None]
     intro = (
-        "Runs that differ in their seed alone are one row and one line: their mean, and a standard deviation around it."
+        "Runs that differ in their seed alone are one row and one line: their mean, and a sample standard deviation "
+        "around it."
     )
     return Section("comparison", "Scores", intro, drawn, tables, opened=True)
 
@@ -145,7 +146,7 @@ def _curves(groups: Sequence[Group], score: str) -> Drawn | None:
             x = sorted(by_round)
             y = [fmean(by_round[one]) for one in x]
             line(axes, place, x, y, label(group.name, 34))
-            error = [pstdev(by_round[one]) for one in x]
+            error = [stdev(by_round[one]) if len(by_round[one]) > 1 else 0.0 for one in x]
             if any(error):
                 low, high = zip(*((a - e, a + e) for a, e in zip(y, error, strict=True)), strict=True)
                 axes.fill_between(x, low, high, color=COLOURS[place % len(COLOURS)], alpha=0.15, linewidth=0)
@@ -165,7 +166,7 @@ def _points(groups: Sequence[Group], score: str) -> Drawn:
         for place, group in enumerate(shown):
             values = [100 * value for value in group.values(score)]
             colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
-            error = pstdev(values) if len(values) > 1 else 0
+            error = stdev(values) if len(values) > 1 else 0
             axes.errorbar(fmean(values), place, xerr=error, fmt=marker, color=colour, capsize=3)
         axes.set_yticks(range(len(shown)), [label(group.name, 30) for group in shown])
         axes.set(xlabel=f"{TITLES[score]}, in %", ylim=(len(shown) - 0.5, -0.5))

@@ -65,7 +65,7 @@ def draw(
         (least, curves[least][1], f"K = {least}: re-runs (± 2 s.d.)"),
     )
     for axis, (modes, spread, title) in zip(axes, panels, strict=False):
-        middle, width = spread.mean(0), 2 * spread.std(0, correction=0)
+        middle, width = spread.mean(0), 2 * spread.std(0)
         axis.fill_between(x, middle - width, middle + width, color="tab:green", alpha=0.3)
         axis.plot(x, torch.sin(2 * math.pi * x), "k--", linewidth=1, label="E[y | x]")
         axis.plot(x, curves[modes][1][0], "tab:blue", label="averaged" if modes > 1 else "one run")
