@@ -46,8 +46,12 @@ def pack(header: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = Non
         table = json.dumps({"__metadata__": {SECTION: text}}).encode()
         return len(table).to_bytes(8, "little") + table
     from safetensors.torch import save
+    from torch import contiguous_format
 
-    ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    # Copies, since safetensors refuses tensors that share memory, as those of two roles may.
+    ready = {
+        name: value.detach().to("cpu", copy=True, memory_format=contiguous_format) for name, value in tensors.items()
+    }
     return bytes(save(ready, {SECTION: text}))
 
 

@@ -79,6 +79,17 @@ def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
         assert found.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-6)), name
 
 
+def normalized():
+    torch.manual_seed(0)
+    convolution, norm = torch.nn.Conv2d(1, 4, 3, stride=2), torch.nn.BatchNorm2d(4)
+    return torch.nn.Sequential(convolution, norm, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(36, 3))
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"fedalt_adapter", "fedsim_adapter"}))
+def test_running_statistics_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
+    assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_of_rounds_are_those_of_a_simulation(variant, tiny, tmp_path):
