@@ -38,12 +38,13 @@ def mixed(z):
     return z
 
 
-def test_derived_streams_and_their_forks_are_splitmix64_of_hashed_keys():
-    streams = Streams.derived(5, "dropout-local", 3, clients=[4, 9]).fork("step", 7).fork("layer", 2)
+@pytest.mark.parametrize("step", [7, 8])  # the hash of the second is odd
+def test_derived_streams_and_their_forks_are_splitmix64_of_hashed_keys(step):
+    streams = Streams.derived(5, "dropout-local", 3, clients=[4, 9]).fork("step", step).fork("layer", 2)
     for row, client in enumerate((4, 9)):
         start, gamma = hashed(5, "dropout-local", 3, client)
         gamma |= 1
-        for low, high in (hashed(7, "step"), hashed(2, "layer")):
+        for low, high in (hashed(step, "step"), hashed(2, "layer")):
             start, gamma = start + low, gamma + high - high % 2
         words = [mixed((start + place * gamma) % 2**64) for place in range(50)]
         assert [word % 2**64 for word in streams.bits(200)[row].contiguous().view(torch.int64).tolist()] == words

@@ -325,6 +325,21 @@ def test_a_limit_is_measured_as_the_site_says_whatever_the_recipe_says(tiny, tmp
     assert [code(worker.answer(message, ""), message) for message in asked] == ["ok"] * allowed + ["exhausted"]
 
 
+def test_each_run_has_ledgers_of_its_own(tiny, tmp_path):
+    """What runs that take turns report; the site's own total has them all."""
+    worker = private(tiny, tmp_path).worker(0, may_send=("epsilon",))
+    spent = [history_epsilon({(1.0, 4 / 9): 10 * rounds}, 1e-3, "rdp") for rounds in (1, 2)]
+    for message, expected in (
+        (train(worker), 0),
+        (train(worker, 1), 1),
+        (other_run(worker), 0),
+        (other_run(worker, 1), 1),
+    ):
+        facts = header_of(worker.answer(message, ""))["facts"]
+        assert facts["epsilon"]["release"] == pytest.approx(spent[expected])
+    assert worker.book.total.history(0) == {(1.0, 4 / 9): 40}
+
+
 def test_what_was_trained_without_privacy_is_in_the_ledger(tiny, tmp_path):
     """A private recipe with a limit of the site's own finds images that were shown without noise."""
     bare = Parties(tiny, tmp_path, "ditto", rounds=4).worker(0)

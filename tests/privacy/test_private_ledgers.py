@@ -23,8 +23,10 @@ from perada.algorithms import (
     PFedMe,
     make_algorithm,
 )
+from perada.core.rounds import Phase, make_plan
 from perada.data.batches.private import PrivateRoundBatches
-from perada.privacy import history_epsilon
+from perada.privacy import Privacy, history_epsilon
+from perada.privacy.account import Account, Training
 
 from ..algorithms.problems import BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train
@@ -332,6 +334,14 @@ def test_ledgers_hold_what_was_counted_by_hand(case, tmp_path):
             assert last[f"privacy/{name}_epsilon_mean"] == pytest.approx(sum(spent) / len(spent))
             assert last[f"privacy/{name}_epsilon_max"] == max(spent)
         assert run.info["privacy"]["sample"][name] == spent
+
+
+def test_the_most_gradients_of_any_phase_are_counted_for_shuffled_passes():
+    """A pass goes on from one phase to the next: an image may be in a batch of either, with one gradient or three."""
+    phases, options = (Phase("a", 1), Phase("b", 1)), Privacy(noise_multiplier=2.0, sampling="shuffle", delta=DELTA)
+    for queries in (({"local": 1}, {"local": 3}), ({"local": 3}, {"local": 1})):
+        account = Account(options, [10], 4, Training(phases, queries))
+        assert account.cost(make_plan(0, [0], [10], phases, 4)) == [(0, 2.0 / 3**0.5, 1.0, 2, True)]
 
 
 def test_epsilon_by_prv_equals_opacus():
