@@ -84,7 +84,7 @@ def finetune(
     client_store: StoreKind = "auto",
     diagnostics: bool | list[Diagnostic] = False,
     seed: int = 0,
-    eval_every: int = 1,
+    eval_every: int | None = None,
     trainer: pl.Trainer | None = None,
     resume_allow: list[str] | None = None,
     max_failures: int | None = None,
@@ -156,8 +156,8 @@ def finetune(
             list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``,
             ``update_norms``.
         seed: Seed that all randomness is derived from.
-        eval_every: Rounds between two evaluations.
-        trainer: A Lightning trainer; it runs ``rounds`` epochs, whatever its own ``max_epochs``.
+        eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
+        trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
         resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
             ``clients`` for more clients than it had.
@@ -175,7 +175,7 @@ def finetune(
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
-    check_whole("eval_every", eval_every, hint="give test=[] in the data for no evaluation")
+    check_whole("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
     check_options("algorithm_options", {} if algorithm_options is None else algorithm_options, "{'modes': 5}")
     options = (algorithm_options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
     if options and isinstance(algorithm, Algorithm):
@@ -254,27 +254,45 @@ def finetune(
     }
     loop, module = FederatedLoop(**server, **protected, seed=seed), FederatedClassifier(**model)
     seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
-    lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | trainer_kwargs
+    if trainer is not None:
+        _take_over(trainer, rounds, eval_every, trainer_kwargs)
+        lightning: dict[str, Any] = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
+    else:
+        lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
     config = seeds | {"trainer": lightning, "model": model, "federated": server} | protected
     loop.config = {name: as_plain(value) for name, value in config.items()} | {
         "data": f"{type(given).__name__} of {data.num_clients} clients",
         "ckpt_path": ckpt_path,
     }
     if trainer is None:
-        trainer = make_trainer(loop, rounds, eval_every, **trainer_kwargs)
-    elif trainer_kwargs:
-        raise ValueError(f"{sorted(trainer_kwargs)} cannot be used beside trainer=; set them in the trainer itself")
+        trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
     else:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
-        if any(isinstance(callback, FederatedLoop) for callback in callbacks):
-            raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
-        callbacks.insert(0, loop)  # checkpoints must see what the loop did
+        trainer.callbacks.insert(0, loop)  # type: ignore[attr-defined]  # checkpoints must see what the loop did
         check_trainer(trainer)
-        trainer.fit_loop.max_epochs = rounds
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
     with plain_data(path), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return outcome(module, loop)
+
+
+def _take_over(trainer: pl.Trainer, rounds: int, eval_every: int | None, others: dict[str, Any]) -> None:
+    """Have a trainer run so many rounds, and evaluate as often as is asked for.
+
+    A ValueError if it was made for another number of rounds, or there are options for a trainer that is made already.
+    """
+    if others:
+        raise ValueError(f"{sorted(others)} cannot be used beside trainer=; set them in the trainer itself")
+    if any(isinstance(callback, FederatedLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        if trainer.max_epochs not in (None, -1, 1000, rounds):  # 1000 is Lightning's default
+            raise ValueError(
+                f"the trainer has max_epochs={trainer.max_epochs} and rounds={rounds}; give both the same, or leave "
+                "max_epochs out"
+            )
+        trainer.fit_loop.max_epochs = rounds
+    if eval_every is not None:
+        trainer.check_val_every_n_epoch = eval_every
 
 
 def _outputs(network: nn.Module) -> int | None:

@@ -135,7 +135,7 @@ def test_ckpt_path_last_goes_on_from_the_newest_run(call, tmp_path):
 def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     trainer = pl.Trainer(
-        max_epochs=5, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
+        accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
         num_sanity_val_steps=0, enable_model_summary=False, logger=pl.loggers.CSVLogger(tmp_path),
     )  # fmt: skip
     run = perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
@@ -146,6 +146,30 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
         perada.finetune(tiny.net(), tiny.data(), trainer=trainer, **options)
     with pytest.raises(ValueError, match=r"\['precision'\] cannot be used beside trainer="):
         perada.finetune(tiny.net(), tiny.data(), trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "scored"), [(1, 3, [2]), (3, None, [2]), (1, None, [0, 1, 2]), (3, 1, [0, 1, 2])]
+)
+def test_a_trainer_evaluates_as_often_as_is_asked_for_and_the_config_says_so(tiny, tmp_path, own, given, scored):
+    trainer = pl.Trainer(
+        max_epochs=3, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
+        num_sanity_val_steps=0, enable_model_summary=False, check_val_every_n_epoch=own,
+    )  # fmt: skip
+    options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
+    run = perada.finetune(tiny.net(), tiny.data(), rounds=3, trainer=trainer, **options | {"eval_every": given})
+    assert [row["round"] for row in run.metrics["rounds"] if "global/global_test" in row] == scored
+    (config,) = tmp_path.rglob("config.yaml")
+    written = yaml.safe_load(config.read_text())["trainer"]
+    assert written == {"max_epochs": 3, "check_val_every_n_epoch": given or own}
+
+
+def test_a_trainer_made_for_another_number_of_rounds_is_refused(tiny, tmp_path):
+    options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
+    trainer = pl.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, logger=False)
+    with pytest.raises(ValueError, match="the trainer has max_epochs=5 and rounds=2; give both the same, or leave"):
+        perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
+    assert trainer.max_epochs == 5
 
 
 def test_sanity_validation_before_training_is_no_part_of_the_history(call):
@@ -348,7 +372,8 @@ def test_every_default_is_that_of_the_class_that_is_built():
     assert perada.FederatedLoop().distillation == Distillation()
     assert isinstance(perada.FederatedLoop().algorithm, type(perada.make_algorithm(given["algorithm"])))
     assert type(perada.FederatedLoop().server_rule).__name__.lower() == given["server_rule"]
-    assert inspect.signature(make_trainer).parameters["eval_every"].default == given["eval_every"]
+    assert given["eval_every"] is None  # or a trainer's own would be taken for granted
+    assert inspect.signature(make_trainer).parameters["eval_every"].default == 1
     assert inspect.signature(perada.FederatedDataModule).parameters["batch_size"].default == 64
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
 from perada.core.checks import check_number
 from perada.core.states import State
+from perada.server.aggregate import double_dtype
 
 
 class APFL(Algorithm):
@@ -33,7 +34,7 @@ class APFL(Algorithm):
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """v_m, the mixture, and α."""
         some = next(iter(initial.values()))
-        alpha = torch.full((), self.alpha, dtype=torch.float64, device=some.device)
+        alpha = torch.full((), self.alpha, dtype=double_dtype(some.device), device=some.device)
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:

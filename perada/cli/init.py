@@ -2,11 +2,11 @@
 """`perada init`: four questions, and a recipe with comments that `perada fit` runs as it stands."""
 
 import csv
+import json
 import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-import yaml
 from jsonargparse import ArgumentParser
 
 from perada.core.checks import check_number, check_whole
@@ -127,7 +127,7 @@ def _data(images: str) -> list[str]:
     own = ["partition: {class_path: ByDomain, init_args: {column: client}}  # each client has its own"]
     other = ["partition:  # the images say no clients, so they are divided at random", "  class_path: Dirichlet"]
     other.append(drawn.replace("20", "10"))
-    where = yaml.safe_dump(images, default_flow_style=True).splitlines()[0]
+    where = json.dumps(images, ensure_ascii=False)  # in YAML, too
     if path.suffix.lower() in TABLES:
         known = path.suffix.lower() == ".parquet" or "client" in _header(path)
         return ["dataset:", "  class_path: ImageTable", f"  init_args: {{table: {where}}}", *(own if known else other)]

@@ -150,13 +150,30 @@ def _remove(path: Path, handle: int | None) -> None:
         os.close(handle)
 
 
-def _locked(path: Path, flags: int) -> int | None:
+@contextmanager
+def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
+    """Lock a folder, if it is there, until the end; whether nobody else has it, for whom one may ``wait``."""
+    handle, alone = None, True
+    try:
+        handle = _locked(folder, os.O_RDONLY, wait)
+    except BlockingIOError:
+        alone = False
+    except OSError:  # it is gone, or on a file system without locks
+        pass
+    try:
+        yield alone
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(path: Path, flags: int, wait: bool = False) -> int | None:
     """A handle of a file or folder that is locked until it is closed; a BlockingIOError if somebody else's is open."""
     if fcntl is None:
         return None
     handle = os.open(path, flags, 0o666)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(handle)
         raise

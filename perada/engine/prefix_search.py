@@ -137,8 +137,9 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
                 return out
             if draws(module):
                 out = (1 - out if training else out).detach().requires_grad_()  # as if trained: another one each time
-            rows = out.detach().flatten(1).double() if out.dim() > 1 else out.detach().double().unsqueeze(1)
-            number = rows @ torch.arange(rows.shape[1], device=rows.device).double().cos()
+            exact = out.detach().cpu().double()  # the device may have none
+            rows = exact.flatten(1) if out.dim() > 1 else exact.unsqueeze(1)
+            number = rows @ torch.arange(rows.shape[1]).double().cos()
             changing = out.requires_grad or not torch.equal(drawn(), before)
             outputs[path] = _Output(out.shape, number, rows.norm(dim=1), changing)
             return out

@@ -17,6 +17,7 @@ from perada.federation.federation import Federation
 from perada.federation.logits import everywhere_logits, own_logits
 from perada.federation.metrics import Metric, spread
 from perada.federation.tally import Tally
+from perada.server.aggregate import double
 
 
 class _Piece(NamedTuple):
@@ -66,9 +67,10 @@ class Scores:
         if not self._kept:
             return
         # In double precision: in single, confident predictions would all be ranked alike.
-        predictions = logits.double().sigmoid() if self.multilabel else logits.double().softmax(-1)
+        exact = logits.cpu().double()  # of a device that may have none
+        predictions = exact.sigmoid() if self.multilabel else exact.softmax(-1)
         rows = slice(None) if counted is None else counted.cpu()
-        self._pieces.append(_Piece(tuple(models), predictions.cpu()[:, rows], y.cpu()[rows], groups.cpu()[rows]))
+        self._pieces.append(_Piece(tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
 
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
         if self.multilabel:
@@ -146,7 +148,7 @@ def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
     >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
     [4.0]
     """
-    p: Tensor = logits.double().sigmoid() if multilabel else logits.double().softmax(-1)
+    p = double(logits).sigmoid() if multilabel else double(logits).softmax(-1)
     terms = -torch.xlogy(p, p) - (torch.xlogy(1 - p, 1 - p) if multilabel else 0)
     return terms.mean(-1) if multilabel else terms.sum(-1)
 

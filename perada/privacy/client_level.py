@@ -23,6 +23,7 @@ from perada.privacy.accounting import ROUNDING, check_plan, history_epsilon
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.ledgers import Ledger
 from perada.privacy.options import ClientPrivacy
+from perada.server.aggregate import double_dtype
 
 Planned = Callable[[int], Sequence[int]]
 
@@ -34,7 +35,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
 
     The states are stacks (C, ...). The clipped changes of the floating tensors come in the dtype of ``updates``, the
-    norms (C,) before clipping in float64, NaN for a client that is not finite.
+    norms (C,) before clipping in float64 (where the device has it), NaN for a client that is not finite.
 
     Raises:
         ValueError: If S or a tensor cannot be used: it was not received, or is in half precision, where rounding would
@@ -51,7 +52,9 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     if not changes:
         raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
     parts = [
-        torch.linalg.vector_norm(delta.reshape(len(delta), math.prod(delta.shape[1:])), dim=1, dtype=torch.float64)
+        torch.linalg.vector_norm(
+            delta.reshape(len(delta), math.prod(delta.shape[1:])), dim=1, dtype=double_dtype(delta.device)
+        )
         for delta in changes.values()
     ]
     norms = torch.stack(parts).square().sum(0).sqrt()

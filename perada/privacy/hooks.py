@@ -27,7 +27,7 @@ from perada.engine.fold import shell
 from perada.engine.prefix import Wrapper
 from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import summed_products, weighted_sum, wide
-from perada.server.aggregate import double
+from perada.server.aggregate import double_dtype
 
 
 @dataclass
@@ -194,7 +194,7 @@ def _factors(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> tu
 
     ``always`` if there are some already, of an earlier use of the layer; never where the device has no double.
     """
-    if double(x[:0]).dtype is not torch.float64:
+    if double_dtype(x.device) is not torch.float64:
         return None
     if type(layer) is nn.Linear:
         a, b = x.reshape(len(x), -1, x.shape[-1]), backprops.reshape(len(x), -1, backprops.shape[-1])

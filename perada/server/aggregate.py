@@ -12,6 +12,8 @@ from perada.core.ranks import Ranks
 from perada.core.states import State
 
 Weighting = Literal["uniform", "samples"]
+WITHOUT_DOUBLE = {"mps"}
+"""Kinds of devices that have no double precision."""
 
 
 def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
@@ -116,7 +118,12 @@ def double(value: Tensor) -> Tensor:
 
     Sums of so many bits, once rounded, do not depend on the order in which ranks add them.
     """
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    return value.to(double_dtype(value.device))
+
+
+def double_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 where the device has no double precision."""
+    return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64
 
 
 def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:

@@ -149,3 +149,10 @@ def test_the_schema_explains_options_by_both_names(capsys):
     assert shown["lr_local"] == shown["model"]["properties"]["lr_local"]
     assert shown["rounds"]["description"] == "Communication rounds."
     assert "learning rate" in shown["lr_local"]["description"].lower()
+
+
+@pytest.mark.parametrize("name", ["a long name " * 12, "comma, {brace}: #hash", "'quoted' \"twice\"", "ümläut 日本"])
+def test_paths_of_any_length_and_letters_are_written_whole(name):
+    folder = name.strip()
+    write_images(f"{folder}/0", f"{folder}/1")
+    assert yaml.safe_load(recipe(folder, "perada", "3", ""))["data"]["dataset"]["init_args"]["root"] == folder

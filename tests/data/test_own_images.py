@@ -405,3 +405,18 @@ def test_tables_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
     with pytest.raises(ValueError, match=r"short\.csv, row 2, has 1 fields and the header 2: correct the table"):
         len(ImageTable(str(tmp_path / "short.csv")))
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])
+def test_two_columns_of_one_name_are_refused(tmp_path, kind):
+    table = tmp_path / f"images.{kind}"
+    if kind == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(arrow.Table.from_arrays([["a.png"], ["x"], ["y"]], ["path", "label", "label"]), table)
+    else:
+        mark = "," if kind == "csv" else "\t"
+        table.write_text("\n".join([mark.join(["path", "label", "label"]), mark.join(["a.png", "x", "y"])]))
+    with pytest.raises(ValueError, match="has several columns called 'label': rename all but one"):
+        ImageTable(str(table)).with_split(True).labels  # noqa: B018  # it is read

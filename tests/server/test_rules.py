@@ -4,6 +4,7 @@
 import copy
 import io
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -347,3 +348,12 @@ def test_unknown_names_are_refused():
         make_rule("medain")
     with pytest.raises(ValueError, match="server_rule='bulyan' is unknown; choose one of mean, median, "):
         make_rule("bulyan")
+
+
+@pytest.mark.parametrize(("trim", "clients"), [("0.29", 100), ("0.07", 100), ("0.35", 20), ("0.1", 9)])
+def test_the_share_that_is_trimmed_is_the_decimal_number_that_was_given(trim, clients):
+    """0.29 · 100 is 28.999999999999996 in floating point."""
+    cut = math.floor(Fraction(trim) * clients)
+    values = 2.0 ** torch.arange(clients)
+    kept = TrimmedMean(float(trim))._reduce(values.double().unsqueeze(1))
+    assert torch.equal(kept, values[cut : clients - cut].double().mean(0, keepdim=True))

@@ -2,6 +2,7 @@
 """Image sets whose files a table lists, with their labels and to whom they belong."""
 
 import csv
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +69,7 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
             f"{path} is read with pyarrow, which is not installed ({error}); pip install 'perada[tables]'"
         ) from error
     try:
+        _check_header(path, parquet.read_schema(path).names)
         content = parquet.read_table(path)
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no table ({' '.join(str(error).split())}): correct the table") from None
@@ -78,6 +80,12 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
         for name, column in zip(content.column_names, content.columns, strict=True)
     }
     return columns, np.arange(1, len(content) + 1)
+
+
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{path} has several columns called {twice[0]!r}: rename all but one, or leave them out")
 
 
 def _as_text(value: Any) -> str:  # noqa: ANN401  # what Parquet can hold
@@ -106,6 +114,7 @@ def _read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, 
     if not rows:
         raise ValueError(f"{path} is empty: {remedy}")
     header = rows[0][1]
+    _check_header(path, header)
     for number, row in rows[1:]:
         if len(row) != len(header):
             raise ValueError(f"{path}, row {number}, has {len(row)} fields and the header {len(header)}: {remedy}")
