@@ -50,11 +50,17 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
             f"--output={given.output} is a folder; give a file, such as {given.output / 'predictions.csv'}"
         )
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = open_run(given.run).predict(
-        paths, given.client, batch_size=given.batch_size, device=device, progress=sys.stderr.isatty()
-    )
+    broken: dict[Path, str] = {}
+    options = {"batch_size": given.batch_size, "device": device, "progress": sys.stderr.isatty(), "broken": broken}
+    found = open_run(given.run).predict(paths, given.client, **options)
+    names = [name for name, path in zip(names, paths, strict=True) if path not in broken]
     replace(found, paths=tuple(names)).to_csv(given.output)
     print(f"Predictions of {len(names)} image{'s' * (len(names) > 1)}: {given.output}")
+    if broken:
+        raise ValueError(
+            f"{len(paths) - len(names)} of {len(paths)} images cannot be read, and are not in {str(given.output)!r}: "
+            f"{'; '.join(broken.values())}"
+        )
 
 
 def push(parser: ArgumentParser, words: list[str]) -> None:

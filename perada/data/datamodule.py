@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from perada.core.batches import CohortBatch, EvalBatch
-from perada.core.checks import check_choice, check_whole
+from perada.core.checks import check_whole
 from perada.core.images import ImageConfig
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan
 from perada.core.states import send
@@ -22,8 +22,9 @@ from perada.data.batches.preparation import BatchT, Preparation
 from perada.data.batches.private import PrivateRoundBatches
 from perada.data.batches.samples import MapStore, Samples, Store, length
 from perada.data.batches.schedule import Schedule
+from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
-from perada.data.items import as_pairs, check_datasets
+from perada.data.items import as_pairs
 from perada.data.options import check_reading, check_types
 from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division
@@ -62,8 +63,8 @@ class FederatedDataModule(pl.LightningDataModule):
         device_cache_mb: Sets of tensors up to this size are kept on the accelerator, and features of their images.
         shifts: Shifted test sets by name: :class:`.Corruptions`, :class:`.LabelShift`, an image set with the same
             classes, whose test split is used, or short forms (docs/shifts.md). Not with ``evaluate_on: validation``.
-        shifts_when: Score them at the ``end`` of training, at every ``evaluation``, or only in a ``test``; a test
-            always scores them.
+        shifts_when: Score them at the ``end`` of training, at every ``evaluation``, or in a ``test``, as always.
+        on_broken: Refuse images that cannot be read, with a list of all, before the first round; or skip them.
 
     Raises:
         ValueError: If an option is out of range or two exclude each other; the data are checked by ``setup``.
@@ -101,13 +102,14 @@ class FederatedDataModule(pl.LightningDataModule):
         device_cache_mb: int = 2000,
         shifts: dict[str, Shift | ImageSet | list[str] | str] | None = None,
         shifts_when: ShiftsWhen = "end",
+        on_broken: OnBroken = "refuse",
     ) -> None:
         super().__init__()
         check_types(data, dataset, partition, public, shifts)
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
         check_holdout(client_validation, evaluate_on)
         self.holdout = client_validation, seed, evaluate_on
-        self._data = data
+        self._data, self._broken = data, (on_broken, num_workers, evaluate_on == "test")
         self._division: Division | None = None
         if data is None:
             if dataset is None or partition is None:
@@ -125,8 +127,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_whole("eval_batch_size", eval_batch_size)
         check_whole("image_size", image_size, most=2**16, optional=True)
         check_whole("num_classes", num_classes, optional=True)
-        check_reading(seed, num_workers, crop_padding, flip)
-        check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
+        check_reading(seed, num_workers, crop_padding, flip, shifts_when, on_broken)
         self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
         self.conditions: list[Condition] = []
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
@@ -160,8 +161,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if self._division is not None:
             data, self._record = self._division.share_out()
         assert data is not None
-        if self._data is not None:
-            check_datasets(data)
+        data, self._record = without_broken(data, self._record, *self._broken)
         if self.holdout[0]:
             data, self._record = hold_out(data, self._record, *self.holdout)
         if self._data is not None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that are already divided among clients, and the checks made on them before anything is trained."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,7 +133,6 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
         if store is not None:
             image = _check_shapes(part, store, image, image_size)
             found[part] = _known_labels(part, store, num_classes)
-            _check_finite(part, store)
     assert image is not None
     multilabel = _is_multilabel(found)
     if data.classes is not None:
@@ -195,20 +193,6 @@ def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | No
         check_kind(client, got, expected or got, f"{part} data: ")
         expected = got
     return expected
-
-
-def _check_finite(part: str, store: Store) -> None:
-    """Name images of tensors that are NaN or infinite: a client trains on without them, but nothing can be scored."""
-    if not isinstance(store, TensorStore) or not store.images.is_floating_point():
-        return
-    fine = store.images.flatten(1).isfinite().all(1).cpu()[store.table]
-    for position in (~fine).nonzero().flatten()[:5].tolist():
-        client = int(torch.searchsorted(store.starts, position, right=True)) - 1
-        who = "the server" if part == "validation" else f"client {client}"
-        what = f"{who}: the {part} image {position - int(store.starts[client])} has NaN or infinity"
-        if part != "training":
-            raise ValueError(f"{what}, so that it cannot be scored: fix it or leave it out")
-        warnings.warn(f"{what}: the client fails in rounds that use it; fix it or leave it out", stacklevel=2)
 
 
 def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tensor]:

@@ -102,7 +102,7 @@ def check_datasets(data: FederatedData) -> None:
             raise TypeError(
                 f"FederatedData.{name} is a {type(sets).__name__}, and no list: give a list with one dataset per client"
             )
-    for part in _parts(data):
+    for part in parts_of(data):
         kind, base = type(part.dataset).__name__, _base(part.dataset)
         if isinstance(base, DataLoader):
             raise TypeError(f"{part.who} is a {kind}, which has batches and no items: give its .dataset")
@@ -127,7 +127,7 @@ def as_pairs(data: FederatedData, num_classes: int | None = None) -> FederatedDa
         ValueError: If a dict lacks an entry, labels are words at some clients alone, or names of classes differ.
         TypeError: If an item is neither a pair nor a dict.
     """
-    parts = _parts(data)
+    parts = parts_of(data)
     with isolated_randomness():
         for part in parts:
             _look(part)
@@ -148,7 +148,7 @@ def as_pairs(data: FederatedData, num_classes: int | None = None) -> FederatedDa
     return replace(data, train=train, test=test, public=public, server_validation=validation, classes=classes)
 
 
-def _parts(data: FederatedData) -> list[_Part]:
+def parts_of(data: FederatedData) -> list[_Part]:
     """All datasets, in the order of the fields."""
     parts = [_Part(f"client {client}: the training set", one, True) for client, one in enumerate(data.train)]
     parts += [_Part(f"client {client}: the test set", one, True) for client, one in enumerate(data.test)]

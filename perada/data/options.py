@@ -2,11 +2,14 @@
 """Refusals of data and partitions that are of another type."""
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from perada.core.checks import check_choice, check_whole
+from perada.data.broken import OnBroken
 from perada.data.federated import FederatedData
 from perada.data.partitions.base import Partition
 from perada.data.sets.base import ImageSet
+from perada.data.shifts import ShiftsWhen
 
 
 def check_types(data: object, dataset: object, partition: object, public: object, shifts: object) -> None:
@@ -29,9 +32,13 @@ def check_types(data: object, dataset: object, partition: object, public: object
                 )
 
 
-def check_reading(seed: object, num_workers: object, crop_padding: object, flip: object) -> None:
+def check_reading(
+    seed: object, num_workers: object, crop_padding: object, flip: object, shifts_when: object, on_broken: object
+) -> None:
     """Refuse, by a ValueError, how images are drawn, read and augmented, if it is out of range or of another type."""
     check_whole("seed", seed, 0, most=None)
     check_whole("num_workers", num_workers, 0)
     check_whole("crop_padding", crop_padding, 0)
     check_choice("flip", flip, [False, True])
+    check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
+    check_choice("on_broken", on_broken, get_args(OnBroken))

@@ -170,6 +170,8 @@ class SiteWorker:
         if not bool(trained.finite[0]):
             reason = done.failed or "the training became NaN or infinite"
             self.log.warning("round %d: %s; the personal state stays", order.round, reason)
+        elif done.failed:
+            self.log.warning("round %d: %s; it is in no batch", order.round, done.failed)
         reply = pack(Answer("ok", answers, facts).header(), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will

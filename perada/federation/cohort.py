@@ -170,7 +170,7 @@ class Cohort:
             return
         for one in batches.values() if isinstance(batches, dict) else (batches,):
             for client, reason in one.failed:
-                self.broken[one.clients.index(client)] = True
+                self.broken[one.clients.index(client)] |= self.private is None  # else the sample is in no batch
                 self.failed.setdefault(client, reason)
         if batch.phase != self._phase:
             self._phase = batch.phase

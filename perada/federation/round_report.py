@@ -21,8 +21,8 @@ class RoundReport:
 
     What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
     its starting point, and with ``broken_server`` the global state stayed as it was. Clients that are ``far`` sent a
-    change so many times as long as the median. Of the broken clients, ``failed`` are those of whom a sample could not
-    be read, and why.
+    change so many times as long as the median. ``failed`` are those of whom a sample could not be read, and why; in a
+    private run they train without it.
     """
 
     broken: list[int] = field(default_factory=list)

@@ -33,8 +33,7 @@ def personalize(trainer: pl.Trainer, data: FederatedDataModule, module: Federate
             progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
         )
     module.shifted = {}  # of the models before
-    if broken:
-        warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
+    warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 

@@ -44,10 +44,12 @@ def explain(_: object, trainer: pl.Trainer, pl_module: pl.LightningModule, excep
 
 
 def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[int, str]) -> None:
-    """Name the clients whose training went wrong, and say what becomes of it; ``failed`` are why samples did."""
-    for client in clients:
-        if client in failed:
-            rank_zero_warn(f"{when}: {failed[client]}; {consequence}")
+    """Name the clients whose training went wrong, and say what becomes of it; ``failed`` are why samples did.
+
+    In a private run a client trains on without such a sample, so that who trains does not depend on it.
+    """
+    for client, reason in failed.items():
+        rank_zero_warn(f"{when}: {reason}; {consequence if client in clients else 'it is in no batch'}")
     names = ", ".join(str(client) for client in clients if client not in failed)
     if names:
         rank_zero_warn(
@@ -58,9 +60,8 @@ def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[in
 
 def warn_report(round: int, report: RoundReport, rule: ServerRule, algorithm: Algorithm, refused: bool = False) -> None:
     """Say what went wrong in a round; clients whose updates are far are ``refused`` or not."""
-    if report.broken:
-        without = "its adapter stays as it was and the round continues without it"
-        warn_broken(f"round {round}", report.broken, without, report.failed)
+    without = "its adapter stays as it was and the round continues without it"
+    warn_broken(f"round {round}", report.broken, without, report.failed)
     then = (
         "It was left out, since refuse_far is set."
         if refused

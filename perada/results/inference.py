@@ -77,6 +77,7 @@ def predict(
     batch_size: int = 64,
     device: torch.device | str = "cpu",
     progress: bool = False,
+    broken: dict[Any, str] | None = None,
 ) -> Predictions:
     """Predict with one model; only ``batch_size`` images at a time are in memory (see :meth:`.Run.predict`)."""
     check_whole("batch_size", batch_size)
@@ -84,17 +85,38 @@ def predict(
     if not given:
         raise ValueError("there are no images; give one at least")
     model = model.to(_usable(device)).eval()
-    rows = []
+    rows, known = [], []
     with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
         for start in range(0, len(given), batch_size):
-            batch = preprocessing.batch(given[start : start + batch_size])
-            logits = model(batch.to(device)).float().cpu()
-            rows.append(logits.sigmoid() if multilabel else logits.softmax(-1))
-            bar.update(len(batch))
+            named = given[start : start + batch_size]
+            batch, named = (
+                (preprocessing.batch(named), named) if broken is None else _read(preprocessing, named, broken)
+            )
+            if batch is not None:
+                logits = model(batch.to(device)).float().cpu()
+                rows.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+            known += named
+            bar.update(len(given[start : start + batch_size]))
+    if not known:
+        raise ValueError(f"none of the {len(given)} images can be read: {'; '.join((broken or {}).values())}")
     probabilities = torch.cat(rows).clone()  # no inference tensor
     labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
-    paths = tuple(map(str, given)) if all(isinstance(one, str | Path) for one in given) else None
+    paths = tuple(map(str, known)) if all(isinstance(one, str | Path) for one in known) else None
     return Predictions(probabilities, labels, tuple(classes), paths)
+
+
+def _read(preprocessing: Preprocessing, images: list[Any], broken: dict[Any, str]) -> tuple[Tensor | None, list[Any]]:
+    """A batch of those that can be read, which are given too; the others go into ``broken``."""
+    try:
+        return preprocessing.batch(images), images
+    except (OSError, ValueError):  # then one by one
+        kept = []
+        for image in images:
+            try:
+                kept.append((preprocessing.batch([image]), image))
+            except (OSError, ValueError) as error:
+                broken[image] = str(error)
+        return torch.cat([one for one, _ in kept]) if kept else None, [image for _, image in kept]
 
 
 def _usable(device: torch.device | str) -> torch.device:

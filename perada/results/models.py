@@ -165,6 +165,7 @@ class Models:
         batch_size: int = 64,
         device: torch.device | str = "cpu",
         progress: bool = False,
+        broken: dict[Any, str] | None = None,
     ) -> Predictions:
         """Predict with a client's model or the global one, for images as they come.
 
@@ -177,6 +178,7 @@ class Models:
             batch_size: Images in memory at a time, and in a pass through the model.
             device: Where the model runs.
             progress: Show a bar.
+            broken: Takes the paths that cannot be read, and why; they are left out. By default the first is an error.
 
         Raises:
             FileNotFoundError: If a file does not exist.
@@ -195,6 +197,7 @@ class Models:
             batch_size=batch_size,
             device=device,
             progress=progress,
+            broken=broken,
         )
 
     @property

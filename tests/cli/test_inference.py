@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.cli import main
 from perada.cli.inference import open_run
+from perada.cli.main import entry_point
 from perada.data import FashionMNIST
 
 RECIPE = {
@@ -96,6 +97,35 @@ def made_in_python(tmp_path, **options):
     settings |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
     run = perada.finetune("test_resnet", perada.FederatedData(sets), **settings | options)
     return run, tmp_path / "lightning_logs" / "version_0"
+
+
+def test_files_that_cannot_be_read_are_left_out_and_named_at_the_end(tmp_path, monkeypatch, capsys):
+    run, _ = made_in_python(tmp_path, rounds=1)
+    run.save(tmp_path / "saved")
+    monkeypatch.chdir(tmp_path)
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(7):
+        noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(images / f"{number}.png")
+    main(["predict", "saved", "--images=images", "--output=whole.csv"])
+    for number in (0, 4, 5):
+        (images / f"{number}.png").write_bytes((images / f"{number}.png").read_bytes()[:100])
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["perada", "predict", "saved", "--images=images", "--batch_size=2"])
+    with pytest.raises(
+        SystemExit, match=r"3 of 7 images cannot be read, .*'predictions.csv': .*0.png.*4.png.*5.png"
+    ) as end:
+        entry_point()
+    assert isinstance(end.value.code, str)  # which Python prints, with the status 1
+    assert capsys.readouterr().out == "Predictions of 4 images: predictions.csv\n"
+    kept = [row for row in rows_of(tmp_path / "whole.csv") if row["path"][0] in "1236"]
+    assert [row["predicted"] for row in rows_of(tmp_path / "predictions.csv")] == [row["predicted"] for row in kept]
+    assert [row["path"] for row in rows_of(tmp_path / "predictions.csv")] == [row["path"] for row in kept]
+    for number in (1, 2, 3, 6):
+        (images / f"{number}.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="none of the 7 images can be read"):
+        main(["predict", "saved", "--images=images"])
 
 
 OTHERS = [{"algorithm": "fedavg_ft"}, {"algorithm": "fed_ensemble"}, {"algorithm": "standalone", "adapter": "lora"}]

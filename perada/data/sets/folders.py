@@ -14,7 +14,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.decoding import check_full_scale, read_image
+from perada.data.batches.decoding import UnreadableImageError, check_full_scale, read_image
 from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.shares import of_each_stratum
 from perada.data.sets.base import ImageSet
@@ -65,8 +65,19 @@ class ImageFiles(ImageSet):
         return Path(path).read_bytes()
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        paths = self._listing.paths
-        return (torch.stack([self.read(path) for path in paths]) if self.in_memory else None), self._listing.labels
+        return (self._read_all() if self.in_memory else None), self._listing.labels
+
+    def _read_all(self) -> Tensor:
+        """All images; an UnreadableImageError names every file that cannot be read."""
+        images, broken = [], []
+        for path in self._listing.paths:
+            try:
+                images.append(self.read(path))
+            except (OSError, ValueError) as error:
+                broken.append(str(error))
+        if broken:
+            raise UnreadableImageError(f"{'; '.join(broken)} (in_memory: false can do without, by on_broken: skip)")
+        return torch.stack(images)
 
     @property
     def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files

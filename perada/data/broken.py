@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that cannot be read: found before the first round, all of them, and refused or left out."""
+
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Subset
+from tqdm import tqdm
+
+from perada.data.batches.decoding import MissingImageError, UnreadableImageError, UnreadableSampleError
+from perada.data.batches.samples import isolated_randomness, length, read_item, tensor_source
+from perada.data.batches.transforms import to_image
+from perada.data.federated import FederatedData
+from perada.data.items import IMAGE_KEYS, check_datasets, parts_of
+from perada.data.sets.folders import ImageFiles
+
+OnBroken = Literal["refuse", "skip"]
+_REMEDY = re.compile(r": (fix it|fetch it again|take it out)[^:]*$")
+
+
+def without_broken(
+    data: FederatedData, record: dict[str, Any], on_broken: OnBroken, workers: int, tested: bool = True
+) -> tuple[FederatedData, dict[str, Any]]:
+    """Read every image of the clients and the server once, and refuse or leave out those that cannot be read.
+
+    Files are read by all processors at once. What was found of them is remembered until one changes (its size or its
+    time), in ``perada`` in the user's cache folder. Items of other datasets are read by ``workers`` processes.
+
+    Args:
+        data: All datasets.
+        record: What ``partition.json`` holds: positions, or nothing where the data were given and not divided.
+        on_broken: ``refuse`` or ``skip`` them.
+        workers: Processes, as in training; 0 for this one.
+        tested: Whether the test images are used; else none of them is read, and there are none in what is returned.
+
+    Returns:
+        Data and record without them.
+
+    Raises:
+        ValueError: If there are any, and they are refused; the message lists all.
+        TypeError: If something is no map-style dataset.
+    """
+    check_datasets(data)
+    data = data if tested else replace(data, test=[])
+    parts = parts_of(data)
+    lost = _find([part.dataset for part in parts], [part.who for part in parts], workers)
+    said = [f"{part.who}: {lost[place][row]}" for place, part in enumerate(parts) for row in sorted(lost[place])]
+    if not said:
+        return data, record
+    what = f"{len(said)} image{'s' * (len(said) > 1)} cannot be read ({'; '.join(said)})"
+    if on_broken == "refuse":
+        raise ValueError(f"{what}: fix them or take them out, or leave them out by on_broken: skip (--data.on_broken)")
+    warnings.warn(f"{what}: left out, as on_broken is skip", stacklevel=2)
+    kept = [np.setdiff1d(np.arange(length(part.dataset)), list(rows)) for part, rows in zip(parts, lost, strict=True)]
+    sets = [
+        Subset(part.dataset, rows.tolist()) if broken else part.dataset
+        for part, rows, broken in zip(parts, kept, lost, strict=True)
+    ]
+    train, test = len(data.train), len(data.train) + len(data.test)
+    server = iter(sets[test:])
+    public, validation = (None if one is None else next(server) for one in (data.public, data.server_validation))
+    whole = replace(data, train=sets[:train], test=sets[train:test], public=public, server_validation=validation)
+    for name, rows in (("train", kept[:train]), ("test", kept[train:test])):
+        if name in record and rows:
+            positions = zip(record[name], rows, strict=True)
+            record = record | {name: [_at(own, chosen) for own, chosen in positions]}
+    of_server = [name for name in ("public", "server_validation") if getattr(data, name) is not None]
+    for name, chosen in zip(of_server, kept[test:], strict=True):
+        if isinstance(record.get(name), list):
+            record = record | {name: _at(record[name], chosen)}
+    return whole, record
+
+
+def _at(positions: list[int], rows: np.ndarray[Any, Any]) -> list[int]:
+    chosen: list[int] = np.asarray(positions, dtype=np.int64)[rows].tolist()
+    return chosen
+
+
+def _find(datasets: list[Dataset[Any]], names: list[str], workers: int) -> list[dict[int, str]]:
+    """Of each dataset, the items that cannot be read, and why; what Subsets have in common is read once."""
+    bases: dict[int, Dataset[Any]] = {}
+    rows: list[tuple[int, np.ndarray[Any, Any]]] = []
+    for dataset in datasets:
+        base: Any = dataset
+        own = np.arange(length(dataset))
+        while type(base) is Subset:
+            base, own = base.dataset, np.asarray(base.indices, dtype=np.int64)[own]
+        bases[id(base)] = base
+        rows.append((id(base), own))
+    wanted = {key: np.unique(np.concatenate([own for of, own in rows if of == key])) for key in bases}
+    called = {key: name for (key, _), name in zip(rows, names, strict=True)}
+    found = {key: _broken(base, wanted[key].tolist(), called[key], workers) for key, base in bases.items()}
+    return [
+        {place: found[key][row] for place, row in enumerate(own.tolist()) if row in found[key]} for key, own in rows
+    ]
+
+
+def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict[int, str]:
+    """Items of a dataset that cannot be read, and why."""
+    source = None if isinstance(base, ImageFiles) else tensor_source(base, False)
+    if source is not None:
+        if not source.images.is_floating_point():
+            return {}
+        fine = source.images.flatten(1).isfinite().all(1).tolist()
+        return {row: f"image {row} has NaN or infinity" for row in rows if not fine[row]}
+    if isinstance(base, ImageFiles):
+        return {} if base.in_memory else _of_files(base, rows)  # which were read to be there
+    tried = DataLoader(_Tried(base, rows, who), batch_size=None, num_workers=workers)
+    with isolated_randomness():
+        return _reasons(rows, tried)
+
+
+def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
+    """Files that cannot be read, as remembered or as found now."""
+    paths = [base._listing.paths[row] for row in rows]
+    place = _memory(base, paths)
+    if place is not None and place.is_file():
+        with suppress(OSError, ValueError):
+            known = json.loads(place.read_text(encoding="utf-8"))
+            return {row: str(known[path]) for row, path in zip(rows, paths, strict=True) if path in known}
+
+    def why(path: str) -> str:
+        try:
+            base.read(path)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = _reasons(rows, pool.map(why, paths))
+    if place is not None:
+        with suppress(OSError):  # the next run reads them again
+            place.parent.mkdir(parents=True, exist_ok=True)
+            part = place.with_name(f"{place.name}.{os.getpid()}.partial")
+            part.write_text(
+                json.dumps({path: found[row] for row, path in zip(rows, paths, strict=True) if row in found})
+            )
+            part.replace(place)
+    return found
+
+
+def _memory(base: ImageFiles, paths: list[str]) -> Path | None:
+    """Where to remember of files, as they are now and as they are read, which are broken; None if one is not there."""
+    made = hashlib.sha256(repr((type(base).__name__, base._mode, base.full_scale)).encode())
+    for path in paths:
+        try:
+            now = os.stat(path)
+        except OSError:
+            return None
+        made.update(f"\0{os.path.abspath(path)}\0{now.st_size}\0{now.st_mtime_ns}".encode(errors="surrogateescape"))
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return root / "perada" / "read" / f"{made.hexdigest()[:32]}.json"
+
+
+def _reasons(rows: list[int], found: Iterable[str]) -> dict[int, str]:
+    """The reasons that are not empty, by row, without a remedy each."""
+    shown = tqdm(found, total=len(rows), desc="Read all images once", leave=False, disable=None)
+    return {row: _REMEDY.sub("", why) for row, why in zip(rows, shown, strict=True) if why}
+
+
+class _Tried(Dataset[str]):
+    """Why an item cannot be read, or nothing."""
+
+    def __init__(self, dataset: Dataset[Any], rows: list[int], who: str) -> None:
+        self.dataset, self.rows, self.who = dataset, rows, who
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> str:
+        try:
+            item = read_item(self.dataset, self.rows[place], self.who)
+        except (UnreadableImageError, MissingImageError, UnreadableSampleError) as error:
+            return str(error).removeprefix(f"{self.who}, ")
+        if isinstance(item, Mapping):
+            item = next((item[key] for key in IMAGE_KEYS if key in item), None)
+        with suppress(TypeError, IndexError):  # of another kind than images, which is said later
+            image = to_image(item[0] if isinstance(item, tuple | list) else item)
+            if image.is_floating_point() and not image.isfinite().all():
+                return f"sample {self.rows[place]} is an image with NaN or infinity"
+        return ""
