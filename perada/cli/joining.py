@@ -18,7 +18,7 @@ from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import RUN_FILE
 
-_DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others."
+_DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others. Or --images."
 
 
 def join(parser: ArgumentParser, words: list[str]) -> None:
@@ -35,6 +35,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--lr", type=float, default=None, help="Learning rate, instead of the run's.")
     parser.add_argument("--seed", type=int, default=0, help="Of batches and dropout.")
     parser.add_argument("--accelerator", type=str, default=None, help="cpu, gpu; by default a GPU if there is one.")
+    words = _as_data(words)
     kind = _kind(words)
     if kind is not None:
         parser.add_class_arguments(kind, "images", skip=SKIPPED)
@@ -67,6 +68,14 @@ def leave(parser: ArgumentParser, words: list[str]) -> None:
     given = parser.parse_args(words)
     number = forget(given.run, given.client)
     print(f"Removed client {given.client} from {given.run}: client_{number}, its name and its scores. {NOT_UNDONE}")
+
+
+def _as_data(words: list[str]) -> list[str]:
+    """The words with ``--images``, as ``perada predict`` has it, by the name of ``--data``."""
+    names = [word.partition("=")[0] for word in words]
+    if {"--data", "--images"} <= set(names):
+        raise ValueError("--images and --data are the same option; give it once")
+    return [f"--data{word[8:]}" if name == "--images" else word for name, word in zip(names, words, strict=True)]
 
 
 def _kind(words: list[str]) -> type[Source] | None:

@@ -60,6 +60,9 @@ _ELSEWHERE = {
 ELSEWHERE = {name: tuple(targets.split()) for targets, names in _ELSEWHERE.items() for name in names.split()}
 """What options are called in papers and other programs, and which they may be here."""
 
+_OF_THEIR_OWN = re.compile(r"federated\.(?=(client_)?privacy(\.|$))")
+"""Before a section that stands beside ``federated``, whose loop takes it."""
+
 _WRONG = (
     r"unrecognized arguments: (?:\S+ )*?(?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
     r"ambiguous option: (?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
@@ -149,8 +152,8 @@ def full_words(words: Sequence[str]) -> list[str]:
             word = _full_grid(word)
         elif grid and equals:  # a further one
             word = f"{grid}={_full_grid(word)}"
-        elif option.startswith("--") and name in SHORT:
-            word = f"--{SHORT[name]}{equals}{value}"
+        elif option.startswith("--") and (full := _full(name)) != name:
+            word = f"--{full}{equals}{value}"
         out.append(word)
     return out
 
@@ -159,7 +162,16 @@ def _full_grid(text: str) -> str:
     """[ALGORITHMS:]NAME+NAME=VALUES with full names."""
     named, equals, values = text.partition("=")
     before, colon, names = named.rpartition(":")
-    return before + colon + "+".join(SHORT.get(name, name) for name in names.split("+")) + equals + values
+    return before + colon + "+".join(map(_full, names.split("+"))) + equals + values
+
+
+def _full(name: str) -> str:
+    """The full name of an option.
+
+    >>> _full("rounds"), _full("federated.privacy.max_norm")
+    ('trainer.max_epochs', 'privacy.max_norm')
+    """
+    return SHORT.get(name) or _OF_THEIR_OWN.sub("", name)
 
 
 def full_names(content: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +201,11 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} and {SHORT[name]} are the same option; give it once")
         inner[last] = value
     if isinstance(federated := out.get("federated"), dict):
+        for name in ("privacy", "client_privacy"):
+            own = federated.pop(name, None)
+            if own is not None and out.get(name) is not None:
+                raise ValueError(f"{name} and federated.{name} are the same section; give it once")
+            out |= {} if own is None else {name: own}
         for role in ("algorithm", "server_rule"):
             if role in federated:
                 federated[role] = _class(federated[role], role)

@@ -99,6 +99,14 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 
 
+@pytest.mark.parametrize("words", [["--images={}"], ["--images", "{}"]])
+def test_the_folder_may_be_named_as_predict_has_it(saved, pictures, tmp_path, words):
+    folder = copy(saved, tmp_path)
+    words = [word.format(pictures) for word in words]
+    main(["personalize", str(folder), *words, "--client=late", "--rounds=1", "--images.layout={class}/*"])
+    assert perada.Run.load(folder).info["joined"][-1]["images"] == 16
+
+
 def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_path):
     rows = [f"{path},{path.parent.name}" for path in sorted(pictures.rglob("*.png"))]
     table = tmp_path / "late.csv"
@@ -118,6 +126,7 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
         (["--client=2"], "name='2' is that of a client of the run"),
         (["--client=late", "--images.layout={class}"], "do not have the layout"),
         ([], "the client has no name; give one"),
+        (["--images=pictures"], "--images and --data are the same option; give it once"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):

@@ -62,6 +62,20 @@ def test_every_full_name_is_an_option():
     assert set(ELSEWHERE) & set(SHORT) == set()
 
 
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+@pytest.mark.parametrize(
+    "words", [["={}.noise_multiplier=2"], ["={}.noise_multiplier", "2"], ["={}={{noise_multiplier: 2}}"]]
+)
+def test_privacy_may_be_named_as_what_takes_it(section, words):
+    """No recipe below has the section."""
+    words = [word.format(section).replace("=", "--federated.", 1) if word[0] == "=" else word for word in words]
+    assert config().config[section] is None
+    for cli in (config(*words), config(recipe={"federated": {section: {"noise_multiplier": 2}}})):
+        assert getattr(cli.loop, section).noise_multiplier == 2.0
+    both = {section: {"noise_multiplier": 1}, "federated": {section: {"noise_multiplier": 2}}}
+    assert f"{section} and federated.{section} are the same section; give it once" in refused(recipe=both)
+
+
 @pytest.mark.parametrize("where", ["words", "recipe"])
 def test_short_names_work_in_recipes_and_on_the_command_line(where):
     given = {"rounds": 7, "lr_local": 0.5, "distill_steps": 3, "seed": 5, "batch_size": 9, "algorithm": "ditto"}
