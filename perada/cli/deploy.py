@@ -20,6 +20,7 @@ from perada.deploy.coordinator import Coordinator
 from perada.deploy.flower.socket import Listener, from_supervisor, supervised
 from perada.deploy.local import LocalTransport
 from perada.deploy.recipe import Recipe
+from perada.deploy.sides import remember, sides_of
 from perada.deploy.site_file import Approved, SiteFile, read_site
 from perada.deploy.state import STATE, Book, read_state
 from perada.deploy.transport import Transport
@@ -51,7 +52,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     for path, approved in given.recipes.items():
         client = Client(site_recipe(path, given), given.limits)
         tried = try_step(client)
-        data = client.data
+        data, sides = client.data, sides_of(client.data)
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
         here = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
         if approved.digest not in ("", here.digest):
@@ -64,6 +65,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"  sha256: {here.sha256}",
             f"  digest: {here.digest}",
             f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
+            *([f"  the images have changed: {sides.changed}"] if sides and sides.changed else []),
             f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
             f"  memory: {shown_memory(tried)}",
@@ -176,8 +178,13 @@ def worker_of(given: SiteFile) -> SiteWorker:
                 "file is the one that was approved, its frozen weights are not; put those there that were"
             )
         clients[approved.digest] = client
-    log = logging.getLogger(f"perada.site.{given.name}")
-    return SiteWorker(Book(given.state), clients, given.may_send, given.limits, log)
+    log, book = logging.getLogger(f"perada.site.{given.name}"), Book(given.state)
+    for client in clients.values():
+        if sides := sides_of(client.data):
+            if sides.changed:
+                log.warning("the site's images: %s", sides.changed)
+            remember(given.state, sides)
+    return SiteWorker(book, clients, given.may_send, given.limits, log)
 
 
 def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:

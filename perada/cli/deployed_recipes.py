@@ -19,7 +19,9 @@ from perada.core.files import Scratch, writing
 from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.one_client import only
+from perada.data.sets.own import OwnImages
 from perada.deploy.recipe import Recipe
+from perada.deploy.sides import remembered
 from perada.deploy.site_file import SiteFile
 
 OF_ALL: tuple[str, ...] = (
@@ -65,17 +67,21 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
             "file"
         )
     content = _content(text)
-    kept = {key: value for key, value in (content.get("data") or {}).items() if key not in OF_ALL}
-    named = _named_classes((content.get("data") or {}).get("dataset"))
+    said = content.get("data") or {}
+    kept = {key: value for key, value in said.items() if key not in OF_ALL}
+    named = _named_classes(said.get("dataset"))
     own, place = dict(given.data), given.data.get("client", 0)
     own.pop("client", None)
     if "dataset" not in own:
         size = {"size": kept["image_size"]} if kept.get("image_size") else {}
         kind, names = "ImageTable" if "table" in own else "Images", {} if named is None else {"classes": list(named)}
-        own = {"dataset": {"class_path": kind, "init_args": size | own | names}, "partition": NOWHERE}
+        options = size | _division_of(said.get("dataset")) | own | names
+        own = {"dataset": {"class_path": kind, "init_args": options}, "partition": NOWHERE}
     cli = _parsed(content | {"data": kept | own}, given.accelerator)
     division = cli.datamodule._division
     division.download()
+    if isinstance(division.dataset, OwnImages):
+        division.dataset.known = remembered(given.state, division.dataset)
     whole_data = division.share_out()[0]
     if not isinstance(place, int) or not 0 <= place < len(whole_data.train):
         raise ValueError(
@@ -89,7 +95,7 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
             "folder (root) or a table, whose classes are taken by their names"
         )
     options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
-    served = FederatedDataModule(data, **options, seed=cli.config["data"].seed)
+    served = FederatedDataModule(data, **options, seed=said.get("seed", cli.config["data"].seed))
     return Recipe(text, cli.model, cli.loop, cli.trainer, served)
 
 
@@ -135,6 +141,14 @@ def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
         entry["init_args"] = options
         found.append(parser.instantiate_classes(parser.parse_object({"logger": entry})).logger)
     return found
+
+
+def _division_of(dataset: object) -> dict[str, Any]:
+    """How a recipe divides images of one's own into training and test images: sites divide theirs alike."""
+    given = dataset if isinstance(dataset, dict) else {}
+    if str(given.get("class_path")).rpartition(".")[2] not in ("Images", "ImageTable"):
+        return {}
+    return {key: value for key, value in (given.get("init_args") or {}).items() if key in ("test_share", "seed")}
 
 
 def _named_classes(dataset: object) -> tuple[str, ...] | None:

@@ -250,12 +250,14 @@ def test_image_folder_with_splits(tmp_path):
     assert torch.equal(ImageFolder(str(tmp_path), size=5, in_memory=True).images[2], train[2][0])
 
 
-def test_image_folder_with_domains_and_a_fixed_fifth_for_testing(tmp_path):
+def test_image_folder_with_domains_and_about_a_fifth_for_testing(tmp_path):
     write_images(tmp_path, [f"{d}/{c}/{i}.png" for d in ("art", "photo") for c in ("cat", "dog") for i in range(5)])
     write_images(tmp_path, ["photo/emu/0.png"])
     train = ImageFolder(str(tmp_path), size=4, domains=True)
     test = train.with_split(False)
-    assert (len(train), len(test), train.num_classes) == (17, 4, 3)
+    assert (len(train) + len(test), train.num_classes) == (21, 3)
+    assert {*test.columns["domain"]} == {"art", "photo"} and len(test) < 10
+    assert {*train.labels.tolist()} == {0, 1, 2}
     both = {*zip(train._listing.paths, train.labels.tolist(), train.columns["domain"], strict=True)}
     both |= {*zip(test._listing.paths, test.labels.tolist(), test.columns["domain"], strict=True)}
     assert len(both) == 21

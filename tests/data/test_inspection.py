@@ -29,8 +29,10 @@ def test_a_folder_is_shown_with_its_counts(tmp_path, capsys):
     rows = rows_of(printed)
     assert rows["client"] == ["benign", "malignant", "normal", "images"]
     for hospital in HOSPITALS:
-        assert rows[hospital] == ["8 / 2"] * 3 + ["24 / 6"]
-    assert rows["all"] == ["32 / 8"] * 3 + ["96 / 24"]
+        *parts, whole = [tuple(map(int, cell.split(" / "))) for cell in rows[hospital]]
+        assert [sum(part) for part in parts] == [10] * 3 and min(map(min, parts)) > 0
+        assert whole == tuple(map(sum, zip(*parts, strict=True)))
+    assert [sum(map(int, cell.split(" / "))) for cell in rows["all"]] == [40] * 3 + [120]
     assert "width 6 to 6 (median 6), height 4 to 4 (median 4)" in printed
     assert "Modes: 120 RGB" in printed
     assert printed.splitlines()[-2] == "This can be used."

@@ -121,6 +121,14 @@ def _split(images: ImageSet, index: Array) -> Split:
     return Split(images.labels.numpy()[index], index, rows, type(images).__name__)
 
 
+def identities_of(dataset: Dataset[Any], index: Array) -> Array | None:
+    """What the images at ``index`` are set aside by, where this is not their position; see ImageSet.identities."""
+    if type(dataset) is Subset:
+        return identities_of(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[index])
+    found = dataset.identities if isinstance(dataset, ImageSet) else None
+    return None if found is None else found[index]
+
+
 def groups_of(dataset: Dataset[Any], index: Array) -> Array:
     """The groups (N,) of the images at ``index`` that stay together where images are set aside.
 

@@ -13,8 +13,8 @@ from perada.core.seeding import derive_seed
 from perada.data.batches.samples import length
 from perada.data.federated import FederatedData
 from perada.data.partitions.apportion import Array
-from perada.data.partitions.division import groups_of
-from perada.data.partitions.shares import whole_groups
+from perada.data.partitions.division import groups_of, identities_of
+from perada.data.partitions.shares import hashed_share, whole_groups
 
 EvaluateOn = Literal["test", "validation"]
 
@@ -30,16 +30,20 @@ def check_holdout(share: float, evaluate_on: str) -> None:
         )
 
 
-def held_out(groups: Sequence[Array], share: float, seed: int) -> list[tuple[Array, Array]]:
+def held_out(
+    groups: Sequence[Array], share: float, seed: int, identities: Sequence[Array | None] | None = None
+) -> list[tuple[Array, Array]]:
     """Draw each client's held-out images: about ``share`` of them, but at least one and never all.
 
     Each client's draw is its own, whatever the others have. Images of one group, such as a patient's, are all held out
-    or all trained on; where each image is a group, the share is rounded to whole images.
+    or all trained on; where each image is a group, the share is rounded to whole images. Images of one's own are chosen
+    by what they are, and not by their number (:func:`.hashed_share`).
 
     Args:
         groups: Of each client, the group of each of its images.
         share: From above 0 to below 1.
         seed: What the draws follow from.
+        identities: Of each client, a word that stands for each image or its group; None for positions.
 
     Returns:
         For each client the rows that it trains on and those held out, ascending.
@@ -50,11 +54,18 @@ def held_out(groups: Sequence[Array], share: float, seed: int) -> list[tuple[Arr
     >>> [(len(kept), len(held)) for kept, held in held_out([np.arange(10), np.arange(2)], 0.3, seed=0)]
     [(7, 3), (1, 1)]
     """
+    names = identities or [None] * len(groups)
+    groups = [own if known is None else known for own, known in zip(groups, names, strict=True)]
     single = [len(own) > 1 and len(np.unique(own)) < 2 for own in groups]
     _refuse([client for client, own in enumerate(groups) if len(own) < 2], share, "fewer than 2")
     _refuse([client for client, alone in enumerate(single) if alone], share, "those of one group alone, as one patient")
     parts = []
     for client, own in enumerate(groups):
+        if names[client] is not None:
+            alone: list[list[str]] = [[]] * len(own)
+            held = hashed_share(own.tolist(), [client] * len(own), alone, share, derive_seed(seed, "client_validation"))
+            parts.append((np.setdiff1d(np.arange(len(own)), held), held))
+            continue
         rng = np.random.default_rng(derive_seed(seed, "client_validation", client))
         held, kept = whole_groups(own, [round(len(own) * share)], rng, least=1)
         parts.append((kept, held))
@@ -81,7 +92,8 @@ def hold_out(
     ``evaluate_on="validation"`` the held-out images take the place of the test images.
     """
     groups = [groups_of(dataset, np.arange(length(dataset))) for dataset in data.train]
-    parts = held_out(groups, share, seed)
+    identities = [identities_of(dataset, np.arange(length(dataset))) for dataset in data.train]
+    parts = held_out(groups, share, seed, identities)
     train, validation = (
         [Subset(dataset, rows[part].tolist()) for dataset, rows in zip(data.train, parts, strict=True)]
         for part in (0, 1)

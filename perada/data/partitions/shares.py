@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of a set, drawn at random so that groups stay whole or so that every stratum gives its part."""
+"""Shares of a set, drawn at random so that groups stay whole or so that every stratum gives its part, or by hashes."""
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from perada.core.seeding import derive_seed
 from perada.data.partitions.apportion import Array
 
 
@@ -58,42 +60,60 @@ def of_each_stratum(strata: Array, share: float, rng: np.random.Generator) -> Ar
     return np.sort(order[place < np.repeat(counts, sizes)])
 
 
-def spread_share(clients: Array, labels: Array, groups: Array, share: float, rng: np.random.Generator) -> Array:
-    """Draw about a share of the rows, whole groups, spread over clients and the classes of each.
+def hashed_share(
+    keys: Sequence[str],
+    clients: Sequence[Hashable],
+    classes: Sequence[Iterable[Hashable]],
+    share: float,
+    seed: int,
+    known: Mapping[str, bool] | None = None,
+    leave: bool = False,
+) -> Array:
+    """Choose about a share of the rows, each by its own key: whatever is added or removed, the others stay.
 
-    The groups are walked through by client, then by class, else at random, and each one is drawn that brings the number
-    of rows drawn so far closer to the share of those passed. Where each row is a group, the number drawn in any stretch
-    of the walk is within one of the share of its length (systematic sampling). A client or class is never drawn whole.
+    A row is chosen if the hash of its key and of the seed, as a number from 0 to 1, is below the share. Rows of one key
+    stay together. Other rows count in two cases alone, where there are few. Nothing is chosen whole, neither a client
+    nor its part of a class, if this has two keys: the highest number stays. And of a client, or of its part of a class
+    if two are expected of it, the lowest is chosen if none was.
 
     Args:
-        clients: The client (N,) of each row.
-        labels: Its class (N,), whole numbers from 0, or its several labels (N, K), zeros and ones.
-        groups: Its group (N,). A group takes the place of its first row in the walk.
+        keys: The key of each row.
+        clients: The client of each row.
+        classes: The classes of each row, if there are any.
         share: Above 0 and below 1.
-        rng: What is drawn from.
+        seed: Another seed, another choice.
+        known: Keys that are chosen, or not, whatever their hash is.
+        leave: Nor choose a class of all clients whole, even if it has one key.
 
     Returns:
         The rows, ascending.
 
-    >>> alone = np.arange(8)
-    >>> len(spread_share(np.repeat([0, 1], 4), np.tile([0, 1], 4), alone, 0.25, np.random.default_rng(0)))
-    2
+    >>> hashed_share(["a", "b", "c", "d", "a"], [0] * 5, [[]] * 5, 0.4, seed=0).tolist()
+    [2]
+    >>> hashed_share(["a", "c", "d", "e"], [0] * 4, [[]] * 4, 0.4, seed=0).tolist()
+    [1, 3]
     """
-    _, first, of, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
-    _, numbers = np.unique(clients, return_inverse=True)
-    _, combinations = np.unique(labels.reshape(len(labels), -1), axis=0, return_inverse=True)
-    order = np.lexsort((rng.random(len(first)), combinations.reshape(-1)[first], numbers[first]))
-    drawn = np.zeros(len(first), dtype=bool)
-    passed, taken = float(rng.random()) - 0.5, 0
-    for group in order:
-        passed += sizes[group] * share
-        if abs(passed - taken - sizes[group]) < abs(passed - taken):
-            drawn[group] = True
-            taken += int(sizes[group])
-    every = np.arange(len(of))
-    for rows, strata in ((every, numbers), (every, labels) if labels.ndim == 1 else np.nonzero(labels)):
-        for stratum in np.setdiff1d(strata, strata[~drawn[of[rows]]]):  # whose last group is given back
-            own = rows[strata == stratum]
-            if drawn[of[own]].all():
-                drawn[of[own[0]]] = False
-    return np.flatnonzero(drawn[of])
+    known = known or {}
+    inside: dict[str, set[tuple[Hashable, ...]]] = defaultdict(set)
+    for key, client, own in zip(keys, clients, classes, strict=True):
+        inside[key] |= {("client", client), *(("part", client, one) for one in own)}
+        inside[key] |= {("class", one) for one in own if leave}
+    places = {key: derive_seed(seed, f"share/{key}") / 2**128 for key in inside}
+    left = Counter(stratum for strata in inside.values() for stratum in strata)  # keys of each that are not chosen
+    without = {stratum for stratum, size in left.items() if stratum[0] == "client" or share * size >= 2}
+    left.update(stratum for stratum, size in list(left.items()) if stratum[0] == "part" and size == 1)
+    chosen = set[str]()
+
+    def choose(key: str) -> None:
+        if all(left[stratum] > 1 for stratum in inside[key]):
+            left.subtract(inside[key])
+            without.difference_update(inside[key])
+            chosen.add(key)
+
+    for key in sorted(inside, key=lambda key: (key not in known, places[key])):
+        if known.get(key, places[key] < share):
+            choose(key)
+    for key in sorted(inside, key=lambda key: (key in known, places[key])):
+        if without & inside[key]:
+            choose(key)
+    return np.flatnonzero([key in chosen for key in keys])

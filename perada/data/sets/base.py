@@ -71,6 +71,11 @@ class ImageSet(Dataset[Any], ABC):
         """Facts about each image of the split in ``self.train``, (N,) by name, for partitions that divide by them."""
         return {}
 
+    @property
+    def identities(self) -> np.ndarray[Any, Any] | None:
+        """A word (N,) that stands for each image, or for its group, by which it is set aside; None: its position."""
+        return None
+
     def download(self) -> None:
         """Fetch the files if that was asked for and they are missing."""
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets in folders."""
 
+import hashlib
+import os
 from abc import abstractmethod
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +19,12 @@ from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.decoding import UnreadableImageError, check_full_scale, read_image
 from perada.data.batches.transforms import resize_uint8
-from perada.data.partitions.shares import of_each_stratum
+from perada.data.partitions.shares import hashed_share, of_each_stratum
 from perada.data.sets.base import ImageSet
 from perada.data.sets.readers import find_folder
 
+_TOGETHER = 8
+"""Files that are read at a time for their digests."""
 OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
 
 
@@ -31,6 +36,7 @@ class Listing(NamedTuple):
     columns: Mapping[str, np.ndarray[Any, Any]] = {}
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
+    identities: np.ndarray[Any, Any] | None = None
 
 
 class ImageFiles(ImageSet):
@@ -39,6 +45,7 @@ class ImageFiles(ImageSet):
     _mode = "RGB"  # of Pillow
     full_scale: float | None = None  # the value of white in images of more than 8 bits
     _source = ""  # where to fetch them
+    _own = False  # whether they are not a published set
 
     def __init__(self, root: str, size: int, in_memory: bool, train: bool) -> None:
         super().__init__(train)
@@ -63,6 +70,31 @@ class ImageFiles(ImageSet):
     def content(self, path: str) -> bytes:
         """One file as it is stored."""
         return Path(path).read_bytes()
+
+    def digest(self, path: str) -> str:
+        """A digest of a file's content, whatever it is called; of the path if it cannot be read."""
+        try:
+            state = os.stat(path)
+            return _digest(path, state.st_size, state.st_mtime_ns)
+        except OSError:
+            return hashlib.sha256(path.encode()).hexdigest()
+
+    def _identified(self, paths: Sequence[str], columns: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """What stands for each image: its group, or else its content."""
+        if self.group_column in columns:
+            return np.array(
+                [hashlib.sha256(f"group {name}".encode()).hexdigest() for name in columns["group"].tolist()]
+            )
+        with ThreadPoolExecutor(_TOGETHER) as pool:
+            return np.array(list(pool.map(self.digest, paths)))
+
+    @property
+    def identities(self) -> np.ndarray[Any, Any] | None:
+        """Of images of one's own, a digest of the group, or else of the content."""
+        found = self._listing
+        if self._own and found.identities is None:
+            return self._identified(found.paths, found.columns)
+        return found.identities
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         return (self._read_all() if self.in_memory else None), self._listing.labels
@@ -105,8 +137,9 @@ class ImageFiles(ImageSet):
 class ImageFolder(ImageFiles):
     """Images sorted into a folder per class, as torchvision's ImageFolder reads them.
 
-    ``root`` holds ``train`` and ``test`` with the same class folders, or the class folders themselves, of which a fixed
-    fifth of the images is then the test split. With ``domains``, a folder per domain comes above the classes.
+    ``root`` holds ``train`` and ``test`` with the same class folders, or the class folders themselves, of which about a
+    fifth of the images, chosen by their content, is then the test split. With ``domains``, a folder per domain comes
+    above the classes.
 
     Args:
         root: The folder.
@@ -117,6 +150,8 @@ class ImageFolder(ImageFiles):
             floating-point images.
         train: The training split, or else the test split.
     """
+
+    _own = True
 
     def __init__(
         self,
@@ -151,9 +186,10 @@ class ImageFolder(ImageFiles):
             for path, number in make_dataset(str(top), numbers, IMG_EXTENSIONS, allow_empty=True)
         ]
         if not divided:
-            order = np.random.default_rng(derive_seed(0, "folder")).permutation(len(samples))
-            cut = len(samples) // 5
-            samples = [samples[i] for i in np.sort(order[cut:] if self.train else order[:cut])]
+            paths, parts, tops_of = zip(*samples, strict=True) if samples else ((), (), ())
+            keys = self._identified(paths, {}).tolist()
+            test = {*hashed_share(keys, tops_of, [[part] for part in parts], 0.2, 0, leave=True).tolist()}
+            samples = [sample for row, sample in enumerate(samples) if (row in test) != self.train]
         columns = {"domain": np.array([sample[2] for sample in samples])} if self.domains else {}
         labels = torch.tensor([sample[1] for sample in samples], dtype=torch.int64)
         return Listing([sample[0] for sample in samples], labels, columns, len(classes), tuple(classes))
@@ -251,6 +287,13 @@ class UnlabelledFolder(ImageFiles):
         if not files:
             raise FileNotFoundError(f"{self.root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
         return Listing(files)
+
+
+@lru_cache(maxsize=2**20)
+def _digest(path: str, size: int, changed: int) -> str:
+    """Of the content of a file that has so many bytes, and was changed then."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _subfolders(folder: Path) -> list[Path]:

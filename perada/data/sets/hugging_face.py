@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets of Hugging Face ``datasets``, from the Hub or a local folder."""
 
+import hashlib
 import io
 import re
 from difflib import get_close_matches
@@ -45,7 +46,7 @@ class HuggingFace(OwnImages):
         client: Column of the clients; null for ``client``, if there is such a column.
         group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
         domain: Column of the domains; null for ``domain``, likewise.
-        test_share: Without a test split, about the share of each client and class that is one.
+        test_share: Without a test split, about the share of each client's images that is one.
         seed: Another seed, another test split.
         size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
         gray: One channel instead of three.
@@ -161,6 +162,13 @@ class HuggingFace(OwnImages):
         if stored is None:
             raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
+
+    def digest(self, path: str) -> str:
+        """A digest of the image ``split[row]`` as it is stored; of its place if there is none."""
+        try:
+            return hashlib.sha256(self.content(path)).hexdigest()
+        except OSError:
+            return hashlib.sha256(path.encode()).hexdigest()
 
     def read(self, path: str) -> Tensor:
         """Read the image ``split[row]`` as uint8 (Ch, size, size), as image files are read."""

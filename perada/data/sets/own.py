@@ -4,22 +4,21 @@
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import check_number
-from perada.core.seeding import derive_seed
 from perada.core.text import some
 from perada.data.batches.decoding import check_full_scale
 from perada.data.partitions.apportion import Array
-from perada.data.partitions.shares import spread_share
+from perada.data.partitions.shares import hashed_share
 from perada.data.sets.checks import class_names
 from perada.data.sets.folders import ImageFiles, Listing
 from perada.data.sets.layouts import SPLITS, layout_pattern, list_images, proposal
@@ -40,10 +39,15 @@ class OwnImages(ImageFiles):
     """Images of one's own; a subclass says where their names come from.
 
     Class names are sorted, as numbers where all are numbers, and numbered in this order, or in that of ``classes`` if
-    they are given. Without a split of the source's own, a share of the images that ``seed`` draws is the test split:
-    about this share of each client and class, and never all images of one. All images of a group are on one side.
+    they are given. Without a split of the source's own, about a share of the images is the test split, and never all
+    of a client, or of a class that was not named. Which ones follows from ``seed`` and each image's content alone, or
+    from the name of its group: images that come or go move no others, but in clients with few (:func:`.hashed_share`).
+
+    Attributes:
+        known: Identities of which it is settled that they are test images, or not.
     """
 
+    _own = True
     _how = "the layout"  # where a split is said
 
     def __init__(
@@ -64,6 +68,7 @@ class OwnImages(ImageFiles):
             raise ValueError(f"classes={classes!r} cannot be used; give a list of their names, or leave it out")
         check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
         check_full_scale(full_scale)
+        self.known: Mapping[str, bool] = {}
         self.test_share, self.seed, self.gray, self.full_scale = test_share, seed, gray, full_scale
         self._mode = "L" if gray else "RGB"
         self._where = root
@@ -76,7 +81,8 @@ class OwnImages(ImageFiles):
     def _listing(self) -> Listing:
         found = self._records()
         found = found if self._names is None else renumbered(found, self._names, self._where)
-        test = self._test_rows(found)
+        identities = self._identified(found.paths, found.columns) if found.split is None else None
+        test = self._test_rows(found, identities)
         train = np.setdiff1d(np.arange(len(found.paths)), test)
         if found.split is not None:
             train = train[found.split[train] == "train"]
@@ -84,15 +90,30 @@ class OwnImages(ImageFiles):
         rows = train if self.train else test
         labels = torch.from_numpy(found.labels[rows])
         columns = {name: column[rows] for name, column in found.columns.items()}
-        return Listing([found.paths[row] for row in rows], labels, columns, len(found.classes), found.classes)
+        paths = [found.paths[row] for row in rows]
+        own = None if identities is None else identities[rows]
+        return Listing(paths, labels, columns, len(found.classes), found.classes, own)
 
-    def _test_rows(self, found: Records) -> Array:
+    def with_split(self, train: bool) -> Self:
+        """As of every set; what is settled stays so."""
+        other = super().with_split(train)
+        other.known = self.known
+        return other
+
+    @property
+    def divided(self) -> bool:
+        """Whether training and test images were divided here, and not by the source."""
+        return self._listing.identities is not None
+
+    def _test_rows(self, found: Records, identities: Array | None) -> Array:
         """The rows of the test split, ascending."""
         if found.split is None:
-            clients = found.columns.get("client", np.zeros(len(found.paths), np.int64))
-            groups = found.columns.get("group", np.arange(len(found.paths)))
-            rng = np.random.default_rng(derive_seed(self.seed, "own_images"))
-            return spread_share(clients, found.labels, groups, self.test_share, rng)
+            assert identities is not None
+            clients = found.columns.get("client", np.zeros(len(found.paths), np.int64)).tolist()
+            several = found.labels.ndim == 2
+            classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
+            given = identities.tolist(), clients, classes, self.test_share, self.seed, self.known
+            return hashed_share(*given, leave=self._names is None)
         has = {name: int((found.split == name).sum()) for name in ("train", "test", "val")}
         for name in ("train", "test"):
             if not has[name] and not (name == "test" and has["val"]):
@@ -145,7 +166,7 @@ class Images(OwnImages):
     Args:
         root: The folder.
         layout: Where client, class, split and group stand.
-        test_share: Without ``{split}``, about the share of each client and class that is the test split.
+        test_share: Without ``{split}``, about the share of each client's images that is the test split.
         seed: Another seed, another test split.
         size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
         gray: One channel instead of three.

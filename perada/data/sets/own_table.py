@@ -38,7 +38,7 @@ class ImageTable(OwnImages):
         split: Column of the split; null for ``split``, if there is such a column.
         group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
         separator: What parts several labels in one column, such as ``|``; null for one label an image.
-        test_share: Without a split, about the share of each client and class that is the test split.
+        test_share: Without a split, about the share of each client's images that is the test split.
         seed: Another seed, another test split.
         size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
         gray: One channel instead of three.
