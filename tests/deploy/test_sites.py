@@ -220,6 +220,23 @@ def test_neither_images_nor_texts_of_errors_leave_a_site(tiny, tmp_path, caplog)
             assert mark not in reply
 
 
+def test_the_server_of_a_private_run_does_not_learn_that_an_image_cannot_be_read(tiny, tmp_path, caplog):
+    parties, images = private(tiny, tmp_path), Canaries(False)
+    parties.whole = replace(parties.whole, train=[images] * 3, test=[images] * 3, public=None)
+    site, other = parties.worker(0), parties.worker(1)
+    start = only_client(site).recipe.template.initial
+    images.broken = True
+    for one in (site, other):  # it is in every batch: there are as many images as a batch has
+        message = train(one)
+        with caplog.at_level(logging.WARNING):
+            reply = one.answer(message, "")
+        assert code(reply, message) == "ok"
+        state = one.book.load(RUN)
+        for kept in state.kept["personal"], unpack(reply, spec_of(start))[1]:
+            assert not any(torch.equal(value.flatten(), start[key].flatten()) for key, value in kept.items())
+    assert "patient 4711" in caplog.text and "it is in no batch" in caplog.text
+
+
 def test_nothing_leaves_beside_updates_unless_the_site_says_so(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto").worker(0, may_send=())
     client = only_client(site)
