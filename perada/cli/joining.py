@@ -18,7 +18,7 @@ from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import RUN_FILE
 
-_DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others. Or --images."
+_DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others. Also called --images."
 
 
 def join(parser: ArgumentParser, words: list[str]) -> None:

@@ -88,20 +88,22 @@ def _at(positions: list[int], rows: np.ndarray[Any, Any]) -> list[int]:
 
 def _find(datasets: list[Dataset[Any]], names: list[str], workers: int) -> list[dict[int, str]]:
     """Of each dataset, the items that cannot be read, and why; what Subsets have in common is read once."""
-    bases: dict[int, Dataset[Any]] = {}
+    bases: dict[int, tuple[Dataset[Any], str, list[np.ndarray[Any, Any]]]] = {}
     rows: list[tuple[int, np.ndarray[Any, Any]]] = []
-    for dataset in datasets:
+    for dataset, name in zip(datasets, names, strict=True):
         base: Any = dataset
         own = np.arange(length(dataset))
         while type(base) is Subset:
             base, own = base.dataset, np.asarray(base.indices, dtype=np.int64)[own]
-        bases[id(base)] = base
+        bases.setdefault(id(base), (base, name, []))[2].append(own)
         rows.append((id(base), own))
-    wanted = {key: np.unique(np.concatenate([own for of, own in rows if of == key])) for key in bases}
-    called = {key: name for (key, _), name in zip(rows, names, strict=True)}
-    found = {key: _broken(base, wanted[key].tolist(), called[key], workers) for key, base in bases.items()}
+    found = {
+        key: _broken(base, np.unique(np.concatenate(wanted)).tolist(), name, workers)
+        for key, (base, name, wanted) in bases.items()
+    }
     return [
-        {place: found[key][row] for place, row in enumerate(own.tolist()) if row in found[key]} for key, own in rows
+        {place: found[key][row] for place, row in enumerate(own.tolist() if found[key] else []) if row in found[key]}
+        for key, own in rows
     ]
 
 
@@ -185,7 +187,10 @@ class _Tried(Dataset[str]):
         if isinstance(item, Mapping):
             item = next((item[key] for key in IMAGE_KEYS if key in item), None)
         with suppress(TypeError, IndexError):  # of another kind than images, which is said later
-            image = to_image(item[0] if isinstance(item, tuple | list) else item)
+            try:  # a picture may be read only now
+                image = to_image(item[0] if isinstance(item, tuple | list) else item)
+            except (OSError, SyntaxError, ValueError) as error:
+                return f"sample {self.rows[place]} cannot be read ({' '.join(str(error).split())})"
             if image.is_floating_point() and not image.isfinite().all():
                 return f"sample {self.rows[place]} is an image with NaN or infinity"
         return ""

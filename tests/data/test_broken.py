@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images that cannot be read are found before the first round, all of them."""
 
+import io
 import os
 import warnings
 
@@ -94,6 +95,29 @@ def test_a_set_in_memory_names_all_of_a_split(root):
     dataset = Images(root=str(root), layout="{client}/{split}/{class}/*", size=16, in_memory=True)
     with pytest.raises(ValueError, match=r"class0/0.png.*class1/3.png.*class0/4.png.*on_broken: skip"):
         FederatedDataModule(dataset=dataset, partition=ByDomain("client"), on_broken="skip").setup()
+
+
+class Lazy(Dataset):
+    """Pictures that Pillow has opened and not read."""
+
+    def __init__(self, paths):
+        self.paths = paths
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return Image.open(io.BytesIO(self.paths[index].read_bytes())), index % 2
+
+
+def test_pictures_that_are_opened_only_are_read_too(root):
+    data = [
+        Lazy(sorted((root / client / "train").rglob("*.png"))[client == "north" :]) for client in ("north", "south")
+    ]
+    with pytest.raises(
+        ValueError, match=r"^2 images .*client 0: the training set: sample 3 cannot.*client 1: .*sample 2 "
+    ):
+        FederatedDataModule(FederatedData(data), image_size=16).setup()
 
 
 class Rows(Dataset):

@@ -108,7 +108,9 @@ class ImageFiles(ImageSet):
             except (OSError, ValueError) as error:
                 broken.append(str(error))
         if broken:
-            raise UnreadableImageError(f"{'; '.join(broken)} (in_memory: false can do without, by on_broken: skip)")
+            raise UnreadableImageError(
+                f"{'; '.join(broken)}; to leave such out, set in_memory: false and on_broken: skip"
+            )
         return torch.stack(images)
 
     @property
