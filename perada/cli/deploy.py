@@ -124,7 +124,11 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
             spent = epsilon_text(total.epsilon(0, limits.delta, limits.accountant))
             bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
             without = f"; {bare} rounds had no privacy" if bare else ""
-            print(f"All runs together: ε {spent} at δ = {limits.delta:g}, by {limits.accountant}{without}.")
+            most = "one whole run's" if limits.max_epsilon is None else f"{limits.max_epsilon:g}"
+            print(
+                f"All runs together: ε {spent} (the limit is {most}) at δ = {limits.delta:g}, by {limits.accountant}"
+                f"{without}."
+            )
         return
     progress, _ = records.read(where)
     head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"

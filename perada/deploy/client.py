@@ -64,6 +64,11 @@ class Client:
                 f"max_epsilon={limits.max_epsilon} of the site cannot be kept by a recipe without privacy, which shows "
                 "its images without noise; approve a recipe with privacy, or leave the limit out"
             )
+        if recipe.loop.privacy is not None and limits.delta >= 1 / self.size:
+            raise ValueError(
+                f"limits: delta={limits.delta} is not below 1 / {self.size}, the site's training images: it allows to "
+                "show one image in full; give less"
+            )
         recipe.build(self.data.num_classes, self.data.multilabel)
         # What needs the server's images or other clients is the server's to check.
         alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}

@@ -104,7 +104,7 @@ def read_site(path: Path) -> SiteFile:
     for key in limits:
         check_choice(f"{path}: limits", key, [each.name for each in fields(Limits)])
     try:
-        limits = Limits(**limits)
+        limits = Limits(**{key: _number(value) for key, value in limits.items()})
     except ValueError as error:
         raise ValueError(f"{path}: limits: {error}") from None
     if not isinstance(may_send, list):
@@ -124,6 +124,14 @@ def read_site(path: Path) -> SiteFile:
     )
 
 
+def _number(value: object) -> Any:  # noqa: ANN401  # what it is, if it is none
+    """A number that YAML takes for a text, as it does 1e-5."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _recipes(path: Path, given: object) -> dict[Path, Approved]:
     """The recipes, and what is approved of them."""
     usage = "{recipe: FILE, sha256: …, digest: …}"
@@ -139,6 +147,11 @@ def _recipes(path: Path, given: object) -> dict[Path, Approved]:
                 raise ValueError(
                     f"{path}: {name}={value!r} cannot be used; `perada deploy check` prints that of a recipe"
                 )
+        if approved.digest and not approved.sha256:
+            raise ValueError(
+                f"{path}: the digest of {str(entry['recipe'])!r} stands there without its sha256, by which the file is "
+                "compared before it is read; `perada deploy check` prints both: leave the digest out for that"
+            )
         file = file / str(entry["recipe"])
         if not file.is_file():
             raise FileNotFoundError(f"{path}: the recipe {str(file)!r} is not there; put it there, or correct the path")

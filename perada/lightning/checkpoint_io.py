@@ -6,9 +6,8 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytorch_lightning as pl
 import torch
@@ -35,19 +34,15 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:  # noqa: ANN401  # Lightning's
-        """Write a checkpoint; an OSError names the file and its size."""
+        """Write a checkpoint; an OSError names the file."""
         if "://" in str(path):  # of another file system, which has ways of its own
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        buffer = BytesIO()
-        torch.save(checkpoint, buffer)
-        target = Path(path)
-        with buffer.getbuffer() as content:
-            try:
-                _write(content, target)
-            except OSError as error:
-                what = f"the checkpoint {str(target)!r} ({len(content) / 2**20:,.1f} MiB) could not be written"
-                raise OSError(error.errno, f"{what}: {error.strerror or error}; {REMEDY}") from error
+        try:
+            _write(checkpoint, Path(path))
+        except OSError as error:
+            what = f"the checkpoint {str(path)!r} could not be written"
+            raise OSError(error.errno, f"{what}: {error.strerror or error}; {REMEDY}") from error
 
     def load_checkpoint(
         self,
@@ -103,16 +98,47 @@ def damage_of(path: Path) -> str | None:
     return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
 
 
-def _write(content: memoryview, target: Path) -> None:
-    """Put the bytes of a zip archive without a comment in their place, with their digest as its comment."""
-    comment = _MARK + hashlib.sha256(content).hexdigest().encode()
+class _Hashed:
+    """A file that is written from its beginning to its end, with the digest of its bytes.
+
+    torch's writer makes an error of its own of what ``write`` raises: so the first OSError is kept, and nothing is
+    written after it.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        """Write some more."""
+        if self.error is None:
+            try:
+                self.file.write(content)
+                self.digest.update(content)
+            except OSError as error:
+                self.error = error
+        return len(content)
+
+    def flush(self) -> None:
+        """Nothing to do: the file is flushed at its end."""
+
+
+def _write(checkpoint: dict[str, Any], target: Path) -> None:
+    """Put a checkpoint in its place, as a zip archive with the digest of its bytes as its comment.
+
+    It goes to the disk as it is made: no copy of it is held in memory.
+    """
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with being_written(partial):
             with partial.open("wb") as file:
-                file.write(content[:-2])  # the last two bytes are the length of the comment, which was 0
-                file.write(_LENGTH + comment)
+                hashed = _Hashed(file)
+                torch.save(checkpoint, hashed)
+                if hashed.error is not None:
+                    raise hashed.error
+                file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
+                file.write(_LENGTH + _MARK + hashed.digest.hexdigest().encode())
                 file.flush()
                 os.fsync(file.fileno())
             if target.name == LAST and target.is_file():

@@ -292,7 +292,10 @@ class FederatedClassifier(pl.LightningModule):
         shared = shared_logits(federation, batch.x) if federation.settings.algorithm.global_model else None
         if federation.personalized:
             own = own_logits(federation, batch)
-            own = batch.x.new_zeros(len(batch.x), self.num_classes or 0) if own is None else own
+            # One number format on all ranks, also on one that has none of the owners.
+            kind = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
+            rows = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device) if own is None else own
+            own = rows.to(kind)
             federation.ranks.sum_([own])
         else:
             own = shared

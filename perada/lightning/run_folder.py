@@ -6,7 +6,6 @@ The journal is beside the checkpoints that a run writes, and beside those it cam
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -39,17 +38,21 @@ def run_folder(trainer: pl.Trainer) -> Path | None:
 def no_trace_if_refused(trainer: pl.Trainer) -> Iterator[None]:
     """Remove the run folders that are made in here if it ends in an error before a run has begun.
 
-    Loggers make their folders before anything is checked; :func:`write_description` is called after it.
+    Loggers make their folders before anything is checked; :func:`write_description` is called after it. A folder that
+    holds anything but this process's events stays: another process may have chosen the same number for its run.
     """
     found = [Path(folder) for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
     made = [folder for folder in found if not folder.exists()]
     try:
         yield
     except BaseException:
-        begun = any((folder / name).exists() for folder in found for name in ("partition.json", "checkpoints"))
-        for folder in made if trainer.is_global_zero and not begun else []:
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # it holds other runs
+        for folder in made if trainer.is_global_zero else []:
+            begun = {path.name for path in folder.glob("*")}
+            own = {path.name for path in folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")}
+            with suppress(OSError):  # it holds other runs, or is another process's and not empty any more
+                for name in own if begun == own else ():
+                    (folder / name).unlink()
+                folder.rmdir()
                 folder.parent.rmdir()
         raise
 

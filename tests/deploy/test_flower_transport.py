@@ -97,6 +97,25 @@ def test_it_returns_at_the_deadline_and_messages_expire_with_it():
     assert 0 < grid.sent[0][2] <= 0.3
 
 
+def test_replies_to_messages_of_before_do_not_put_the_deadline_off():
+    """Each of them was waited for as long as the first."""
+    made = carried(Grid({"a": []}))
+    stop = threading.Event()
+
+    def disturb():
+        while not stop.wait(0.05):
+            made._arrived.put(("a message of before", None))
+
+    thread = threading.Thread(target=disturb, daemon=True)
+    thread.start()
+    begin = time.monotonic()
+    assert made._pull(0.3) == []
+    took = time.monotonic() - begin
+    stop.set()
+    thread.join()
+    assert 0.25 < took < 2
+
+
 def test_what_a_killed_supernode_took_with_it_is_sent_again(monkeypatch):
     monkeypatch.setattr(transport, "CHECK", 0.05)
     grid = Grid({"a": [None, b"A"], "b": [b"B"]})

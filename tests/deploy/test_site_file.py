@@ -52,6 +52,13 @@ def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
     assert given.recipes == {tmp_path / "recipe.yaml": ("", "")}
 
 
+def test_numbers_are_read_as_people_write_them(tmp_path):
+    """YAML takes 1e-5 for a text."""
+    path = write(tmp_path, "a")
+    path.write_text(path.read_text() + "limits: {delta: 1e-5, max_epsilon: 8}\n")
+    assert read_site(path).limits == Limits(8, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -61,6 +68,8 @@ def test_a_sites_file_is_read_with_paths_from_its_folder(tmp_path):
         ({"may_send": "sizes"}, "may_send='sizes' cannot be used"),
         ({"limits": {"max_epsilon": -1}}, "max_epsilon=-1 cannot be used"),
         ({"limits": {"delta": 1}}, "delta=1 cannot be used"),
+        ({"limits": {"delta": "little"}}, "delta='little' cannot be used"),
+        ({"recipes": [{"recipe": "recipe.yaml", "digest": "ab" * 32}]}, "stands there without its sha256"),
         ({"limits": {"accountant": "gdp"}}, "accountant='gdp' is unknown"),
         ({"limits": {"epsilon": 1}}, "limits='epsilon' is unknown"),
         ({"data": None}, "data=None cannot be used"),

@@ -316,6 +316,11 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
     assert code(generous.answer(asked[2], ""), asked[2]) == "ok"  # the site's own word counts
 
 
+def test_a_delta_that_shows_an_image_is_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match=r"limits: delta=0.2 is not below 1 / 9, the site's training images"):
+        private(tiny, tmp_path).worker(0, delta=0.2)
+
+
 def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_path):
     """Whatever the server calls its runs: here 4 rounds are planned, and 15 runs are begun."""
     worker = private(tiny, tmp_path).worker(0)

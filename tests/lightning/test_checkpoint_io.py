@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_what_is_written_is_read_by_torch_alone(written):
         assert read["name"] == "ü"
         assert torch.equal(read["state_dict"]["w"], CONTENT["state_dict"]["w"])
     assert os.listdir(written.parent) == ["last.ckpt"]
+
+
+def test_no_copy_of_a_checkpoint_is_made_in_memory(tmp_path):
+    tracemalloc.start()
+    try:
+        WholeCheckpointIO().save_checkpoint({"w": torch.zeros(16, 2**20)}, tmp_path / "last.ckpt")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "last.ckpt").stat().st_size > 64 * 2**20
+    assert peak < 16 * 2**20
 
 
 def test_any_flipped_bit_is_found(written):
@@ -108,9 +120,7 @@ def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, hap
         with pytest.raises((Killed, OSError)) as raised:
             WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
         if happens == "full disk":
-            assert "last.ckpt' (0.0 MiB) could not be written: No space left on device; fix this, and" in str(
-                raised.value
-            )
+            assert "last.ckpt' could not be written: No space left on device; fix this, and" in str(raised.value)
             assert not list(written.parent.glob(".last.ckpt.partial"))
     monkeypatch.undo()
     check_whole_file(written)

@@ -174,9 +174,10 @@ class FlowerTransport:
     def _pull(self, seconds: float) -> list[tuple[_Sent, bytes | Failure]]:
         """Replies that came within some seconds, each with what it answers: errors name no site, but the message."""
         found: list[tuple[_Sent, bytes | Failure]] = []
+        end = time.monotonic() + seconds
         with suppress(queue.Empty):
             while True:
-                number, reply = self._arrived.get(timeout=0 if found else seconds)
+                number, reply = self._arrived.get(timeout=0 if found else max(0.0, end - time.monotonic()))
                 sent = self._under_way.pop(number, None)
                 if sent is None:
                     continue

@@ -102,7 +102,8 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "local_steps": last["step"],
         "params/trained": last["params/trained"],
         "params/sent": last["params/sent"],
-        "mb_sent": last["comm/up_mb"] / (cli.loop.clients_per_round or cli.loop.num_clients),
+        # Of the fullest round: clients whose budget is spent send nothing.
+        "mb_sent": max(row["comm/up_mb"] for row in history) / (cli.loop.clients_per_round or cli.loop.num_clients),
         "full/params": sum(p.numel() for p in whole.model.parameters()),
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": seconds / len(history),
