@@ -2,6 +2,7 @@
 """`perada deploy demo`: a SuperLink, three SuperNodes and three workers on this machine, and a run of the digits."""
 
 import hashlib
+import signal
 import sys
 import tempfile
 import time
@@ -88,6 +89,11 @@ class Demo(Loopback):
         self.start(f"worker-{site}", [sys.executable, "-c", PROGRAM, "deploy", "site", file])
 
 
+def _end(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    sys.exit(128 + number)
+
+
 def run_demo(rounds: int, keep: Path | None = None) -> int:
     """Run the demonstration, print its rounds and scores, end all processes and remove all files.
 
@@ -99,6 +105,8 @@ def run_demo(rounds: int, keep: Path | None = None) -> int:
         0 if the run was completed.
     """
     check_flower()
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # so that processes end and keys go, as after Ctrl-C
+        signal.signal(ending, _end)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
         running.begin(rounds)

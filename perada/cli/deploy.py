@@ -116,7 +116,13 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
             print(f"Site {given.name} has trained nothing yet.")
             return
         state, header = read_state(path)
-        print(f"Site {given.name}: run {state.run}, {state.trained} rounds, the last was round {state.round}.")
+        former = [read_state(one)[0] for one in sorted((given.state / "runs").glob("*.safetensors"))]
+        rows = [
+            [one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)]
+            for one in [state, *(one for one in former if one.run != state.run)]
+        ]
+        print(f"Site {given.name}, the current run first:\n")
+        print(table(["run", "transport's id", "recipe", "rounds trained", "last round"], rows) + "\n")
         total = Ledger()
         total.load_state_dict(header["total"])
         if total.history(0):
@@ -139,10 +145,11 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     """Write the adapter of a site, or the global one of a deployed run, as a PEFT folder."""
     parser.add_argument("where", type=Path, help="File of a site, or folder of a deployed run (with --recipe).")
     parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
+    parser.add_argument("--run", default=None, help="Id of a former run of the site, as `perada deploy status` lists.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for personal and global.")
     given = parser.parse_args(words)
     if given.where.is_file():
-        recipe, models = _of_site(read_site(given.where), given.recipe)
+        recipe, models = _of_site(read_site(given.where), given.recipe, given.run)
         names: Sequence[str] | None = recipe.data.classes
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
@@ -214,15 +221,20 @@ def _many(recipe: Recipe) -> bool:
     return any(state[key].dim() > own[key].dim() for key in own)
 
 
-def _of_site(given: SiteFile, name: str | None) -> tuple[Recipe, dict[str, list[State]]]:
-    """The site's personal model and the global one that it was last told."""
+def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]]]:
+    """The site's personal model and the global one that it was last told, of its current run or another."""
+    former = {path.stem: path for path in (given.state / "runs").glob("*.safetensors")}
     state = read_state(given.state / STATE)[0] if (given.state / STATE).is_file() else None
+    if run is not None and (state is None or state.run != run):
+        if run not in former:
+            raise ValueError(f"run={run!r} is none of the site's; `perada deploy status` lists them")
+        state = read_state(former[run])[0]
     if state is None or not state.shared:
         raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")
     path = Path(name).absolute() if name else next(iter(given.recipes))
     client = Client(site_recipe(path, given))
     if client.recipe.digest != state.recipe:
-        raise ValueError(f"{str(path)!r} is not the recipe of the site's last run; name that one by --recipe")
+        raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
     shared = {key: value.to(client.recipe.device) for key, value in state.shared.items()}
     models = {"global": unstack(shared) if _many(client.recipe) else [shared]}
     personal = client.personal(shared, state)
@@ -231,7 +243,7 @@ def _of_site(given: SiteFile, name: str | None) -> tuple[Recipe, dict[str, list[
 
 def shown_rounds(progress: records.Progress) -> str:
     """The rounds of a deployed run as a table."""
-    rows = []
+    rows, outside = [], any(record.outside for record in progress.records)
     for record, row in zip(progress.records, progress.history, strict=True):
         failed = ", ".join(f"{name} ({code})" for name, code in record.failed.items())
         score = row.get("personal/local_test", float("nan"))
@@ -240,13 +252,15 @@ def shown_rounds(progress: records.Progress) -> str:
                 str(record.round),
                 f"{len(record.answered)}/{len(record.asked)}",
                 failed or "–",
+                *([", ".join(f"{name} ({why})" for name, why in record.outside.items()) or "–"] if outside else []),
                 record.void or "–",
                 f"{record.seconds:.1f}",
                 f"{record.up + record.down:.2f}",
                 "–" if score != score else f"{100 * score:.1f}",
             ]
         )
-    return table(["round", "answered", "missing", "void", "s", "MB", "personal %"], rows)
+    columns = ["round", "answered", "missing", *(["outside"] if outside else []), "void", "s", "MB", "personal %"]
+    return table(columns, rows)
 
 
 def _sites(progress: records.Progress) -> str:

@@ -9,10 +9,10 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.messages import quiet_lightning
+from perada.cli.messages import one_line, quiet_lightning
 from perada.cli.words import whole
 from perada.deploy.flower.app import check_target, write_app
-from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
+from perada.deploy.flower.keys import check_hosts, check_site_name, expiry, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.flower.server_app import RunOptions
 from perada.deploy.transport import Transport
@@ -37,11 +37,17 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def recipe_digest(name: str) -> str:
-    """What sites approve: of the recipe's text and of the weights that it freezes."""
+    """What sites approve: of the recipe's text and of the weights that it freezes.
+
+    A ValueError if no site could train it privately as it asks for.
+    """
     from perada.cli.deployed_recipes import server_recipe
+    from perada.lightning.private_setup import check_trained_norms
 
     given = server_recipe(name)
     given.recipe.build(given.num_classes, given.multilabel)
+    if given.recipe.loop.privacy is not None:
+        check_trained_norms(given.recipe.module)
     return given.recipe.digest
 
 
@@ -55,6 +61,7 @@ def keys_server(parser: ArgumentParser, words: list[str]) -> None:
     given = parser.parse_args(words)
     write_server_keys(given.folder, given.host, given.days)
     print(f"Wrote {given.folder}: send ca.crt to the sites; ca.key and server.key stay here")
+    print(f"server.pem expires on {expiry(given.folder / 'server.pem')}, ca.crt on {expiry(given.folder / 'ca.crt')}")
 
 
 def keys_site(parser: ArgumentParser, words: list[str]) -> None:
@@ -97,9 +104,15 @@ def serve(path: Path, transport: Transport, options: RunOptions, state: Path) ->
     log = logging.getLogger("perada.deploy")
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
-    coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
     try:
-        coordinator.run()
-    finally:
-        coordinator.close()
+        coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
+        print(f"perada's run is {coordinator.progress.run}; its state is in {state}", flush=True)
+        try:
+            coordinator.run()
+        finally:
+            coordinator.close()
+    except (ValueError, OSError) as error:
+        print(f"perada: error: {one_line(error)}", flush=True)
+        # Flower shows a traceback of whatever is raised: of this line, and not of how it came to it.
+        raise RuntimeError(one_line(error)) from None
     print(shown_rounds(coordinator.progress), flush=True)

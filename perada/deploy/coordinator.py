@@ -33,6 +33,9 @@ from perada.federation.server import Server
 from perada.federation.settings import check_rule
 from perada.privacy.rehearsal import check_client_level
 
+SAID = 30.0
+"""Seconds between two lines that say what is waited for."""
+
 
 class Coordinator:
     """Runs the rounds of a recipe over a transport. What it knows is on its disk after each round.
@@ -148,8 +151,8 @@ class Coordinator:
             if len(tuned) < self.terms.min_sites:
                 missing = ", ".join(name for name in self.roster.numbers if name not in tuned)
                 raise TimeoutError(
-                    f"fine-tuning: {len(tuned)} of at least {self.terms.min_sites} sites answered within "
-                    f"{self.terms.deadline:g} s; missing: {missing}. Resume when they are back"
+                    f"fine-tuning: {len(tuned)} of at least {self.terms.min_sites} sites answered (the deadline is "
+                    f"{self.terms.deadline:g} s); missing: {missing}. Resume when they are back"
                 )
             progress.tuned, progress.scored = True, -1
             self._save()
@@ -177,18 +180,26 @@ class Coordinator:
 
     def _gather_sites(self, end: float) -> list[int]:
         """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
-        progress, terms = self.progress, self.terms
+        progress, terms, said, begin = self.progress, self.terms, 0.0, time.monotonic()
         while True:
             names = self.transport.names()
             if not progress.asked:  # else sites know this round's messages, which say how many sites there are
-                self._admit(names, (end - time.monotonic()) / 2)
+                # A site that never answers must not take half of every round.
+                part = 2 if len(progress.roster) < terms.min_sites else 10
+                self._admit(names, (end - time.monotonic()) / part)
             able = self.roster.eligible(names)
             if len(able) >= terms.min_sites or time.monotonic() >= end:
                 break
+            if time.monotonic() >= said:
+                said = time.monotonic() + SAID
+                self.log.info(
+                    "round %d waits for sites, up to %.0f s more: %d of at least %d are there%s",
+                    *(progress.done, end - time.monotonic(), len(able), terms.min_sites, self._outside()),
+                )
             time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
         if len(able) < terms.min_sites:
             missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self._too_few(len(able), missing))
+            raise TimeoutError(self._too_few(len(able), missing | self.roster.outside, time.monotonic() - begin))
         total = len(progress.roster)
         draw = total if self._sample is not None else None
         return sample_cohort(self.settings.seed, progress.done, total, draw, lambda _: able)
@@ -197,13 +208,20 @@ class Coordinator:
     def _sample(self) -> int | None:
         return self.settings.clients_per_round if self.terms.sample is None else self.terms.sample
 
-    def _too_few(self, have: int, missing: Mapping[str, str]) -> str:
-        """What is said when a round cannot be closed."""
-        named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "all others never joined"
+    def _too_few(self, have: int, missing: Mapping[str, str], seconds: float) -> str:
+        """What is said when a round cannot be closed after so many ``seconds``."""
+        named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "no other site was ever connected"
+        gone = have + sum(code not in ("exhausted", "unapproved") for code in missing.values()) < self.terms.min_sites
+        back = "Those that are exhausted or do not approve the recipe will not come back:"
+        remedy = f"{back} end the run here, or" if missing and gone else "Resume when they are back, or"
         return (
-            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered within "
-            f"{self.terms.deadline:g} s; missing: {named}. Resume when they are back, or ask for fewer (min_sites)"
+            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered in {seconds:.0f} s "
+            f"(the deadline is {self.terms.deadline:g} s); missing: {named}. {remedy} ask for fewer (min_sites)"
         )
+
+    def _outside(self) -> str:
+        outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
+        return f"; connected, but outside: {outside}" if outside else ""
 
     # A round
 
@@ -251,8 +269,8 @@ class Coordinator:
         answered = len(got) + sum(code == "broken" for code in record.failed.values())
         if answered < terms.min_sites:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self._too_few(answered, missing))
-        record.asked, record.answered = asked, list(got)
+            raise TimeoutError(self._too_few(answered, missing | self.roster.outside, time.monotonic() - begin))
+        record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
         by_number = {numbers[name]: pair for name, pair in got.items()}
         close_round(self.recipe, self.server, self.roster, self.images, record, by_number)
         record.seconds = time.monotonic() - begin

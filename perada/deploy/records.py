@@ -52,6 +52,7 @@ class Record:
         answered: Those of whom the answer counted.
         failed: Code of each other site.
         far: Sites whose change was so many times as long as the median.
+        outside: Why sites that were connected did not take part: they have not joined.
         void: Why the global state stayed as it was; empty if it moved.
         seconds: From the first message to the new state.
         up, down: Megabytes of replies and messages.
@@ -62,6 +63,7 @@ class Record:
     answered: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     far: dict[str, float] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
     void: str = ""
     seconds: float = 0.0
     up: float = 0.0

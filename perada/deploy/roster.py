@@ -5,14 +5,14 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from perada.core.rounds import BatchSize, RoundPlan, make_plan
-from perada.deploy.asking import Terms
+from perada.deploy.asking import PASSING, Terms
 from perada.deploy.messages import STEPS, Answer
 from perada.deploy.records import Member, Progress, Record
 from perada.federation.settings import Settings
 from perada.privacy.client_level import ClientLevel
 
 REPEAT = 10
-"""Rounds after which a site that did not join is asked once more."""
+"""Rounds after which a site that could not be let in is asked once more; one that did not answer, in the next."""
 
 log = logging.getLogger("perada.deploy")
 
@@ -33,7 +33,8 @@ class Roster:
     ) -> None:
         self.progress, self.terms, self.settings = progress, terms, settings
         self.batch_size, self.level = batch_size, level
-        self._turned_away: dict[str, int] = {}  # the round in which a site last did not join
+        self._turned_away: dict[str, int] = {}  # the round in which a site was last not let in
+        self.outside: dict[str, str] = {}  # why a site that is connected has not joined
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -52,11 +53,14 @@ class Roster:
         """Let those of the newcomers join who answered as they should."""
         progress = self.progress
         for name in sorted({*answers, *failed}):
-            self._turned_away[name] = progress.done
             reason = failed.get(name) or self._objection(answers[name])
             if reason:
+                if reason not in PASSING:
+                    self._turned_away[name] = progress.done
+                self.outside[name] = reason
                 log.warning("site %s does not join: %s", name, reason)
                 continue
+            self.outside.pop(name, None)
             facts = answers[name].facts
             progress.labels = facts["labels"]
             progress.roster.append(Member(name, facts.get("size"), progress.done))

@@ -98,6 +98,10 @@ def read_site(path: Path) -> SiteFile:
     home, name = path.absolute().parent, content.get("name")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
         raise ValueError(f"{path}: name={name!r} cannot be used; give up to 64 letters, digits, dots and dashes")
+    if name == "CHANGE-ME":
+        raise ValueError(
+            f"{path}: name is still CHANGE-ME; give the name that the server registered for the site's key"
+        )
     data, limits, may_send = content.get("data"), content.get("limits") or {}, content.get("may_send") or []
     check_options(f"{path}: data", data, "{root: images, layout: '{class}/*'}")
     check_options(f"{path}: limits", limits, "{max_epsilon: 8}")

@@ -24,6 +24,7 @@ class RunState:
 
     Attributes:
         run: Id of the run.
+        transport: What the transport called it last, such as Flower's id.
         recipe: Digest of its recipe.
         client: The site's number in it; None before it is known.
         round: The last round that was trained, or one more than there are after the fine-tuning; -1 before the first.
@@ -53,9 +54,10 @@ class RunState:
     scored: int = -1
     score: str = ""
     scores: bytes = b""
+    transport: str = ""
 
 
-_PLAIN = ("run", "recipe", "client", "round", "trained", "message", "account", "scored", "score")
+_PLAIN = ("run", "recipe", "client", "round", "trained", "message", "account", "scored", "score", "transport")
 """What of it is written as it is."""
 _REPLIES = ("reply", "scores")
 """What of it is bytes."""
@@ -166,7 +168,7 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
         tensors = load(content)
         Ledger().load_state_dict(header["total"])
         _ = header["rounds"], header["sampling"]
-        state = RunState(**{name: header[name] for name in _PLAIN})
+        state = RunState(**{name: header[name] for name in _PLAIN if name in header or name != "transport"})
         state.shared = {key[7:]: value for key, value in tensors.items() if key.startswith("shared/")}
         for name in ("kept", "tuned"):
             if header[name] is not None:

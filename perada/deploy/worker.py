@@ -92,7 +92,7 @@ class SiteWorker:
         client = self.clients.get(order.recipe)
         if client is None:
             raise Refused("unapproved", f"the recipe with the digest {order.recipe} is not among the approved ones")
-        self.log.info("run %s: %s, round %d", run, order.kind, order.round)
+        self.log.info("run %s (perada's %s): %s, round %d", run, order.run, order.kind, order.round)
         if order.kind == "join":
             unpack(message, {})
             sizes = self._allowed(sizes={"size": client.size, "tests": client.tests})
@@ -107,7 +107,7 @@ class SiteWorker:
             raise Refused("other", "the recipe has no fine-tuning then")
         if order.round < state.round:
             raise Refused("past", f"round {order.round} after round {state.round}")
-        state.client, state.recipe = order.client, order.recipe
+        state.client, state.recipe, state.transport = order.client, order.recipe, run
         if order.kind == "evaluate":
             if not state.trained:  # or a server makes runs of its own, to have any model scored
                 raise Refused("other", f"nothing was trained in run {order.run}, and models are to be scored")

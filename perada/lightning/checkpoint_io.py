@@ -134,7 +134,7 @@ def _write(checkpoint: dict[str, Any], target: Path) -> None:
         with being_written(partial):
             with partial.open("wb") as file:
                 hashed = _Hashed(file)
-                torch.save(checkpoint, hashed)
+                torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # it needs write and flush
                 if hashed.error is not None:
                     raise hashed.error
                 file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0

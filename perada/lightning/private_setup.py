@@ -115,7 +115,7 @@ def check_network(settings: Settings, trainer: pl.Trainer, module: FederatedClas
     if not settings.private:
         return
     if settings.privacy is not None:
-        _check_batch_norm(module)
+        check_trained_norms(module)
         try_gradients(settings.privacy, module, batch)
     check_products(trainer.strategy.root_device)  # where it will train: now it may be elsewhere
     device = next(module.model.parameters()).device
@@ -126,7 +126,8 @@ def check_network(settings: Settings, trainer: pl.Trainer, module: FederatedClas
         check_clients_apart(module.engine, states, x)
 
 
-def _check_batch_norm(module: FederatedClassifier) -> None:
+def check_trained_norms(module: FederatedClassifier) -> None:
+    """Refuse, by a ValueError, BatchNorm in what is privately trained."""
     trained = [key.removesuffix(".running_var") for key in module.slot.keys if key.endswith("running_var")]
     if trained:
         raise ValueError(

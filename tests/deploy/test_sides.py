@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of a site's images are test images: as in a simulation, and as before when others come or go."""
 
+from hashlib import sha256
+
 import numpy as np
 import pytest
 import yaml
@@ -39,7 +41,7 @@ def site(folder, root, layout="{class}/*", **options):
     content = {"name": "a", "recipes": [entry], "data": {"root": str(root), "layout": layout} | options}
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump(content))
-    entry["digest"] = built(path).digest
+    entry |= {"digest": built(path).digest, "sha256": sha256((folder / "recipe.yaml").read_bytes()).hexdigest()}
     path.write_text(yaml.safe_dump(content))
     return path
 

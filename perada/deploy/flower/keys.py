@@ -5,6 +5,7 @@ import datetime
 import ipaddress
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
+SOON = 60
+"""Days before a certificate expires in which a warning says so."""
 AUTHORITY_YEARS = 10
 """How long the authority's certificate is valid: sites have a copy of it."""
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -87,6 +90,25 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> No
     certificate = _certificate(hosts[0], key, authority, ca_key, days, hosts)
     _write(folder / "server.key", _private(key, "PKCS8"), 0o600)
     _write(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+
+
+def expiry(file: Path) -> datetime.date:
+    """The day on which a certificate in a PEM file expires; a ValueError if the file is none."""
+    x509, _, _ = _cryptography()
+    try:
+        last: datetime.datetime = x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
+    except ValueError:
+        raise ValueError(f"{str(file)!r} is no certificate; give one in PEM, such as ca.crt") from None
+    return last.date()
+
+
+def warn_of_expiry(file: Path) -> None:
+    """Refuse a certificate that has expired, by a ValueError, and warn of one that soon will."""
+    last, today = expiry(file), datetime.datetime.now(datetime.UTC).date()
+    if last < today:
+        raise ValueError(f"{str(file)!r} expired on {last}; write another by `perada deploy keys server`")
+    if (last - today).days < SOON:
+        warnings.warn(f"{str(file)!r} expires on {last}; write another by `perada deploy keys server`", stacklevel=2)
 
 
 def write_site_keys(folder: Path, name: str) -> None:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from perada.deploy.flower.keys import check_hosts
+from perada.deploy.flower.keys import check_hosts, warn_of_expiry
 from perada.deploy.flower.server_app import RunOptions
 
 QUIET = {
@@ -63,6 +64,7 @@ class Link:
             raise ValueError(f"link={self.where!r} is an address; give its certificate with --root-certificates ca.crt")
         if not self.authority.is_file():
             raise FileNotFoundError(f"{str(self.authority)!r} is no file; give the ca.crt of the server's keys")
+        warn_of_expiry(self.authority)
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
@@ -130,8 +132,19 @@ def run_app(app: Path, link: Link, options: RunOptions) -> int:
         )
         rows = json.loads(listed.stdout)["runs"] if listed.returncode == 0 else []
         status = rows[0]["status"] if rows else "unknown: the SuperLink does not answer"
-        print(f"Flower's run {run} is {status}")
-        return 0 if status == "finished:completed" else 1
+        done = status == "finished:completed"
+        print(f"Flower's run {run} is {status}" + ("" if done else f"\n{_reason(rows)}"))
+        return 0 if done else 1
+
+
+def _reason(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run did not complete, as far as the SuperLink says it, and what to do."""
+    said = " ".join(str(rows[0].get("status-details") or "").split()) if rows else ""
+    silent = (
+        "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the "
+        "run was killed"
+    )
+    return f"{said or silent}. The same command with --resume continues after the last round that was closed"
 
 
 def _shown(words: Sequence[str], environment: dict[str, str]) -> tuple[str | None, bool]:

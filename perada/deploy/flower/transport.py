@@ -36,6 +36,11 @@ _CODES = {
 }
 """What Flower's codes mean. The texts beside them are a site's and are not read."""
 
+_REMEDIES = {
+    "no name": "register its key again, with --name",
+    "no key": "start it with --auth-supernode-private-key, and the SuperLink with --enable-supernode-auth",
+}
+
 log = logging.getLogger("perada.deploy")
 
 
@@ -135,7 +140,13 @@ class FlowerTransport:
 
     def _nodes(self) -> dict[str, _Node]:
         """Connected SuperNodes by registered name. A name that two keys have is nobody's."""
-        nodes = [node for node in self._grid.get_nodes() if node.name and node.public_key]
+        connected = list(self._grid.get_nodes())
+        nodes = [node for node in connected if node.name and node.public_key]
+        for node in connected:
+            fault = "" if node.name and node.public_key else "no name" if node.public_key else "no key"
+            if fault and f"{node.node_id}" not in self._warned:
+                self._warned.add(f"{node.node_id}")
+                log.warning("SuperNode %d has %s and is left out; %s", node.node_id, fault, _REMEDIES[fault])
         counts = Counter(node.name for node in nodes)
         for name in sorted(name for name, count in counts.items() if count > 1 and name not in self._warned):
             self._warned.add(name)
