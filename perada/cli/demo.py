@@ -6,7 +6,10 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import yaml
@@ -89,11 +92,6 @@ class Demo(Loopback):
         self.start(f"worker-{site}", [sys.executable, "-c", PROGRAM, "deploy", "site", file])
 
 
-def _end(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough
-    sys.exit(128 + number)
-
-
 def run_demo(rounds: int, keep: Path | None = None) -> int:
     """Run the demonstration, print its rounds and scores, end all processes and remove all files.
 
@@ -105,13 +103,30 @@ def run_demo(rounds: int, keep: Path | None = None) -> int:
         0 if the run was completed.
     """
     check_flower()
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # so that processes end and keys go, as after Ctrl-C
-        signal.signal(ending, _end)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
+    temporary = tempfile.TemporaryDirectory(prefix="pd")
+    with _unwound(), temporary as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
         running.begin(rounds)
         link = Link(f"127.0.0.1:{running.port}", running.folder / "keys" / "ca.crt")
         state = keep or running.folder / "server"
         code = run_app(running.app, link, RunOptions(len(SITES), state=str(state)))
     print(f"All processes have ended, and nothing is left; {time.monotonic() - began:.0f} s")
     return code
+
+
+@contextmanager
+def _unwound() -> Iterator[None]:
+    """Leave contexts at SIGTERM and SIGHUP, as at Ctrl-C; a second signal does not disturb that."""
+    kinds = (signal.SIGTERM, signal.SIGHUP)
+
+    def leave(kind: int, _: FrameType | None) -> None:
+        for one in kinds:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + kind)
+
+    before = {kind: signal.signal(kind, leave) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

@@ -168,6 +168,9 @@ def _shown(words: Sequence[str], environment: dict[str, str]) -> tuple[str | Non
             interrupted = True
             rest = _STARTED.search(process.stdout.read())  # what was said before it was stopped
             run = rest[1] if rest else run
+        except SystemExit:  # a signal: else leaving the context would wait for the run's end
+            process.terminate()
+            raise
     return run, interrupted
 
 
