@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from perada.cli.messages import one_line, quiet_lightning
 from perada.cli.words import whole
 from perada.deploy.flower.app import check_target, write_app
-from perada.deploy.flower.keys import check_hosts, check_site_name, expiry, write_server_keys, write_site_keys
+from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.flower.server_app import RunOptions
 from perada.deploy.transport import Transport
@@ -59,9 +59,10 @@ def keys_server(parser: ArgumentParser, words: list[str]) -> None:
     )
     parser.add_argument("--days", type=int, default=730, help="How long the certificate is valid.")
     given = parser.parse_args(words)
-    write_server_keys(given.folder, given.host, given.days)
-    print(f"Wrote {given.folder}: send ca.crt to the sites; ca.key and server.key stay here")
-    print(f"server.pem expires on {expiry(given.folder / 'server.pem')}, ca.crt on {expiry(given.folder / 'ca.crt')}")
+    last = write_server_keys(given.folder, given.host, given.days)
+    print(
+        f"Wrote {given.folder}: send ca.crt to the sites; ca.key and server.key stay here. server.pem expires on {last}"
+    )
 
 
 def keys_site(parser: ArgumentParser, words: list[str]) -> None:

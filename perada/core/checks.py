@@ -86,6 +86,15 @@ def check_whole(
         _refuse(name, value, what, optional, hint)
 
 
+def whole_share(share: float, count: int) -> int:
+    """``floor(share * count)``; what the rounding of a float takes from such a product is given back.
+
+    >>> int(0.29 * 100), whole_share(0.29, 100)
+    (28, 29)
+    """
+    return math.floor(share * count + 1e-9)
+
+
 def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: str = "") -> None:
     """Refuse what is not one of ``allowed``.
 

@@ -2,7 +2,6 @@
 """Server rules that compare clients' updates as a whole, and so withstand some that are wrong or hostile."""
 
 import itertools
-import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_number, check_whole, whole_share
 from perada.core.states import State
 from perada.server.aggregate import client_weights, double, mean
 from perada.server.rule_base import Aggregation, ComposedRule, ServerRule
@@ -48,8 +47,7 @@ class Krum(ServerRule):
             )
 
     def _suspects(self, clients: int) -> int:
-        """Clients that may be hostile; what rounding takes from a product such as 0.29 × 100 is given back."""
-        return math.floor(self.suspected * clients + 1e-9)
+        return whole_share(self.suspected, clients)
 
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number
+from perada.core.checks import check_number, whole_share
 from perada.core.states import State
 from perada.server.aggregate import client_weights, mean
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
@@ -63,7 +63,7 @@ class TrimmedMean(_Coordinatewise):
             )
 
     def _cut(self, clients: int) -> int:
-        return math.floor(round(self.trim * clients, 9))  # 0.29 · 100 is 28.999… in floating point
+        return whole_share(self.trim, clients)
 
     def _reduce(self, ordered: Tensor) -> Tensor:
         cut = self._cut(len(ordered))

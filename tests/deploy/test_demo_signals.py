@@ -36,7 +36,12 @@ def test_a_signal_ends_all_processes_and_deletes_the_keys(kind):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
         folder, *pids = process.stdout.readline().split()
         assert list(Path(folder).rglob("*.key"))
-        time.sleep(0.5)  # it waits for its run
+        below = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        end = time.monotonic() + 60
+        while not any(b"301" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below.read_text().split()):
+            assert time.monotonic() < end  # until it waits for its run
+            time.sleep(0.05)
+        time.sleep(0.2)
         process.send_signal(kind)
         assert process.wait(30) == 128 + kind
     assert not Path(folder).exists()

@@ -3,7 +3,9 @@
 
 import configparser
 import contextlib
+import datetime
 import hashlib
+import json
 import re
 import shlex
 import shutil
@@ -16,8 +18,21 @@ import yaml
 
 from perada.cli import main
 from perada.deploy.flower.app import write_app
+from perada.deploy.flower.keys import write_server_keys
 from perada.deploy.flower.running import Link, run_app, write_connection
 from perada.deploy.flower.server_app import RunOptions
+
+
+def certificate(folder, days=None):
+    """A file like ca.crt; where cryptography is not installed nobody reads it."""
+    path = folder / "ca.crt"
+    try:
+        write_server_keys(folder / "keys", ["localhost"], days or 30)
+    except ImportError:
+        path.write_text("")
+    else:
+        shutil.copy(folder / "keys" / ("server.pem" if days else "ca.crt"), path)
+    return path
 
 
 @pytest.fixture
@@ -89,7 +104,7 @@ def test_init_names_the_digest_of_recipe_and_weights(tmp_path, capsys):
             recipe = str(tmp_path / "recipe.yaml")
             main(["cp", "quickstart", recipe])
             text = (tmp_path / "recipe.yaml").read_text()
-            (tmp_path / "recipe.yaml").write_text(text.replace("prox_strength: 1.0", "prox_strength: 2.0"))
+            (tmp_path / "recipe.yaml").write_text(text.replace("prox_strength: 5.0", "prox_strength: 2.0"))
         main(["deploy", "init", recipe, str(tmp_path / name), *words])
         said.append(capsys.readouterr().out.split()[-1])
     config = tomllib.loads((tmp_path / "one" / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
@@ -135,8 +150,7 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"link='there' is unknown to .*, which has none; give"):
         Link("there")
-    authority = tmp_path / "ca.crt"
-    authority.write_text("")
+    authority = certificate(tmp_path)
     write_connection(tmp_path, "there", "link.example.org:8000", authority)
     assert tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]["there"] == {
         "address": "link.example.org:8000",
@@ -158,8 +172,7 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
 
 
 def test_the_command_refuses_what_is_no_app(tmp_path, app):
-    authority = tmp_path / "ca.crt"
-    authority.write_text("")
+    authority = certificate(tmp_path)
     words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
     with pytest.raises(FileNotFoundError, match="is no app; give the folder `app`"):
         main(["deploy", "run", str(app), *words])
@@ -168,8 +181,7 @@ def test_the_command_refuses_what_is_no_app(tmp_path, app):
 
 
 def test_the_connection_to_an_address_is_flowers_own_while_it_is_used(tmp_path):
-    authority = tmp_path / "ca.crt"
-    authority.write_text("")
+    authority = certificate(tmp_path)
     with Link("localhost:8000", authority).connection() as (name, environment):
         content = tomllib.loads(Path(environment["FLWR_HOME"], "config.toml").read_text())["superlink"]
         assert content == {
@@ -216,7 +228,53 @@ def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, c
     )
     flower.chmod(0o755)
     monkeypatch.setattr("perada.deploy.flower.running.program", lambda name: flower)
-    (tmp_path / "ca.crt").write_text("")
-    ended = run_app(app / "app", Link("localhost:8000", tmp_path / "ca.crt"), RunOptions())
+    ended = run_app(app / "app", Link("localhost:8000", certificate(tmp_path)), RunOptions())
     assert ended == (0 if code == "finished:completed" else 130 if "kill" in does else 1)
     assert said in "".join(capfd.readouterr())
+
+
+def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("cryptography")
+    soon = certificate(tmp_path, days=30)
+    with pytest.warns(UserWarning, match=r"ca.crt' expires on \d{4}-\d\d-\d\d; write another by"):
+        Link("localhost:8000", soon)
+    real = datetime.datetime
+
+    class Later(real):
+        @classmethod
+        def now(cls, zone=None):
+            return real.now(zone) + datetime.timedelta(days=40)
+
+    monkeypatch.setattr("perada.deploy.flower.keys.datetime.datetime", Later)
+    with pytest.raises(ValueError, match=r"ca\.crt' expired on"):
+        Link("localhost:8000", soon)
+    monkeypatch.undo()
+    soon.write_text("no certificate")
+    with pytest.raises(ValueError, match="is no certificate; give one in PEM"):
+        Link("localhost:8000", soon)
+
+
+def test_why_a_run_failed_is_said(tmp_path, app, monkeypatch, capfd):
+    """As Flower's list says it; where it does not, as when the SuperLink was suspended, what this means."""
+    for details, said in (("ServerApp failed with exception: no room", "no room"), ("", "was suspended or overloaded")):
+        flower = tmp_path / "flwr"
+        runs = json.dumps({"runs": [{"status": "finished:failed", "status-details": details}]})
+        flower.write_text(
+            f"#!/bin/sh\nif [ $1 = list ]; then echo '{runs}'; else echo Successfully started run 7; fi\n"
+        )
+        flower.chmod(0o755)
+        monkeypatch.setattr("perada.deploy.flower.running.program", lambda name, flower=flower: flower)
+        folder = tmp_path / said
+        folder.mkdir()
+        assert run_app(app / "app", Link("localhost:8000", certificate(folder)), RunOptions()) == 1
+        shown = "".join(capfd.readouterr())
+        assert said in shown and "with --resume" in shown
+
+
+def test_batch_norm_in_private_training_is_refused_before_sites_get_the_recipe(tmp_path):
+    main(["cp", "quickstart", str(tmp_path / "recipe.yaml")])
+    with (tmp_path / "recipe.yaml").open("a") as file:
+        file.write("privacy: {noise_multiplier: 1.0}\n")
+    with pytest.raises(ValueError, match="are BatchNorm layers in what is trained"):
+        main(["deploy", "init", str(tmp_path / "recipe.yaml"), str(tmp_path / "federation")])
+    assert not (tmp_path / "federation").exists()

@@ -58,7 +58,8 @@ def test_with_too_few_sites_a_round_ends_by_the_deadline_and_names_who_is_missin
     transport = Troubled(workers, lambda name, message, _: gone.get(name) if trains(message) else None)
     coordinator = parties.coordinator(transport, min_sites=2, deadline=2.0)
     with pytest.raises(
-        TimeoutError, match=r"1 of at least 2 sites .* within 2 s; missing: site1 \(unreachable\), site2"
+        TimeoutError,
+        match=r"1 of at least 2 sites .* in 2 s .* missing: site1 \(unreachable\), site2",
     ):
         coordinator.run()
     assert coordinator.progress.done == 0

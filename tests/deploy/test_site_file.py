@@ -67,6 +67,7 @@ def test_numbers_are_read_as_people_write_them(tmp_path):
         ({"may_send": ["images"]}, "may_send='images' is unknown"),
         ({"may_send": "sizes"}, "may_send='sizes' cannot be used"),
         ({"limits": {"max_epsilon": -1}}, "max_epsilon=-1 cannot be used"),
+        ({"name": "CHANGE-ME"}, "name is still CHANGE-ME; give the name that the server registered"),
         ({"limits": {"delta": 1}}, "delta=1 cannot be used"),
         ({"limits": {"delta": "little"}}, "delta='little' cannot be used"),
         ({"recipes": [{"recipe": "recipe.yaml", "digest": "ab" * 32}]}, "stands there without its sha256"),
@@ -113,7 +114,8 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     said = capsys.readouterr().out
     assert "1 of 1 rounds" in said and "2/2" in said
     main(["deploy", "status", str(paths[1])])
-    assert "1 rounds, the last was round 0" in capsys.readouterr().out
+    (row,) = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if digest[:8] in line]
+    assert [cell.strip() for cell in row[1:]] == ["local", digest[:8], "1", "0"]
     main(["deploy", "export", str(paths[1]), "--output", "out"])
     main(["deploy", "export", "srv", "--recipe", "a/recipe.yaml", "--output", "server"])
     for folder in ("out/personal", "out/global", "server/global"):

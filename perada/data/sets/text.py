@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perada.core.checks import whole_share
 from perada.data.sets.base import ImageSet
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -93,7 +94,7 @@ def _spoken(path: Path, train: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
             spoken.setdefault(role[:-1], []).append(speech)
     for role, speeches in spoken.items():
         tokens = encode("".join(letter for letter in "\n".join(speeches) if letter in CHARACTERS))
-        cut = int(TRAIN_SHARE * len(tokens))
+        cut = whole_share(TRAIN_SHARE, len(tokens))
         part = tokens[:cut] if train else tokens[cut:]
         if len(part) > LENGTH:
             windows = part.unfold(0, LENGTH + 1, 1)

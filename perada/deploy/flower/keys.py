@@ -56,7 +56,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
             )
 
 
-def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> None:
+def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> datetime.date:
     """Write the server's certificate and key, signed by an authority of the federation's own.
 
     ``ca.crt`` goes to every site. ``server.pem`` and ``server.key`` are for the SuperLink. ``ca.key`` signs the next
@@ -66,6 +66,9 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> No
         folder: Made with mode 0700 if it is not there. Private keys have mode 0600.
         hosts: Names and addresses by which sites reach the server.
         days: How long the server's certificate is valid.
+
+    Returns:
+        The day on which it expires.
 
     Raises:
         ValueError: If a host is none, or ``days`` is no number of days.
@@ -90,6 +93,8 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> No
     certificate = _certificate(hosts[0], key, authority, ca_key, days, hosts)
     _write(folder / "server.key", _private(key, "PKCS8"), 0o600)
     _write(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    last: datetime.datetime = certificate.not_valid_after_utc
+    return last.date()
 
 
 def expiry(file: Path) -> datetime.date:
@@ -103,7 +108,14 @@ def expiry(file: Path) -> datetime.date:
 
 
 def warn_of_expiry(file: Path) -> None:
-    """Refuse a certificate that has expired, by a ValueError, and warn of one that soon will."""
+    """Refuse a certificate that has expired, by a ValueError, and warn of one that soon will.
+
+    Nothing is said where cryptography is not installed, which Flower brings.
+    """
+    try:
+        _cryptography()
+    except ImportError:
+        return
     last, today = expiry(file), datetime.datetime.now(datetime.UTC).date()
     if last < today:
         raise ValueError(f"{str(file)!r} expired on {last}; write another by `perada deploy keys server`")
