@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("cryptography", reason="keys need it: pip install 'perada[flower]'")
+
 PROGRAM = """
 from pathlib import Path
 from perada.cli import demo
