@@ -378,8 +378,7 @@ class FederatedLoop(pl.Callback):
             "step": self._step,
             "scores": module.scores,
             "per_client": module.per_client,
-            "measured": self.measured.state_dict()
-            | {"details": module.details, "partition": class_counts(module, data)},
+            "measured": self.measured.state_dict() | dict(details=module.details, partition=class_counts(module, data)),
             "per_class": module.per_class,
             "shifted": module.shifted,
             "info": run_info(module, data, self.algorithm, None if self.test_mode else self.seed),
