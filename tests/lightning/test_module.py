@@ -2,6 +2,7 @@
 """The LightningModule: options, building, learning rates over the rounds, scores."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -15,6 +16,7 @@ from perada.algorithms import make_algorithm
 from perada.api import make_trainer
 from perada.core.states import get_state
 from perada.lightning import FederatedLoop
+from perada.lightning import module as lightning_module
 from perada.lightning.outcome import outcome
 from perada.models.adapted import make_slot
 
@@ -167,3 +169,23 @@ def test_where_clients_share_the_global_model_each_has_its_scores(tiny):
     assert len(run.metrics["clients"]["personal/global_test"]) == 5
     assert len(run.metrics["clients"]["personal/local_test"]) == 5
     assert len(set(run.metrics["clients"]["personal/global_test"])) == 1
+
+
+@pytest.mark.parametrize("images", [torch.uint8, torch.int64, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32, torch.float64])
+def test_processes_add_predictions_of_one_dtype(monkeypatch, images, trained):
+    """A process without rows adds zeros to the others' logits, which are half as long under autocast."""
+    added = []
+    federation = SimpleNamespace(
+        personalized=True,
+        ranks=SimpleNamespace(sum_=added.extend),
+        settings=SimpleNamespace(algorithm=SimpleNamespace(global_model=False)),
+    )
+    batch = SimpleNamespace(x=torch.zeros(2, 5).to(images), y=torch.zeros(2), owner=torch.zeros(2))
+    model = torch.nn.Linear(1, 1).to(trained)
+    module = SimpleNamespace(num_classes=3, _states=lambda: federation, model=model)
+    for found in (None, torch.ones(2, 3, dtype=torch.bfloat16)):
+        monkeypatch.setattr(lightning_module, "own_logits", lambda *_, found=found: found)
+        FederatedClassifier.predict_step(module, batch, 0)
+    wide = torch.float64 if trained == torch.float64 else torch.float32
+    assert [(one.dtype, one.shape) for one in added] == [(wide, (2, 3))] * 2
