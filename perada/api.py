@@ -270,7 +270,7 @@ def finetune(
         trainer.callbacks.insert(0, loop)  # type: ignore[attr-defined]  # checkpoints must see what the loop did
         check_trainer(trainer)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
-    with plain_data(path), no_trace_if_refused(trainer):
+    with plain_data(path, trainer), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return outcome(module, loop)
 

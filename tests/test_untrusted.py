@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from transformers import ViTConfig, ViTForImageClassification
@@ -313,3 +314,34 @@ def test_other_values_than_perada_writes_are_refused_in_one_line(part, tiny, tmp
     with pytest.raises(ValueError, match=r"checkpoint|ckpt_path") as raised:
         fit(tiny, tmp_path, rounds=3, ckpt_path=str(path))
     assert "\n" not in str(raised.value)
+
+
+class Broken(pl.Callback):
+    """A callback of one's own with a mistake, in a function that is called as those that restore checkpoints."""
+
+    def on_train_batch_end(self, *_):
+        self.load_state_dict({})
+
+    def load_state_dict(self, state):
+        if not state:
+            raise KeyError("a mistake of one's own")
+
+
+def test_errors_of_ones_own_code_are_not_taken_for_the_checkpoints(tiny, tmp_path):
+    fit(tiny, tmp_path, rounds=1)
+    with pytest.raises(KeyError, match=r"a mistake of one's own"):
+        fit(tiny, tmp_path, callbacks=[Broken()], ckpt_path=str(checkpoint(tmp_path)))
+
+
+@pytest.mark.parametrize("part", ["loops", "perada"])
+def test_what_takes_its_place_wrongly_is_the_checkpoints_fault(tiny, tmp_path, part):
+    fit(tiny, tmp_path, rounds=1)
+    content = torch.load(checkpoint(tmp_path), weights_only=True)
+    if part == "loops":
+        content["loops"]["fit_loop"] = {"epoch_progress": 3}
+    else:
+        content["perada"]["federation"]["clients"] = 3
+    torch.save(content, checkpoint(tmp_path))
+    with pytest.raises(ValueError, match=r"ckpt_path='.*' does not hold what perada writes \(\w+: ") as error:
+        fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
+    assert "\n" not in str(error.value)

@@ -69,6 +69,6 @@ def _with_data(folder: Path, config: Path, checkpoint: Path) -> Run:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)  # nothing is written there
         path = str(checkpoint)
-        with plain_data(path):
+        with plain_data(path, cli.trainer):
             cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=path, verbose=False, weights_only=True)
     return outcome(cli.model, cli.loop)

@@ -149,7 +149,7 @@ class PeradaCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Carry out a subcommand of LightningCLI."""
-        with plain_data(self.config[subcommand].ckpt_path), no_trace_if_refused(self.trainer):
+        with plain_data(self.config[subcommand].ckpt_path, self.trainer), no_trace_if_refused(self.trainer):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -58,7 +58,7 @@ from perada.lightning.steps import (
     warn_report,
 )
 from perada.lightning.strategies import check_alike, options_here, share_work
-from perada.lightning.untrusted import contents
+from perada.lightning.untrusted import contents, restoring
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -265,7 +265,7 @@ class FederatedLoop(pl.Callback):
             )
             self._module, self._data = module, data
         if self._loaded is not None:
-            module.federation.load_state_dict(self._loaded["federation"])
+            restoring()(module.federation.load_state_dict)(self._loaded["federation"])
             self.history, self._step = self._loaded["history"], self._loaded["step"]
             self._failures = Failures(self.max_failures, self.history)
             module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]

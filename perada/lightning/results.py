@@ -15,6 +15,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import run_folder
 from perada.lightning.run_info import run_info
 from perada.lightning.steps import federation_of
+from perada.lightning.untrusted import restoring
 from perada.results.run_file import RESULTS_FILE, write_json
 
 History = list[dict[str, float]]
@@ -57,6 +58,7 @@ class Measured:
         """What a checkpoint holds."""
         return {"initial": self.initial, "by_round": self.by_round}
 
+    @restoring()
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Go on where a checkpoint ended, and return its ``details``; that of an earlier perada has nothing."""
         self.initial, self.by_round = state.get("initial", {}), state.get("by_round", [])

@@ -18,6 +18,7 @@ from perada.federation.shifted import ShiftedEvaluation, ShiftedScores
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import run_folder
 from perada.lightning.steps import federation_of, progress
+from perada.lightning.untrusted import restoring
 from perada.results.report import SHIFTS_FILE
 
 
@@ -47,6 +48,7 @@ def scored_shifts(data: FederatedDataModule, module: FederatedClassifier) -> boo
     return module.shifted.get("of") == _described(data)
 
 
+@restoring()
 def restore_shifts(data: FederatedDataModule, module: FederatedClassifier, shifted: dict[str, Any]) -> None:
     """Take over the scores of a checkpoint, or forget them where the data has other shifts by now."""
     module.shifted = shifted

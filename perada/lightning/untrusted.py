@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that anyone may have written: their code is not run, and what they hold is what perada writes."""
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, cast
 
+import pytorch_lightning as pl
 import torch
 
+_MARK = "while a checkpoint's content took its place"
 _OTHER = "give another, or 'last' for the newest that is whole"
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "federation": dict,
@@ -41,25 +42,31 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
     return cast(dict[str, Any], saved)
 
 
-def _while_restoring(error: Exception) -> bool:
-    """Whether an error came up while a checkpoint's content took its place."""
-    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(
-        code.co_name in ("load_state_dict", "restore_shifts") or code.co_filename.endswith("checkpoint_connector.py")
-        for code in frames
-    )
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Mark the errors that come up while a checkpoint's content takes its place, for :func:`plain_data`."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_MARK)
+        raise
 
 
 @contextmanager
-def plain_data(ckpt_path: str | None) -> Iterator[None]:
+def plain_data(ckpt_path: str | None, trainer: pl.Trainer | None = None) -> Iterator[None]:
     """Say in one line, by a ValueError, that a checkpoint holds more than data, or other data than perada writes.
 
-    No code that it brings is run.
+    No code that it brings is run. With a ``trainer`` this is of what it restores, else of all that is done in here.
     """
+    if trainer is not None:
+        connector = trainer._checkpoint_connector
+        for name in ("_restore_modules_and_callbacks", "restore_training_state"):
+            setattr(connector, name, restoring()(getattr(connector, name)))
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        if ckpt_path is None or isinstance(error, torch.distributed.DistError) or not _while_restoring(error):
+        marked = trainer is None or _MARK in getattr(error, "__notes__", ())
+        if ckpt_path is None or isinstance(error, torch.distributed.DistError) or not marked:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"ckpt_path={ckpt_path!r} does not hold what perada writes ({reason}); {_OTHER}") from error
