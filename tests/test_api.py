@@ -155,6 +155,7 @@ def test_a_trainer_evaluates_as_often_as_is_asked_for_and_the_config_says_so(tin
     trainer = pl.Trainer(
         max_epochs=3, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
         num_sanity_val_steps=0, enable_model_summary=False, check_val_every_n_epoch=own,
+        logger=pl.loggers.CSVLogger(tmp_path),
     )  # fmt: skip
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     run = perada.finetune(tiny.net(), tiny.data(), rounds=3, trainer=trainer, **options | {"eval_every": given})
