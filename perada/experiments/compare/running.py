@@ -102,8 +102,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         "local_steps": last["step"],
         "params/trained": last["params/trained"],
         "params/sent": last["params/sent"],
-        # Of the fullest round: clients whose budget is spent send nothing.
-        "mb_sent": max(row["comm/up_mb"] for row in history) / (cli.loop.clients_per_round or cli.loop.num_clients),
+        "mb_sent": mb_sent(history, cli.loop.clients_per_round or cli.loop.num_clients),
         "full/params": sum(p.numel() for p in whole.model.parameters()),
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": seconds / len(history),
@@ -111,6 +110,15 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         **curves(history),
     }
     return result
+
+
+def mb_sent(history: Sequence[dict[str, float]], clients: int) -> float:
+    """MB that one client sends in a round, from the fullest of them: who has spent a privacy budget sends nothing.
+
+    >>> mb_sent([{"comm/up_mb": 4.0}, {"comm/up_mb": 1.0}], clients=4)
+    1.0
+    """
+    return max(row["comm/up_mb"] for row in history) / clients
 
 
 def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
