@@ -34,7 +34,7 @@ class RunState:
         account: State of the run's ledgers; None where training is not private.
         kept: What the client keeps, (1, ...) by role; None before the first round.
         tuned: What it fine-tuned after the last one, likewise.
-        shared: The last global state that it was told.
+        shared: The global state that the last round made; empty before it was told.
         scored: The last round after which it scored models; -1 before the first.
         score: Digest of what was asked then.
         scores: What was answered to it.

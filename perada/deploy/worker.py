@@ -184,7 +184,7 @@ class SiteWorker:
         return reply
 
     def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
-        """Score the models, once a round, and remember the global one."""
+        """Score the models, once a round, and remember the global one that the last round made."""
         if order.round < state.scored:
             raise Refused("past", f"scores after round {order.round}, and those after {state.scored} were sent")
         if order.round == state.scored:
@@ -201,7 +201,9 @@ class SiteWorker:
             counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
             values = {name: _values(found) for name, found in scores.items() if found}
             facts = self._allowed(counts={"counts": counts}, scores={"scores": values})
-        state.shared, state.scored, state.score = shared, order.round, answers
+        if order.round == client.recipe.rounds:
+            state.shared = shared
+        state.scored, state.score = order.round, answers
         state.scores = _reply("ok", answers, facts)
         self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
         return state.scores

@@ -449,6 +449,10 @@ def test_a_site_scores_one_state_a_round(site):
     replies = [site.answer(message, "") for message in asked]
     codes = [code(reply, message) for reply, message in zip(replies, asked, strict=True)]
     assert codes == ["ok", "ok", "other", "past", "ok"]
+    assert not site.book.current().shared  # of three rounds
+    last = evaluation(3)
+    assert code(site.answer(last, ""), last) == "ok"
+    assert set(site.book.current().shared) == set(initial)
     assert replies[0] == replies[1]
     assert "counts" in header_of(replies[0])["facts"]
 
