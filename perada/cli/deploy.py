@@ -96,11 +96,15 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     sites = [read_site(path) for path in given.local]
     workers = {one.name: worker_of(one) for one in sites}
     terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
-    coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
     try:
-        coordinator.run()
+        coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
+        try:
+            coordinator.run()
+        finally:
+            coordinator.close()
     finally:
-        coordinator.close()
+        for worker in workers.values():
+            worker.book.close()
     print(shown_rounds(coordinator.progress))
     print(f"Run folder: {given.folder}")
 
