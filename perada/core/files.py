@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process or a machine that stops leaves on the disk: files that are there in full, and nothing half-written.
+"""Atomic file writes, locks and temporary folders.
 
-What is being written is locked meanwhile (``flock``, where the system has it): so what somebody who was killed left
-behind can be told from what another process is writing.
+What is being written is locked meanwhile (``flock``, where the system has it): so what a killed process left behind
+can be told from what another process is writing.
 """
 
 import os
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -60,18 +61,69 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def being_written(path: Path) -> Iterator[None]:
-    """Keep :func:`clear` from deleting a file until the end; it is made if it is not there, or only a link."""
-    handle = None
-    if path.is_symlink():
-        path.unlink()
-    with suppress(OSError):  # a file system without locks
-        handle = _locked(path, os.O_CREAT | os.O_RDWR)
+def open_atomic(
+    path: Path, *, private: bool = False, durable: bool = True, former: Path | None = None
+) -> Iterator[BinaryIO]:
+    """Open a file that is written beside its place and put there by one renaming, at the end of a ``with`` statement.
+
+    A process that is killed, or a disk that is full, leaves the file that was there before.
+
+    Args:
+        path: The file, in a folder that exists.
+        private: Let only its owner read it.
+        durable: Return when it is on the disk; otherwise the caller calls :func:`sync`.
+        former: Where the file that is replaced is kept; ``None`` for nowhere. ``path`` is there at every moment if the
+            file system has hard links.
+
+    Raises:
+        OSError: Of the disk; it names the file.
+    """
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
+        partial.unlink(missing_ok=True)  # what a crash left: it may be open to others, or a link of theirs
+        with writing(path), open(partial, "xb", opener=_private if private else _shared) as file:
+            with suppress(OSError):  # a file system without locks
+                _lock(file.fileno())
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            if former is not None and path.is_file():
+                _keep(path, former)
+                if durable:
+                    sync([former.parent])
+            os.replace(partial, path)
+        if durable:
+            sync([path.parent])
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, content: bytes, **options: Any) -> None:
+    """Write a file as :func:`open_atomic` does, which has the same options."""
+    with open_atomic(path, **options) as file:
+        file.write(content)
+
+
+def _shared(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+
+
+def _keep(path: Path, other: Path) -> None:
+    """Give a file a second name, in place of what has that name."""
+    second = other.with_name(f".{other.name}.partial")
+    second.unlink(missing_ok=True)
+    try:
+        os.link(path, second)
+    except OSError:  # a file system without links
+        path.replace(other)
+    else:
+        second.replace(other)
 
 
 def check_links(folder: Path, own: re.Pattern[str]) -> None:
@@ -171,18 +223,56 @@ def _locked(path: Path, flags: int, wait: bool = False) -> int | None:
     """A handle of a file or folder that is locked until it is closed; a BlockingIOError if somebody else's is open."""
     if fcntl is None:
         return None
-    handle = os.open(path, flags, 0o666)
+    handle = os.open(path, flags)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        _lock(handle, wait)
     except OSError:
         os.close(handle)
         raise
     return handle
 
 
+def _lock(handle: int, wait: bool = False) -> None:
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with writing(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class FolderLock:
+    """A folder of one process, made for its owner alone; it is free again after ``close()`` or with the process.
+
+    Raises:
+        OSError: If another process has it, others may write to it, or it cannot be made; the message names it.
+    """
+
+    def __init__(self, folder: Path, whose: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_mode & 0o022:
+            raise OSError(f"the folder {str(folder)!r} can be written to by others; chmod 700 it")
+        self._file = file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self.close = weakref.finalize(self, os.close, file)
+        try:
+            _lock(file)
+        except OSError:
+            self.close()
+            reason = f"the folder {str(folder)!r} is in use by another {whose}; stop that one first"
+            raise OSError(reason) from None
+
+    @property
+    def marked(self) -> bool:
+        """Whether :meth:`mark` was ever called, by any process."""
+        return os.fstat(self._file).st_size > 0
+
+    def mark(self) -> None:
+        """Remember, on the disk, that the folder holds what must not be lost."""
+        if not self.marked:
+            os.pwrite(self._file, b"used\n", 0)
+            os.fsync(self._file)

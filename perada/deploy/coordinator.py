@@ -13,6 +13,7 @@ from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 from perada.algorithms import ensemble_of
+from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
 from perada.data.batches.preparation import Preparation
@@ -21,7 +22,6 @@ from perada.deploy import records
 from perada.deploy.asking import PASSING, PAUSE, Terms, ask
 from perada.deploy.closing import close_round
 from perada.deploy.codec import Spec, largest, pack, spec_of
-from perada.deploy.files import Lock
 from perada.deploy.loggers import Loggers
 from perada.deploy.measures import mean_scores
 from perada.deploy.messages import Answer, Kind, Order
@@ -85,7 +85,7 @@ class Coordinator:
         self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
         if not resume and (folder / records.STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
-        self._lock = Lock(folder, "server")
+        self._lock = FolderLock(folder, "server")
         if resume:
             self.progress, states = records.read(folder)
             if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):

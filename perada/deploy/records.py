@@ -10,9 +10,9 @@ from typing import Any
 
 from safetensors.torch import load
 
+from perada.core.files import write_atomic
 from perada.core.states import State
 from perada.deploy.codec import header_of, pack
-from perada.deploy.files import write_whole
 
 STATE = "server.safetensors"
 METRICS = "metrics.csv"
@@ -117,8 +117,8 @@ def write(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
     for name, state in states["server"].items():
         tensors |= {f"server/{len(name)}/{name}/{key}": value for key, value in state.items()}
     if progress.history:  # first: a run that was killed in between writes them again
-        write_whole(folder / METRICS, _csv(progress.history).encode())
-    write_whole(folder / STATE, pack(header, tensors))
+        write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
+    write_atomic(folder / STATE, pack(header, tensors), private=True)
 
 
 def read(folder: Path) -> tuple[Progress, dict[str, Any]]:

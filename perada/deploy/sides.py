@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Subset
 
+from perada.core.files import write_atomic
 from perada.data.batches.samples import length
 from perada.data.datamodule import FederatedDataModule
 from perada.data.partitions.division import identities_of
 from perada.data.sets.own import OwnImages
-from perada.deploy.files import write_whole
 
 SIDES = "split.json"
 _WORDS = ("train", "test")
@@ -54,7 +54,7 @@ def remembered(folder: Path, images: OwnImages) -> dict[str, bool]:
 def remember(folder: Path, sides: Sides) -> None:
     """Write the sides into a state folder, whose lock is held."""
     words = {word: [key for key, test in sides.test.items() if test == (word == "test")] for word in _WORDS}
-    write_whole(folder / SIDES, json.dumps(_read(folder) | {_name(sides.images): words}).encode())
+    write_atomic(folder / SIDES, json.dumps(_read(folder) | {_name(sides.images): words}).encode(), private=True)
 
 
 def changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load
 
 from perada.algorithms import Stacks
+from perada.core.files import FolderLock, write_atomic
 from perada.core.states import State
 from perada.deploy.codec import header_of, pack
-from perada.deploy.files import Lock, keep_link, write_whole
 from perada.privacy.ledgers import Ledger
 
 STATE = "state.safetensors"
@@ -83,7 +83,7 @@ class Book:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lock = Lock(folder, "worker")
+        self._lock = FolderLock(folder, "worker")
         self.folder, self.total, self.rounds = folder, Ledger(), 0
         self.sampling: str | None = None
         self._run: str | None = None
@@ -135,10 +135,10 @@ class Book:
 
     def commit(self, state: RunState, total: Ledger, rounds: int, sampling: str | None) -> None:
         """Write a run's state and the totals, all at once."""
-        path = self.folder / STATE
+        former = None
         if self._run not in (None, state.run):
             (self.folder / "runs").mkdir(exist_ok=True, mode=0o700)
-            keep_link(path, self.folder / "runs" / f"{self._run}.safetensors")
+            former = self.folder / "runs" / f"{self._run}.safetensors"
         header = {name: getattr(state, name) for name in _PLAIN}
         header |= {"total": total.state_dict(), "rounds": rounds, "sampling": sampling, "format": FORMAT}
         tensors = {f"shared/{key}": value for key, value in state.shared.items()}
@@ -149,7 +149,7 @@ class Book:
         for name in _REPLIES:
             if content := getattr(state, name):
                 tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        write_whole(path, pack(header, tensors))
+        write_atomic(self.folder / STATE, pack(header, tensors), private=True, former=former)
         self._lock.mark()
         self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files that are there in full or not at all, and that show it when a byte of them has changed."""
+"""Atomic checkpoint files with a digest of their content."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import TorchCheckpointIO
 
-from perada.core.files import being_written, sync
+from perada.core.files import open_atomic
 
 _MARK = b"perada-sha256:"
 _COMMENT = len(_MARK) + 64
@@ -128,35 +128,11 @@ def _write(checkpoint: dict[str, Any], target: Path) -> None:
 
     It goes to the disk as it is made: no copy of it is held in memory.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with being_written(partial):
-            with partial.open("wb") as file:
-                hashed = _Hashed(file)
-                torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # it needs write and flush
-                if hashed.error is not None:
-                    raise hashed.error
-                file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
-                file.write(_LENGTH + _MARK + hashed.digest.hexdigest().encode())
-                file.flush()
-                os.fsync(file.fileno())
-            if target.name == LAST and target.is_file():
-                _keep(target, target.with_name(PREVIOUS))
-            partial.replace(target)
-        sync([target.parent])
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _keep(path: Path, name: Path) -> None:
-    """Give a file a second name, in place of what has that name; ``path`` is there at every moment."""
-    second = name.with_name(f".{name.name}.partial")
-    second.unlink(missing_ok=True)
-    try:
-        os.link(path, second)
-    except OSError:  # a file system without links
-        path.replace(name)
-    else:
-        second.replace(name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open_atomic(target, former=target.with_name(PREVIOUS) if target.name == LAST else None) as file:
+        hashed = _Hashed(file)
+        torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # it needs write and flush
+        if hashed.error is not None:
+            raise hashed.error
+        file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
+        file.write(_LENGTH + _MARK + hashed.digest.hexdigest().encode())

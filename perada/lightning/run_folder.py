@@ -66,7 +66,7 @@ def write_description(trainer: pl.Trainer, partition: dict[str, Any], config: di
         return
     folder.mkdir(parents=True, exist_ok=True)
     runs = folder.parent  # whoever was killed may have left a file as large as a checkpoint
-    clear([*runs.glob("*/checkpoints/.*.partial"), *runs.glob("*/clients/**/*.part"), *runs.glob("*/.*.partial")])
+    clear([*runs.glob("*/checkpoints/.*.partial"), *runs.glob("*/clients/**/.*.partial"), *runs.glob("*/.*.partial")])
     (folder / "partition.json").write_text(json.dumps(sealed(partition)))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

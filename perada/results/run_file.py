@@ -3,7 +3,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 
 from perada.core.checks import check_whole
 from perada.core.digests import SUMS_FILE, check_sealed, digest_of, sealed
-from perada.core.files import being_written, check_links, writing
+from perada.core.files import check_links, write_atomic
 from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
@@ -68,10 +67,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps(sealed(_replace(content, _to_json)), indent=2, allow_nan=False)
     # No string of JSON holds a line break, so that only what is between values is taken out.
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n *", " ", found[0]), text)
-    part = path.with_name(f".{path.name}.partial")
-    with writing(path), being_written(part):
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, path)
+    write_atomic(path, text.encode() + b"\n", durable=False)
 
 
 def read_run(folder: Path) -> RunFile:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from perada.cli import main
-from perada.deploy.files import write_whole
+from perada.core.files import write_atomic
 from perada.experiments.compare.results import Results
 from perada.results.inference import Predictions
 from perada.results.run_file import write_json
@@ -18,7 +18,7 @@ WRITERS = {
     "drawn.png": lambda path: main(["data", "inspect", "--config", "quickstart", "--output", str(path)]),
     "predictions.csv": PREDICTIONS.to_csv,
     "results.json": lambda path: write_json(path, {"numbers": [1.0] * 20}),
-    "state.safetensors": lambda path: write_whole(path, bytes(100)),
+    "state.safetensors": lambda path: write_atomic(path, bytes(100)),
     "table.json": lambda path: Results(path).add({"stage": "run", "args": [], "recipe": "r", "seed": 0}, []),
 }
 

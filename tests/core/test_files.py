@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from perada.core.files import PREFIX, Scratch, being_written, clear
+from perada.core.files import PREFIX, Scratch, clear, open_atomic
 
 WAITS = "import time; print('ready', flush=True); time.sleep(60)"
 
@@ -54,22 +54,22 @@ def test_a_temporary_folder_goes_with_its_owner_or_when_the_next_is_made(tempora
 
 
 def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path):
-    path, outside = tmp_path / "run" / ".x.partial", tmp_path / "outside"
+    path, outside = tmp_path / "run" / "x", tmp_path / "outside"
     path.parent.mkdir()
     outside.write_text("theirs")
-    path.symlink_to(outside)
-    with being_written(path):
-        path.write_text("ours")
-    assert (outside.read_text(), path.read_text(), path.is_symlink()) == ("theirs", "ours", False)
+    path.with_name(".x.partial").symlink_to(outside)
+    with open_atomic(path) as file:
+        file.write(b"ours")
+    assert (outside.read_text(), path.read_text(), os.listdir(path.parent)) == ("theirs", "ours", ["x"])
 
 
 def test_a_file_is_left_alone_while_it_is_being_written(tmp_path):
     path = tmp_path / ".x.partial"
-    with being_written(path):
-        path.write_text("half")
+    with open_atomic(tmp_path / "x") as file:
+        file.write(b"half")
+        file.flush()
         clear([path])
         assert path.read_text() == "half"
-        path.rename(tmp_path / "x")
     assert os.listdir(tmp_path) == ["x"]
     path.write_text("half")
     clear([path, tmp_path / "not there"])

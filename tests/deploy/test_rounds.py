@@ -132,16 +132,16 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
     workers = parties.workers()
     first = parties.coordinator(LocalTransport(workers))
 
-    real, calls = records.write_whole, []
+    real, calls = records.write_atomic, []
 
-    def stopping(path, content):
+    def stopping(path, content, **options):
         calls.append(path.name)
         if calls.count(records.STATE) == 4:  # each round is saved when it begins and when it ends
             raise Stopped
-        real(path, content)
+        real(path, content, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_whole", stopping)
+        patch.setattr(records, "write_atomic", stopping)
         with pytest.raises(Stopped):
             first.run()
     first.close()
@@ -188,19 +188,19 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
     place, uninterrupted, tiny, tmp_path, monkeypatch
 ):
     parties = Parties(tiny, tmp_path, "ditto")
-    workers, real, calls = parties.workers(), records.write_whole, []
+    workers, real, calls = parties.workers(), records.write_atomic, []
 
-    def stopping(path, content):
+    def stopping(path, content, **options):
         calls.append(path)
         if len(calls) == place[0]:
             if place[1]:
-                real(path, content)
+                real(path, content, **options)
             raise Stopped
-        real(path, content)
+        real(path, content, **options)
 
     killed = parties.coordinator(LocalTransport(workers))
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_whole", stopping)
+        patch.setattr(records, "write_atomic", stopping)
         with pytest.raises(Stopped):
             killed.run()
     killed.close()

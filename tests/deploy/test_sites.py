@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from perada.core.files import sync
 from perada.data.one_client import only
 from perada.deploy.codec import digest, header_of, pack, spec_of, unpack
-from perada.deploy.files import sync
 from perada.deploy.local import LocalTransport
 from perada.deploy.messages import Answer, Malformed, Order
 from perada.deploy.state import Book, read_state
@@ -143,7 +143,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
     replies = [whole.answer(message, "") for message in messages]
     final = state_bytes(whole)
     whole.book.close()
-    where = {"open": "builtins.open", "fsync": "os.fsync", "replace": "os.replace", "sync": "perada.deploy.files.sync"}
+    where = {"open": "builtins.open", "fsync": "os.fsync", "replace": "os.replace", "sync": "perada.core.files.sync"}
     real = {"open": open, "fsync": os.fsync, "replace": os.replace, "sync": sync}
     places = [("open", False), *((name, after) for name in list(where)[1:] for after in (False, True))]
     for name, after in places:
@@ -475,7 +475,7 @@ def test_a_disk_that_fails_after_the_renaming_mixes_up_no_runs(site, monkeypatch
     first, other = train(site), other_run(site)
     reply = site.answer(first, "")
     with monkeypatch.context() as patch:
-        patch.setattr("perada.deploy.files.sync", fails_at(2))
+        patch.setattr("perada.core.files.sync", fails_at(2))
         assert code(site.answer(other, ""), other) == "failed"
     again = other_run(site, 1)
     assert code(site.answer(again, ""), again) == "ok"
@@ -518,7 +518,7 @@ def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"")
     theirs.chmod(0o666)
-    os.link(theirs, site.book.folder / ".state.safetensors.part")
+    os.link(theirs, site.book.folder / ".state.safetensors.partial")
     message = train(site)
     assert code(site.answer(message, ""), message) == "ok"
     assert theirs.read_bytes() == b""

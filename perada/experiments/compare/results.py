@@ -2,14 +2,13 @@
 """The file of results: written as they come, read when a command resumes where it stopped."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from perada.core.digests import check_sealed, sealed
-from perada.core.files import sync, writing
+from perada.core.files import write_atomic
 from perada.experiments.compare.plan import CHOSEN_BY, Job, Point
 from perada.results.report import percent
 
@@ -72,12 +71,8 @@ class Results:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + ".part")
         written = [sealed(record) for record in self.records]
-        with writing(self.path):
-            part.write_text(json.dumps(written, indent=1, allow_nan=False), encoding="utf-8")
-            sync([part])  # before it replaces what took hours
-            os.replace(part, self.path)
+        write_atomic(self.path, json.dumps(written, indent=1, allow_nan=False).encode())
 
     def seconds(self, label: str) -> float | None:
         """Mean duration of the runs of a row, or of all rows where it has none yet."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Stacks
 from perada.core.checks import check_choice
-from perada.core.files import Scratch, being_written, sync
+from perada.core.files import Scratch, open_atomic, sync
 from perada.federation.store.rows import Layout, link_file, named_files, read_row
 
 StoreKind = Literal["auto", "device", "host", "disk"]
@@ -147,12 +147,9 @@ class DiskStore(ClientStore):
         digest.update(content)
         name = f"client_{client}-{self._session}-{self._count}-{digest.hexdigest()[:32]}.safetensors"
         path = self.folder / name
-        part = path.with_suffix(".part")
-        with being_written(part):
-            with part.open("wb") as file:
-                file.write(self.layout.header)
-                file.write(content)
-            part.replace(path)
+        with open_atomic(path, durable=False) as file:
+            file.write(self.layout.header)
+            file.write(content)
         self._unsynced.append(path)
         self.drop([client])
         self.written[client] = path

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Stacks
 from perada.core.digests import digest_of
+from perada.core.files import open_atomic
 
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+(?:-([0-9a-f]{32}))?\.safetensors")
 _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
@@ -162,6 +163,5 @@ def link_file(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        part = target.with_suffix(".part")
-        shutil.copyfile(source, part)
-        part.replace(target)
+        with source.open("rb") as content, open_atomic(target, durable=False) as file:
+            shutil.copyfileobj(content, file)
