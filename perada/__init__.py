@@ -2,9 +2,10 @@
 """Personalized, parameter-efficient federated fine-tuning of pretrained vision models on PyTorch Lightning."""
 
 import importlib
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from perada import importing
 
 if TYPE_CHECKING:
     from perada.algorithms import Algorithm, make_algorithm
@@ -43,8 +44,6 @@ _HOMES = {
     "personalize": "perada.lightning.joining",
 }
 
-importing.install()
-
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever is asked for
     """Import a public name or a module when it is first used, so that ``import perada`` alone takes no time."""
@@ -63,3 +62,23 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever is asked for
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _AfterPeft(MetaPathFinder):
+    """Registers our methods with PEFT, which has no entry point for that, as soon as it has been imported."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: ANN401  # Python calls it
+        if fullname != "peft":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), importlib.import_module("perada.adapters"))  # type: ignore[assignment, method-assign]
+        return spec
+
+
+if "peft" in sys.modules:
+    importlib.import_module("perada.adapters")
+else:
+    sys.meta_path.insert(0, _AfterPeft())

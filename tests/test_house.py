@@ -29,7 +29,7 @@ ROOMS = (
     "core engine server algorithms privacy models federation data results lightning api experiments deploy cli".split()
 )
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
-FACES = {"perada", "importing", "__main__"}  # perada/__init__.py hands on public names when they are asked for
+FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}

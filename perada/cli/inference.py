@@ -13,7 +13,7 @@ from perada.algorithms import Algorithm, PerAda
 from perada.cli.classes import import_named
 from perada.lightning.checkpoint import newest_whole
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.restore import PRIVATE, restored
+from perada.lightning.restore import restored
 from perada.results.formats import FILES, Format, export_model
 from perada.results.inference import find_images
 from perada.results.run import Run
@@ -84,13 +84,7 @@ def push(parser: ArgumentParser, words: list[str]) -> None:
 
 def export_one(path: Path, client: str | None, form: Format, folder: Path) -> None:
     """Write one model of a run in a format of other programs."""
-    run = open_run(path)
-    if PRIVATE in run.info:
-        raise ValueError(
-            f"{str(path)!r} is of a private run, and what its models reveal is worked out with its data: export from "
-            "the folder that `perada export RUN --output FOLDER` writes"
-        )
-    said = export_model(run, client, form, folder)
+    said = export_model(open_run(path), client, form, folder)
     print(f"Wrote {folder / FILES[form]}. {said}")
 
 

@@ -39,9 +39,7 @@ def recipes() -> dict[str, list[Path]]:
         for method in methods:
             names[f"{one.stem}/{method.stem}"] = [one, method]
             names |= {f"{one.stem}/{method.stem}/{last.stem}": [one, method, last] for last in privacy}
-            if one.stem.endswith("_vit"):  # its former name
-                names[f"dp/{one.stem[:-4]}/{method.stem}"] = names[f"{one.stem}/{method.stem}/sample"]
-    return names | {"dp/cifar10/perada": names["cifar10_vit/perada_table5/sample"]}
+    return names
 
 
 def find_recipe(name: str) -> list[Path]:

@@ -19,7 +19,6 @@ from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
 from perada.lightning.progress import RoundProgressBar
-from perada.lightning.restore import PRIVATE
 from perada.lightning.results import class_counts
 from perada.lightning.strategies import device_defaults
 from perada.models.backbones import AdaptedModel
@@ -170,11 +169,6 @@ def check_name(run: Run, name: str | None) -> None:
 
 def _privacy(run: Run) -> Privacy | None:
     """What the new client's images are protected by."""
-    if PRIVATE in run.info:
-        raise ValueError(
-            "the run was private, and its checkpoint, of an earlier perada, does not say how; give the folder that "
-            "`perada export` wrote with the run's data"
-        )
     sample = (run.info.get("privacy") or {}).get("sample")
     return None if sample is None else replace(Privacy(**sample["options"]), ledger="release")
 

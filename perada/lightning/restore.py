@@ -18,9 +18,6 @@ from perada.lightning.untrusted import contents, plain_data
 from perada.results.run import Run
 from perada.server import Distillation
 
-PRIVATE = "ledgers"
-"""Key of ``Run.info`` that a private run of an earlier perada has here, in place of what ``privacy`` would say."""
-
 
 def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> Run:
     """The run whose checkpoint is at ``path``, as it was when that was written.
@@ -39,10 +36,10 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
         saved = torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY, {})
     if saved:
         contents(saved)
-    if "info" not in saved:
+    if "privacy" not in saved.get("info", {}):
         raise ValueError(
-            f"{str(path)!r} does not say what the run was, since an earlier perada or another program wrote it; "
-            "`perada export`, which reads the run's data, makes a folder that can be used"
+            f"{str(path)!r} does not say what the run was, and so another program or an earlier perada wrote it; train "
+            "it again"
         )
     info, belongs = saved["info"], saved["belongs"]
     if info["backbone"] is None:
@@ -77,14 +74,11 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     find_clients(states, path)
     with plain_data(found):
         module.federation.load_state_dict(states | {"privacy": None})
-    ledgers = states["privacy"] or {}
-    if "privacy" not in info and (ledgers.get("images") or ledgers.get("clients")):
-        info = info | {PRIVATE: "not read"}
     assert module.adapted is not None
     measured = saved.get("measured", {})
     kept: dict[str, Any] = {
         "rounds": saved["history"],
-        "clients": _of_clients(saved["per_client"], info.get("privacy") or {}),
+        "clients": _of_clients(saved["per_client"], info["privacy"] or {}),
         "per_class": {name: scores.tolist() for name, scores in saved.get("per_class", {}).items()},
         "shifts": saved["shifted"].get("kinds"),
         **{name: measured.get(name) for name in ("initial", "by_round", "partition")},
@@ -92,15 +86,6 @@ def restored(module: FederatedClassifier, algorithm: Algorithm, path: Path) -> R
     }
     metrics = {name: value for name, value in kept.items() if value or name in ("rounds", "clients")}
     return Run(module.adapted, *states_of(module.federation), clients, metrics, info)
-
-
-def lacks_info(path: Path) -> bool:
-    """Whether an earlier perada wrote a checkpoint, which does not say what the run was, or what its privacy."""
-    with plain_data(str(path)):
-        info = (
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(CHECKPOINT_KEY, {}).get("info", {})
-        )
-    return "privacy" not in info
 
 
 def _of_clients(scores: dict[str, torch.Tensor], privacy: dict[str, Any]) -> dict[str, list[float]]:

@@ -190,7 +190,9 @@ def test_what_a_run_lacks_is_said(tmp_path):
     saved = torch.load(checkpoint, weights_only=True)
     del saved["perada"]["info"]
     torch.save(saved, checkpoint)
-    with pytest.raises(ValueError, match="does not say what the run was, since an earlier perada") as error:
+    with pytest.raises(
+        ValueError, match="does not say what the run was, and so another program or an earlier perada"
+    ) as error:
         main(["predict", str(folder), *image])
     assert "\n" not in str(error.value)
 

@@ -29,10 +29,10 @@ IMAGES = [name for name in GROUPS["data"] if name != "shakespeare"]  # texts: te
 COMPLETE = [path.stem for path in FILES if path.parent == ROOT]
 COMBINED = ["/".join(parts) for parts in product(IMAGES, GROUPS["method"])]
 COMBINED += ["/".join(parts) for parts in product(IMAGES, GROUPS["method"], GROUPS["privacy"])]
-FORMER = {
-    f"{folder}/{name}": said["all"] | own
-    for folder, said in yaml.safe_load(Path(__file__).with_name("former_recipes.yaml").read_text()).items()
-    for name, own in said["each"].items()
+SPELT_OUT = {
+    combined.format(method): said["all"] | own
+    for combined, said in yaml.safe_load(Path(__file__).with_name("combined_recipes.yaml").read_text()).items()
+    for method, own in said["each"].items()
 }
 # A third of the methods on one data set, some on the others and with each kind of privacy; the rest is slow.
 QUICK = {f"cifar10/{method}" for method in GROUPS["method"][::3]} | {
@@ -98,7 +98,7 @@ def parser():
 
 def small_words(name, written=None):
     """Options with which a recipe runs in no time, on data that are there."""
-    backbone = "test_vit" if name.startswith("dp/") or "_vit" in name else "test_resnet"  # as the recipe's, in small
+    backbone = "test_vit" if "_vit" in name else "test_resnet"  # as the recipe's, in small
     public = {} if name == "quickstart" else {"public": None, "public_fraction": 0.1}
     data = SMALL["data"] | public
     first = name.split("/")[0]
@@ -152,7 +152,7 @@ def table_of_clients(capsys, names="0123"):
     assert [line.split("|")[1].strip() for line in lines] == ["client", *names, "mean ± std"]
 
 
-@pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "dp/fashion_mnist/ditto"])
+@pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "fashion_mnist_vit/ditto/sample"])
 def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
     table_of_clients(capsys)
@@ -175,19 +175,19 @@ def parsed(parser, *configs):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (place % 3 > 0)) for place, name in enumerate(FORMER)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (place % 3 > 0)) for place, name in enumerate(SPELT_OUT)]
 )
-def test_former_names_are_what_they_were(parser, name):
-    former = {}
-    for key, value in FORMER[name].items():
+def test_combined_recipes_are_what_they_were(parser, name):
+    whole = {}
+    for key, value in SPELT_OUT[name].items():
         section, _, option = key.rpartition(".")
-        place = former
+        place = whole
         for part in section.split(".") if section else ():
             place = place.setdefault(part, {})
         place[option] = value
-    Path("former.yaml").write_text(yaml.safe_dump(former))
+    Path("whole.yaml").write_text(yaml.safe_dump(whole))
     main(["cp", name, "mine.yaml"])
-    assert parsed(parser, name) == parsed(parser, "former.yaml") == parsed(parser, "mine.yaml")
+    assert parsed(parser, name) == parsed(parser, "whole.yaml") == parsed(parser, "mine.yaml")
 
 
 def test_files_merged_by_hand_are_what_the_name_says(parser):
@@ -216,8 +216,8 @@ def test_cp_writes_one_recipe_that_says_what_it_is(capsys):
 
 
 def test_recipes_are_found_by_name():
-    assert len(FORMER) == 36
-    assert set(recipes()) >= {*FORMER, *COMPLETE, *COMBINED, *GROUPS["data"], "method/ditto", "privacy/sample"}
+    assert len(SPELT_OUT) == 36
+    assert set(recipes()) >= {*SPELT_OUT, *COMPLETE, *COMBINED, *GROUPS["data"], "method/ditto", "privacy/sample"}
     assert find_recipe("cifar10/ditto.yaml") == [ROOT / "data" / "cifar10.yaml", ROOT / "method" / "ditto.yaml"]
     for name in ("cifar10/dito", "cifar10/ditto/sampel", "cifar10/ditto/sample/client"):
         with pytest.raises(FileNotFoundError, match=r"is neither a file nor a recipe; did you mean 'cifar10/ditto"):
