@@ -21,19 +21,22 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# perada/adapters is a symlink, which rglob does not follow: each file is listed once.
-MODULES = {module_name(path): path for room in ("perada", "adapters") for path in sorted((ROOT / room).rglob("*.py"))}
+# perada/adapters and perada/studies are symlinks, which rglob does not follow: each file is listed once.
+MODULES = {
+    module_name(path): path
+    for room in ("perada", "adapters", "studies")
+    for path in sorted((ROOT / room).rglob("*.py"))
+}
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
-ROOMS = (
-    "core engine server algorithms privacy models federation data results lightning api experiments deploy cli".split()
-)
+ROOMS = "core engine server algorithms privacy models federation data results lightning".split()
+ROOMS += "api experiments studies deploy cli".split()
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}
-SEES_LIGHTNING = {"data", "lightning", "api", "experiments", "deploy", "cli"}
+SEES_LIGHTNING = {"data", "lightning", "api", "experiments", "studies", "deploy", "cli"}
 
 
 def room_of(module: str) -> str:
@@ -190,14 +193,16 @@ def test_ruff_has_one_version():
 
 
 def test_top_level_folders_are_seen_through_symlinks():
-    for name in ("adapters", "recipes"):
+    for name in ("adapters", "recipes", "studies"):
         link = ROOT / "perada" / name
         assert link.is_symlink()
         assert link.readlink() == Path("..", name)
 
 
 def test_source_files_name_their_licence():
-    files = [p for room in ("perada", "adapters", "tests", "benchmarks") for p in (ROOT / room).rglob("*.py")]
+    files = [
+        p for room in ("perada", "adapters", "studies", "tests", "benchmarks") for p in (ROOT / room).rglob("*.py")
+    ]
     line = "# SPDX-License-Identifier: Apache-2.0\n"
     assert [str(p.relative_to(ROOT)) for p in files if not p.read_text().startswith(line)] == []
 

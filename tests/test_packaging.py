@@ -37,6 +37,8 @@ def test_top_level_is_only_perada(wheel):
         ("perada", "**/*.py"),
         ("adapters", "**/*.py"),
         ("recipes", "**/*.yaml"),
+        ("studies", "**/*.py"),
+        ("studies", "report/page.html"),
         ("perada", "models/weights/*.safetensors"),
         ("perada", "models/weights/*.md"),
         ("perada", "py.typed"),

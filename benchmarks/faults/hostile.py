@@ -26,10 +26,10 @@ from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.cli.main import _tables
 from perada.core.digests import KEY, sealed, write_sums
-from perada.experiments.report.page import write_page
 from perada.lightning.checkpoint_io import WholeCheckpointIO
 from perada.results.forgetting import forget
 from perada.results.record import read_records
+from perada.studies.report.page import write_page
 
 SCRIPT, SECRET = "<script>alert(1)</script>", "a secret of somebody else"
 SECONDS, MEBIBYTES = 60, 1500

@@ -14,8 +14,8 @@ from perada.core.text import printable, some
 from perada.data import IID, ByDomain, Images
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
-from perada.experiments.studies.drawing import check_drawing, new_figure
 from perada.results.report import ROWS, table
+from perada.studies.drawing import check_drawing, new_figure
 
 FEW = 10
 """Clients with fewer training images are named."""

@@ -21,11 +21,11 @@ Tree = dict[str, tuple["str | Tree", str]]
 
 STUDIES: Tree = {
     "fed-ensemble": (
-        "perada.experiments.studies.fed_ensemble:main",
+        "perada.studies.fed_ensemble:main",
         "Bias and variance of Fed-ensemble's toy regression against the number of modes.",
     ),
     "local-gd": (
-        "perada.experiments.studies.local_gd:main",
+        "perada.studies.local_gd:main",
         "What local gradient descent converges to: linear models, and a head on a frozen backbone.",
     ),
 }
@@ -73,7 +73,7 @@ COMMANDS: Tree = {
         "Train a model for a new client of a finished run, which stays as it is.",
     ),
     "report": ("perada.cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
-    "pretrain": ("perada.experiments.pretrain:main", "Train a small backbone on small grey images."),
+    "pretrain": ("perada.studies.pretrain:main", "Train a small backbone on small grey images."),
     "deploy": (DEPLOY, "Run a recipe across real sites."),
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
@@ -188,8 +188,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     if given.output is None:
         print("\n\n".join((f"{path}\n\n" if len(given.runs) > 1 else "") + _tables(path) for path in given.runs))
         return
-    from perada.experiments.report.page import check_page, write_page
     from perada.results.record import read_records
+    from perada.studies.report.page import check_page, write_page
 
     check_page(given.output)
     records = [record for path in given.runs for record in read_records(path)]

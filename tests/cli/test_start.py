@@ -85,12 +85,12 @@ def test_optional_packages_are_imported_where_they_are_used():
 @pytest.mark.slow
 def test_fit_imports_what_its_recipe_names(tmp_path):
     """PEFT itself imports transformers, and torchmetrics matplotlib: no code of ours can keep them out."""
-    shapes = ["--data.dataset=perada.data.sets.shapes.Shapes", "--data.dataset.count=400"]
+    shapes = ["--data.dataset=perada.studies.shapes.Shapes", "--data.dataset.count=400"]
     shapes += ["--data.public=null", "--data.public_fraction=0.1"]
     small = ["--trainer.fast_dev_run=true", "--federated.distillation.steps=1", "--federated.local_steps=1"]
     modules = imported(tmp_path, "fit", "--config", "quickstart", *shapes, *small)
-    assert {"torch", "timm", "peft", "pytorch_lightning", "perada.data.sets.shapes"} <= modules
+    assert {"torch", "timm", "peft", "pytorch_lightning", "perada.studies.shapes"} <= modules
     others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit", "perada.experiments.compare.command"}
-    others |= {"perada.experiments.pretrain", "perada.experiments.studies.drawing"}
+    others |= {"perada.studies.pretrain", "perada.studies.drawing"}
     assert [name for name in others if find_spec(name) is None] == []
     assert modules & others == set()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("perada", "adapters", "recipes", "tests", "benchmarks", "pyproject.toml", "README.md")
+COPIED = ("perada", "adapters", "recipes", "studies", "tests", "benchmarks", "pyproject.toml", "README.md")
 
 
 class Mutant(NamedTuple):

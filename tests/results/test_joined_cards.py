@@ -7,9 +7,9 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.data import FederatedData
-from perada.experiments.report.sections import sections
 from perada.results.privacy_card import privacy_card, privacy_lines
 from perada.results.record import Record
+from perada.studies.report.sections import sections
 
 from .test_model_card import made
 

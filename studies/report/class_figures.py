@@ -7,7 +7,8 @@ Each function gives None where the run does not hold what it would show. Shape s
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perada.experiments.report.drawn import (
+from perada.results.record import Record
+from perada.studies.report.drawn import (
     COLOURS,
     NAMED,
     Drawn,
@@ -21,8 +22,7 @@ from perada.experiments.report.drawn import (
     name_axis,
     new_axes,
 )
-from perada.experiments.report.facts import accuracies, confusion_tables, expected_calibration_error
-from perada.results.record import Record
+from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

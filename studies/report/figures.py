@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, quantiles
 
-from perada.experiments.report.drawn import (
+from perada.results.record import Record
+from perada.results.report import SCORES
+from perada.studies.report.drawn import (
     COLOURS,
     NAMED,
     Drawn,
@@ -23,9 +25,7 @@ from perada.experiments.report.drawn import (
     new_axes,
     whole_rounds,
 )
-from perada.experiments.report.facts import sent
-from perada.results.record import Record
-from perada.results.report import SCORES
+from perada.studies.report.facts import sent
 
 TITLES = {
     "personal/local_test": "personal, own images",

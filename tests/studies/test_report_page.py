@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.experiments.browser import CHROMIUM, Browser
+from tests.studies.browser import CHROMIUM, Browser
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_report" / "index.html"
 pytestmark = [

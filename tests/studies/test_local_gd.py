@@ -14,10 +14,10 @@ from scipy.optimize import nnls
 from perada.cli import main
 from perada.data import Digits
 from perada.data.batches.transforms import prepare_images
-from perada.experiments.studies import local_gd, local_gd_curves, local_gd_head
-from perada.experiments.studies import local_gd_linear as linear
 from perada.models.backbones import build_backbone
 from perada.server import ModifiedLocalGD
+from perada.studies import local_gd, local_gd_curves, local_gd_head
+from perada.studies import local_gd_linear as linear
 
 NODES, SAMPLES = 4, 6
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from perada.core.files import writing
 from perada.core.text import cell_text, printable
-from perada.experiments.report.sections import SHOWN, Cell, Section, Table, all_of, sections
-from perada.experiments.report.several import comparison
-from perada.experiments.studies.drawing import check_drawing
 from perada.results.record import Record
 from perada.results.report import SCORES, percent
+from perada.studies.drawing import check_drawing
+from perada.studies.report.sections import SHOWN, Cell, Section, Table, all_of, sections
+from perada.studies.report.several import comparison
 
 
 @dataclass
@@ -79,7 +79,7 @@ def write_page(output: Path, records: Sequence[Record]) -> Path:
 def _html(records: Sequence[Record], parts: Sequence[Section | Part]) -> str:
     import jinja2
 
-    text = files("perada.experiments.report").joinpath("page.html").read_text(encoding="utf-8")
+    text = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     one = records[0] if len(records) == 1 else None
     title = f"Run {one.name}" if one else f"{len(records)} runs"

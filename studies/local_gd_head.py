@@ -21,10 +21,10 @@ from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
 from perada.data.batches.transforms import prepare_images
 from perada.data.partitions.base import Split
 from perada.experiments.compare.running import quiet
-from perada.experiments.studies.local_gd_curves import Advance, Counts, Curves
-from perada.experiments.studies.local_gd_linear import direction_distance
 from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
+from perada.studies.local_gd_curves import Advance, Counts, Curves
+from perada.studies.local_gd_linear import direction_distance
 
 WEIGHTS = {"fashion_mnist": "perada:digits_test_resnet", "digits": "perada:fashion_test_resnet"}
 """Shipped weights of a backbone that has not seen the images: those of the other set."""

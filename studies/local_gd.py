@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
-from perada.experiments.studies.drawing import check_output, new_figure, write
-from perada.experiments.studies.local_gd_curves import (
+from perada.results.report import table
+from perada.studies.drawing import check_output, new_figure, write
+from perada.studies.local_gd_curves import (
     ClassificationSettings,
     Curves,
     Nodes,
@@ -26,8 +27,7 @@ from perada.experiments.studies.local_gd_curves import (
     classification_at,
     regression_at,
 )
-from perada.experiments.studies.local_gd_head import HeadSettings, head_curves, load_images
-from perada.results.report import table
+from perada.studies.local_gd_head import HeadSettings, head_curves, load_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

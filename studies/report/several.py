@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
-from perada.experiments.report.drawn import (
+from perada.results.record import Record
+from perada.results.report import SCORES, shift_names
+from perada.studies.report.drawn import (
     COLOURS,
     MARKERS,
     Drawn,
@@ -21,11 +23,9 @@ from perada.experiments.report.drawn import (
     new_axes,
     whole_rounds,
 )
-from perada.experiments.report.facts import paired
-from perada.experiments.report.figures import TITLES
-from perada.experiments.report.sections import Cell, Section, Table
-from perada.results.record import Record
-from perada.results.report import SCORES, shift_names
+from perada.studies.report.facts import paired
+from perada.studies.report.figures import TITLES
+from perada.studies.report.sections import Cell, Section, Table
 
 SEEDS = ("seed_everything", "federated.seed", "trainer.logger", "trainer.default_root_dir", "ckpt_path")
 """Options in which the runs of a group may differ."""

@@ -13,8 +13,9 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 from tqdm import tqdm
 
-from perada.experiments.studies.drawing import check_output, new_figure, write
-from perada.experiments.studies.toy_regression import (
+from perada.results.report import table
+from perada.studies.drawing import check_output, new_figure, write
+from perada.studies.toy_regression import (
     Problem,
     Settings,
     basis,
@@ -23,7 +24,6 @@ from perada.experiments.studies.toy_regression import (
     make_problem,
     train,
 )
-from perada.results.report import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def study(
         output: Folder to write fed_ensemble.json and fed_ensemble.png to.
         modes: The K to compare, ascending.
         quick: 10 re-runs of 20 rounds for K = 1, 2 and 4, whatever else is said.
-        **settings: See :class:`~perada.experiments.studies.toy_regression.Settings`.
+        **settings: See :class:`~perada.studies.toy_regression.Settings`.
 
     Returns:
         For each K: modes, rounds, what :func:`decompose` returns, and ``mode_variance``, that of mode 0 alone.

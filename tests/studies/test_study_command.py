@@ -8,11 +8,11 @@ from PIL import Image
 
 from perada.cli import entry_point, main
 from perada.cli.main import STUDIES
-from perada.experiments.studies.drawing import check_output, new_figure, write
+from perada.studies.drawing import check_output, new_figure, write
 
 
 def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):
-    studies = [f"perada.experiments.studies.{name.replace('-', '_')}" for name in STUDIES]
+    studies = [f"perada.studies.{name.replace('-', '_')}" for name in STUDIES]
     for name in studies:
         monkeypatch.delitem(sys.modules, name, raising=False)
     main(["study"])

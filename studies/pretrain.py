@@ -27,8 +27,8 @@ from perada.core.seeding import generator, seeded
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
 from perada.data.sets.base import ImageSet
 from perada.data.sets.images import Digits, FashionMNIST
-from perada.data.sets.shapes import Shapes
 from perada.models.backbones import build_backbone
+from perada.studies.shapes import Shapes
 
 __all__ = ["pretrain"]
 
@@ -45,7 +45,7 @@ SOURCES: dict[SetName, tuple[str, str]] = {
     ),
     "Shapes": (
         "perada's random shapes",
-        "none but formulas (`perada.data.sets.shapes.Shapes`), after Kataoka et al. (ACCV 2020, CVPR 2022)",
+        "none but formulas (`perada.studies.shapes.Shapes`), after Kataoka et al. (ACCV 2020, CVPR 2022)",
     ),
 }
 """Name and reference of each set."""

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from perada.data.sets.shapes import SMALLEST_RADIUS, Shapes, contour
+from perada.studies.shapes import SMALLEST_RADIUS, Shapes, contour
 
 
 def test_a_contour_is_its_sum_of_waves():

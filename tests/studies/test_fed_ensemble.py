@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from perada.cli import main
-from perada.experiments.studies import toy_regression
-from perada.experiments.studies.fed_ensemble import study
-from perada.experiments.studies.toy_regression import (
+from perada.studies import toy_regression
+from perada.studies.fed_ensemble import study
+from perada.studies.toy_regression import (
     CLIENTS,
     FUNCTIONS,
     Problem,

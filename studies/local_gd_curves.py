@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from perada.core.checks import check_whole
-from perada.experiments.studies import local_gd_linear as linear
 from perada.server import ModifiedLocalGD, ServerRule
+from perada.studies import local_gd_linear as linear
 
 Curves = dict[str, list[float]]
 Advance = Callable[[str], None]

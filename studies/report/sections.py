@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from perada.experiments.report import class_figures, figures
-from perada.experiments.report.drawn import Drawn
-from perada.experiments.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
 from perada.results.joined import joined_clients
 from perada.results.privacy_card import check_record, privacy_lines
 from perada.results.record import Record
 from perada.results.report import SCORES, epsilon_text, shift_names
+from perada.studies.report import class_figures, figures
+from perada.studies.report.drawn import Drawn
+from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
 
 Cell = str | int | float
 SHOWN = 200

@@ -13,10 +13,10 @@ from scipy.stats import sem, ttest_rel
 
 import perada
 from perada.cli import main
-from perada.experiments.report.facts import expected_calibration_error, paired
-from perada.experiments.report.page import as_csv, write_page
-from perada.experiments.report.several import comparison, groups_of
 from perada.results.record import Record, read_records
+from perada.studies.report.facts import expected_calibration_error, paired
+from perada.studies.report.page import as_csv, write_page
+from perada.studies.report.several import comparison, groups_of
 
 SCRIPT = "<script>alert(1)</script>"
 NAMES = [f"{SCRIPT}$x_1$", "=1+1", '"onload="x', "-->", "\x1b[31m赤", "six"]

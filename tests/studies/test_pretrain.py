@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from perada.cli import main
-from perada.data.sets.shapes import Shapes
-from perada.experiments.pretrain import pretrain
+from perada.studies.pretrain import pretrain
+from perada.studies.shapes import Shapes
 
 WEIGHTS = Path(__file__).parents[2] / "perada" / "models" / "weights"
 
@@ -73,7 +73,7 @@ def test_the_command_line_writes_the_file_and_its_card(fashion_root, tmp_path):
 
 
 def test_a_vision_transformer_is_pretrained_on_shapes(run, monkeypatch):
-    monkeypatch.setattr("perada.experiments.pretrain.Shapes", functools.partial(Shapes, 100, classes=4))
+    monkeypatch.setattr("perada.studies.pretrain.Shapes", functools.partial(Shapes, 100, classes=4))
     options = {"dataset": "Shapes", "backbone": "test_vit", "batch_size": 25}
     adamw, sgd = (run(name, **options, optimizer=name, lr=0.001) for name in ("adamw", "sgd"))
     weights = load_file(adamw)
