@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python call: the same objects as a recipe's, built from arguments."""
+"""The Python call: the same objects as a recipe's, built from arguments, and the names that options have in both."""
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent, wrap
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -33,10 +36,11 @@ from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
 
-__all__ = ["finetune", "make_trainer"]
+__all__ = ["FULL_NAMES", "argument_texts", "finetune", "full_name", "make_trainer"]
+_SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 
 
-def finetune(
+def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own options
     backbone: str | nn.Module,
     data: FederatedData | FederatedDataModule,
     *,
@@ -95,76 +99,35 @@ def finetune(
     """Fine-tune an adapter on a frozen backbone for every client of a federation.
 
     Args:
-        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
-            that maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
-        adapter: ``residual``, ``bottleneck``, ``lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or a PEFT config.
-        adapter_options: Options of the adapter named.
-        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
-        train_backbone: Train the backbone's own parameters beside the adapter's.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
             algorithm.
         algorithm_options: Options of the algorithm named, for example ``{"modes": 3}`` of ``fed_ensemble``.
-        num_classes: By default what the data says.
         rounds: Communication rounds; 0 returns the initial states.
-        clients_per_round: Clients sampled each round; all by default.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
-        local_epochs: Passes over its own data a sampled client makes each round.
-        local_steps: Local steps instead of epochs.
-        lr_personal: Learning rate η_p of the personal adapters.
-        lr_local: Learning rate η_l of the local adapters.
-        optimizer: The clients' optimiser, started afresh each round.
-        momentum: Of SGD.
-        weight_decay: Of the clients' optimiser.
-        clip_norm: Largest norm of each client's gradient; unlimited by default.
         lr_schedule: Clients' learning rates over the rounds: ``constant``, ``cosine``, or ``exponential`` (times 0.99
             every 10 rounds).
-        clients_per_chunk: Clients in one forward and backward pass, to bound memory.
-        channels_last: Memory format of images and convolutions; chosen by the backbone by default.
-        cache_features: Keep what the frozen part before all that is trained makes of each image; by default if it pays.
-        torch_compile: Run the model through ``torch.compile``, or its options.
-        metric: What models are scored by: a name such as ``accuracy``, ``auroc``, ``f1_macro`` or ``ece``, or a list of
-            names and of ``{torchmetrics class: options}``; by default accuracy for single-label data, AUROC for
-            multi-label.
-        global_test_clients: Clients, drawn from the seed, whose models are scored on everyone's images; all by default.
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
-        weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
             ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
             ``modified_local_gd``, or a rule.
         distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
             there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.
-        distill_steps: Distillation steps R each round.
-        distill_batch_size: Public images a step, or ``"full"``.
-        distill_temperature: Temperature T.
-        distill_until_round: Rounds from this one on are not distilled.
-        distill_validate_every: Score the student every so many steps on ``data.server_validation``, keep the best and
-            fall back to the average; 0 for not.
-        distill_share_steps: Divide the images of each step among several devices, for large batches.
-        lr_server: Learning rate η_g of the distillation; it falls to zero along a cosine within each round.
-        server_optimizer: ``adam`` or ``sgd``, started afresh each round.
-        engine: ``folded``, ``loop`` or ``auto``.
         privacy: Differential privacy of the clients' images in all that they train (:class:`perada.privacy.Privacy`),
             or a dictionary of its fields.
         client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
             or a dictionary of its fields.
-        client_store: Where clients' states are held between rounds: ``device``, ``host`` or ``disk`` (in the run's
-            folder); ``auto`` chooses by their size.
         diagnostics: Measure in each round what PerAda's theorems are about: ``True`` for all that the run allows, or a
             list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``,
             ``update_norms``.
-        seed: Seed that all randomness is derived from.
         eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
         trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
-        resume_allow: Options, such as ``lr_local``, that may be others than those of the run that is resumed;
-            ``clients`` for more clients than it had.
         max_failures: End the run in an error once the clients' training failed more often (it became NaN, or a sample
             could not be read), every client counted in each round; by default it continues, since what is lost is named
             and is what an absent client costs. A run in which every client failed in every round ends in one anyway.
-        refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:
@@ -174,6 +137,7 @@ def finetune(
         ValueError: If an argument cannot be used, or they do not fit one another.
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
+    arguments = dict(locals())
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
     check_whole("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
     check_options("algorithm_options", {} if algorithm_options is None else algorithm_options, "{'modes': 5}")
@@ -200,59 +164,23 @@ def finetune(
                 raise ValueError(
                     f"{name}={value!r} cannot be given beside a datamodule, which has its own ({own!r}); set it there"
                 )
-        image_size = data.image_size
-    shorthands = {
-        "steps": distill_steps,
-        "batch_size": distill_batch_size,
-        "lr": lr_server,
-        "optimizer": server_optimizer,
-        "temperature": distill_temperature,
-        "until_round": distill_until_round,
-        "validate_every": distill_validate_every,
-        "share_steps": distill_share_steps,
+        arguments["image_size"] = data.image_size
+    fields = {
+        full.rpartition(".")[2]: arguments[name]
+        for name, full in FULL_NAMES.items()
+        if full.startswith("federated.distillation.") and arguments[name] is not None
     }
-    server: dict[str, Any] = {
+    model, server = _options("model", arguments), _options("federated", arguments)
+    server |= {
         "algorithm": chosen,
-        "clients_per_round": clients_per_round,
-        "local_epochs": local_epochs,
-        "local_steps": local_steps,
-        "weighting": weighting,
         "server_rule": make_rule(server_rule),
-        "distillation": _distillation(distillation, shorthands, chosen, bool(data.public_size)),
-        "client_store": client_store,
-        "diagnostics": diagnostics,
-        "resume_allow": resume_allow,
-        "max_failures": max_failures,
-        "refuse_far": refuse_far,
-    }
-    model: dict[str, Any] = {
-        "backbone": backbone,
-        "adapter": adapter,
-        "adapter_options": adapter_options,
-        "pretrained": pretrained,
-        "num_classes": num_classes,
-        "image_size": image_size,
-        "train_backbone": train_backbone,
-        "lr_personal": lr_personal,
-        "lr_local": lr_local,
-        "optimizer": optimizer,
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "clip_norm": clip_norm,
-        "lr_schedule": lr_schedule,
-        "engine": engine,
-        "clients_per_chunk": clients_per_chunk,
-        "channels_last": channels_last,
-        "cache_features": cache_features,
-        "torch_compile": torch_compile,
-        "metric": metric,
-        "global_test_clients": global_test_clients,
+        "distillation": _distillation(distillation, fields, chosen, bool(data.public_size)),
     }
     protected: dict[str, Any] = {
         "privacy": options_of(Privacy, "privacy", privacy),
         "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
     }
-    loop, module = FederatedLoop(**server, **protected, seed=seed), FederatedClassifier(**model)
+    loop, module = FederatedLoop(**server | protected, seed=seed), FederatedClassifier(**model)
     seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
     if trainer is not None:
         _take_over(trainer, rounds, eval_every, trainer_kwargs)
@@ -302,10 +230,9 @@ def _outputs(network: nn.Module) -> int | None:
 
 
 def _distillation(
-    given: Distillation | dict[str, Any] | None, shorthands: dict[str, Any], algorithm: Algorithm, public: bool
+    given: Distillation | dict[str, Any] | None, fields: dict[str, Any], algorithm: Algorithm, public: bool
 ) -> Distillation:
     """The options of distillation, from an object or its fields."""
-    fields = {name: value for name, value in shorthands.items() if value is not None}
     if given is not None and fields:
         name, value = next(iter(fields.items()))
         raise ValueError(
@@ -324,6 +251,69 @@ def _distillation(
 def _as_written(message: str, fields: dict[str, Any]) -> str:
     """A message on a field of the distillation, with the name under which ``finetune`` was given it."""
     for name in fields:
-        short = {"lr": "lr_server", "optimizer": "server_optimizer"}.get(name, f"distill_{name}")
+        short = next(short for short, full in FULL_NAMES.items() if full == f"federated.distillation.{name}")
         message = re.sub(rf"^distillation: {name}\b", short, message)
     return message
+
+
+def _options(section: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``finetune`` that the class of a section takes under the same name."""
+    others = {"privacy", "client_privacy", "seed"}
+    return {
+        name: arguments[name]
+        for name in inspect.signature(_SECTIONS[section]).parameters.keys() - others
+        if name in arguments
+    }
+
+
+def _full_names() -> dict[str, str]:
+    own = inspect.signature(finetune).parameters.keys() - {"data", "privacy", "client_privacy"}
+    taken = {section: inspect.signature(kind).parameters for section, kind in _SECTIONS.items()}
+    names = {name: f"{section}.{name}" for section, known in taken.items() for name in known if name in own}
+    names |= {name: f"federated.distillation.{name[8:]}" for name in own if name.startswith("distill_")}
+    return names | {
+        "lr_server": "federated.distillation.lr",
+        "server_optimizer": "federated.distillation.optimizer",
+        "prox_strength": "federated.algorithm.prox_strength",
+        "rounds": "trainer.max_epochs",
+        "eval_every": "trainer.check_val_every_n_epoch",
+        "seed": "seed_everything",
+    }
+
+
+FULL_NAMES = _full_names()
+"""The options of recipes and command lines that arguments of :func:`finetune` are; both names can be used there."""
+
+
+def full_name(name: str) -> str:
+    """The full name of an option; those of privacy stand beside the section ``federated``, whose loop takes them.
+
+    >>> full_name("rounds"), full_name("federated.privacy.max_norm")
+    ('trainer.max_epochs', 'privacy.max_norm')
+    """
+    return FULL_NAMES.get(name) or re.sub(r"^federated\.(?=(client_)?privacy(\.|$))", "", name)
+
+
+def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:
+    """What the section Args of a docstring, or Attributes of options, says of each argument, on one line."""
+    section = re.search(
+        r"^(?:Args|Attributes):\n(.*?)(?:\n\n|\Z)", inspect.getdoc(documented) or "", re.DOTALL | re.MULTILINE
+    )
+    found = re.findall(r"^    ([*\w]+): (.*(?:\n     .*)*)", section[1] if section else "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def _explain() -> None:
+    """Complete the docstring of ``finetune`` by what the classes say that take its options."""
+    texts = argument_texts(FederatedLoop) | argument_texts(FederatedClassifier)
+    for name, full in FULL_NAMES.items():
+        if full.startswith("federated.distillation."):
+            texts[name] = argument_texts(Distillation)[full.rpartition(".")[2]]
+    texts |= argument_texts(finetune)
+    names = [*(name for name in inspect.signature(finetune).parameters if name in texts), "**trainer_kwargs"]
+    lines = (line for name in names for line in wrap(f"{name}: {texts[name]}", 112, subsequent_indent="    "))
+    before, _, after = (inspect.getdoc(finetune) or "").partition("Args:\n")
+    finetune.__doc__ = f"{before}Args:\n{indent(chr(10).join(lines), '    ')}\n\n{after.partition(chr(10) * 2)[2]}"
+
+
+_explain()

@@ -17,7 +17,7 @@ from benchmarks.__main__ import BENCHMARKS
 from perada import algorithms, server
 from perada.algorithms import make_algorithm
 from perada.cli import main
-from perada.cli.words import is_comparison
+from perada.cli.recipes import is_comparison
 from perada.experiments.compare import command as comparing
 from perada.server import make_rule
 

@@ -16,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from perada.cli.flower import recipe_digest
-from perada.cli.words import whole
+from perada.cli.recipes import whole
 from perada.core.checks import check_whole
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.loopback import Loopback

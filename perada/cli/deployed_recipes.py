@@ -12,9 +12,9 @@ from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 import perada.data
-from perada.cli.keys import full_names
+from perada.cli.parser import full_names
+from perada.cli.recipes import whole
 from perada.cli.runs import PeradaCLI, make_cli
-from perada.cli.words import whole
 from perada.core.files import Scratch, writing
 from perada.core.text import some
 from perada.data import FederatedDataModule

@@ -10,7 +10,7 @@ from typing import Literal
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import one_line, quiet_lightning
-from perada.cli.words import whole
+from perada.cli.recipes import whole
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app

@@ -10,7 +10,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm, PerAda
-from perada.cli.classes import import_named
+from perada.cli.parser import import_named
 from perada.lightning.checkpoint import newest_whole
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.restore import restored

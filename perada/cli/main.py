@@ -13,7 +13,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import of_options, one_line, quiet_lightning, short_warnings
-from perada.cli.words import is_comparison, listing, spelt_out, whole
+from perada.cli.recipes import is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
 
 Tree = dict[str, tuple["str | Tree", str]]
@@ -127,10 +127,11 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         folder = Path(words[0]) / "config.yaml"
         recipe = f"{folder} --ckpt_path {folder.parent}/checkpoints/last.ckpt" if folder.is_file() else words[0]
         raise ValueError(f"{words[0]!r} is no option; a recipe is given as {parser.prog} --config {recipe}")
-    spelt = spelt_out(words)  # refuses a recipe that does not exist before anything slow is imported
+    for name in recipe_names(words):
+        recipe_files(name)  # refuses one that does not exist before anything slow is imported
     from perada.cli.runs import make_cli
 
-    make_cli([parser.prog.split()[-1], *spelt], command=[*parser.prog.split(), *words])
+    make_cli([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:

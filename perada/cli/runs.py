@@ -11,16 +11,14 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader
+from jsonargparse import ArgumentParser
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
 
-from perada.cli.classes import import_named
-from perada.cli.help import explained
-from perada.cli.keys import full_names, full_words, with_proposal
 from perada.cli.messages import quiet_lightning
-from perada.cli.words import comparison, spelt_out
+from perada.cli.parser import RecipeParser, explained, import_named, spelt_out, with_proposal
+from perada.cli.recipes import comparison
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, round_progress
 from perada.lightning.checkpoint import find_checkpoint
@@ -51,21 +49,6 @@ class SaveConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             log_options(trainer, yaml.safe_load(self.parser.dump(self.config)))
-
-
-class RecipeParser(LightningArgumentParser):
-    """Reads recipes in which options have their short names, and algorithms and server rules theirs."""
-
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a recipe."""
-        try:
-            recipe = get_loader("yaml")(content)
-        except yaml.YAMLError:  # the parser says it
-            recipe = None
-        if isinstance(recipe, dict) and (full := full_names(recipe)) != recipe:
-            content = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
-        parsed: Namespace = super().parse_string(content, *args, **kwargs)
-        return parsed
 
 
 class PeradaCLI(LightningCLI):
@@ -234,7 +217,7 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
     command(
         parser,
-        full_words(comparison(words)),
+        comparison(words),
         partial(make_cli, run=False),
         [sys.executable, "-P", "-c", start, *sys.path],
     )

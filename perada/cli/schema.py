@@ -11,9 +11,9 @@ import pytorch_lightning as pl
 from jsonargparse import ArgumentParser
 
 from perada.algorithms import ALGORITHMS, Algorithm
-from perada.cli.help import LIGHTNING
-from perada.cli.keys import SHORT
+from perada.api import FULL_NAMES, argument_texts
 from perada.cli.messages import subclasses
+from perada.cli.parser import LIGHTNING
 from perada.data import FederatedDataModule, ImageSet, Partition
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
@@ -50,7 +50,7 @@ def recipe_schema() -> Schema:
     top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}, **sections}
     top |= {"privacy": _either([Privacy, types.NoneType]), "client_privacy": _either([ClientPrivacy, types.NoneType])}
     top |= {"ckpt_path": {"type": ["string", "null"]}, "weights_only": {"type": ["boolean", "null"]}}
-    for name, full in SHORT.items():
+    for name, full in FULL_NAMES.items():
         found: Schema = {"properties": top}
         for part in full.split("."):
             found = found.get("properties", {}).get(part, {})
@@ -67,25 +67,12 @@ def _object(properties: Schema) -> Schema:
 def _arguments(kind: Callable[..., Any], prefix: str = "") -> Schema:
     """The arguments of a class, with what it says of them."""
     made = kind.__init__ if isinstance(kind, type) else kind  # type: ignore[misc]  # signatures are read, not called
-    hints, said = get_type_hints(made), _said(inspect.getdoc(kind) or "")
+    hints, said = get_type_hints(made), argument_texts(kind)
     out: Schema = {}
     for name in inspect.signature(kind).parameters:
-        text = LIGHTNING.get(prefix + name) or said.get(name)
+        text = LIGHTNING.get(prefix + name) or said.get(name, "").replace("``", "")
         out[name] = _value(hints.get(name, Any)) | ({"description": text} if text else {})
     return _object(out)
-
-
-def _said(text: str) -> dict[str, str]:
-    """What the section Args of a docstring says of each argument."""
-    found: dict[str, str] = {}
-    name = ""
-    for line in text.partition("Args:")[2].partition("\n\n")[0].splitlines():
-        first = line.startswith("    ") and not line.startswith("     ") and ":" in line
-        if first:
-            name, _, line = line.strip().partition(":")
-        if name:
-            found[name] = f"{found.get(name, '')} {line.strip().replace('``', '')}".strip()
-    return found
 
 
 def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type

@@ -22,8 +22,8 @@ import perada
 from perada.algorithms import ALGORITHMS, Algorithm, make_algorithm
 from perada.cli import entry_point, main
 from perada.cli.main import COMMANDS, STUDIES
+from perada.cli.parser import spelt_out
 from perada.cli.runs import make_cli
-from perada.cli.words import spelt_out
 from perada.lightning import FederatedClassifier
 
 QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"

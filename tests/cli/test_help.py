@@ -6,9 +6,9 @@ import inspect
 import pytest
 
 from perada import FederatedClassifier, FederatedLoop
+from perada.api import FULL_NAMES
 from perada.cli import main
-from perada.cli.help import FIRST, LIGHTNING
-from perada.cli.keys import SHORT
+from perada.cli.parser import FIRST, LIGHTNING
 from perada.cli.runs import make_cli
 from perada.data import FederatedDataModule
 
@@ -35,7 +35,7 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
     wanted = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
     linked = {"model.image_size", "federated.seed", "federated.privacy", "federated.client_privacy", "data.data"}
     assert wanted - linked <= set(options(text))
-    assert set(SHORT) - {name for name in SHORT if SHORT[name].count(".") > 1} <= set(options(text))
+    assert set(FULL_NAMES) - {name for name in FULL_NAMES if FULL_NAMES[name].count(".") > 1} <= set(options(text))
 
 
 def test_what_most_need_comes_first(capsys):

@@ -13,8 +13,8 @@ from PIL import Image
 
 from perada.cli import main
 from perada.cli.init import QUESTIONS, recipe
+from perada.cli.recipes import RECIPES
 from perada.cli.runs import make_cli
-from perada.cli.words import RECIPES
 
 
 @pytest.fixture(autouse=True)

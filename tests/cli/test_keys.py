@@ -9,8 +9,9 @@ import yaml
 
 import perada
 from perada.algorithms import Algorithm, make_algorithm
-from perada.cli.keys import ELSEWHERE, SHORT
+from perada.api import FULL_NAMES
 from perada.cli.messages import one_line
+from perada.cli.parser import ELSEWHERE
 from perada.cli.runs import make_cli
 
 TINY = {
@@ -51,15 +52,15 @@ def refused(*words, recipe=None):
 def test_short_names_are_those_of_the_python_call():
     own = {"data", "trainer", "trainer_kwargs", "algorithm_options"}  # what Python alone has
     alike = {"privacy", "client_privacy", "ckpt_path"}  # the same name everywhere
-    assert set(SHORT) == set(inspect.signature(perada.finetune).parameters) - own - alike
+    assert set(FULL_NAMES) == set(inspect.signature(perada.finetune).parameters) - own - alike
 
 
 def test_every_full_name_is_an_option():
     known = {action.dest for action in config().parser._actions}
-    for name in {*SHORT.values(), *(target for targets in ELSEWHERE.values() for target in targets)}:
+    for name in {*FULL_NAMES.values(), *(target for targets in ELSEWHERE.values() for target in targets)}:
         above = name.rpartition(".")[0]
         assert name in known or above in known, name
-    assert set(ELSEWHERE) & set(SHORT) == set()
+    assert set(ELSEWHERE) & set(FULL_NAMES) == set()
 
 
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])

@@ -13,8 +13,8 @@ import yaml
 import perada
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
+from perada.cli.recipes import comparison
 from perada.cli.runs import make_cli
-from perada.cli.words import comparison
 from perada.core.digests import KEY
 from perada.data import Digits
 from perada.experiments.compare.entries import ENTRIES, names

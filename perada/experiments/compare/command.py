@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
+from perada.api import full_name
 from perada.experiments.compare.entries import ENTRIES, names
 from perada.experiments.compare.plan import (
     CHOSEN_BY,
@@ -208,10 +209,14 @@ def _divide(words: list[str], parser: ArgumentParser) -> tuple[list[str], list[s
     """The words that the parser knows, and the options that it does not, each with what follows it."""
     known: list[str] = []
     other: list[str] = []
-    part = known
+    part, option = known, ""
     for word in words:
+        before, (name, equals, value) = option, word.partition("=")
         if word.startswith("-") and not word[1:2].isdigit():
-            part = known if word.partition("=")[0] in parser._option_string_actions else other
+            part, option = (known, name) if name in parser._option_string_actions else (other, "")
+            word = word if part is known else f"--{full_name(name[2:])}{equals}{value}"
+        elif before in ("--tune", "--vary") and equals and part[-1] != before:  # a further one
+            part.append(before)
         part.append(word)
     return known, other
 

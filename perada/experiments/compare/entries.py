@@ -29,8 +29,10 @@ class Entry:
         An algorithm of the class ``given``, the recipe's own, keeps the arguments that the recipe gives it; any other
         has its own defaults, and not another algorithm's arguments of the same name.
         """
-        reset = [] if class_of(self.base)[0] is given else ["--federated.algorithm=null"]
-        return [*reset, *algorithm_words(self.base), *self.options, *(self.paper if paper else ())]
+        kind, arguments = class_of(self.base)
+        reset = [] if kind is given else ["--federated.algorithm=null"]
+        own = {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+        return [*reset, *words_of("federated.algorithm", own), *self.options, *(self.paper if paper else ())]
 
     def check(self, made: Any) -> None:  # noqa: ANN401  # a namespace of jsonargparse
         """Refuse to call by this name an algorithm that is another one by its ``class_path`` or ``init_args``.
@@ -50,17 +52,17 @@ class Entry:
             )
 
 
-def algorithm_words(name: str, key: str = "--federated.algorithm") -> list[str]:
-    """Options of ``perada fit`` for an algorithm by name.
+def words_of(option: str, made: dict[str, Any]) -> list[str]:
+    """Options of ``perada fit`` for a class with its arguments.
 
-    >>> algorithm_words("perada_no_kd")
-    ['--federated.algorithm=perada.algorithms.perada.PerAda', '--federated.algorithm.distill=false']
+    >>> words_of("data.partition", {"class_path": "Shards", "init_args": {"num_clients": 3}})
+    ['--data.partition=Shards', '--data.partition.num_clients=3']
     """
-    kind, arguments = class_of(name)
     own = [
-        f"{key}.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in arguments.items()
+        f"--{option}.{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in made.get("init_args", {}).items()
     ]
-    return [f"{key}={kind.__module__}.{kind.__qualname__}", *own]
+    return [f"--{option}={made['class_path']}", *own]
 
 
 def class_of(name: str) -> tuple[type[Algorithm], dict[str, Any]]:

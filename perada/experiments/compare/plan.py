@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perada.algorithms import Algorithm
+from perada.api import full_name
 from perada.experiments.compare.entries import ENTRIES
 
 MakeCLI = Callable[[Sequence[str]], Any]
@@ -120,8 +121,7 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
     seen: set[str] = set()
     for text in asked:
         name, equals, listed = text.partition("=")
-        name, values = name.removeprefix("--"), split_values(listed)
-        options = name.split("+")
+        values, options = split_values(listed), [full_name(one) for one in name.removeprefix("--").split("+")]
         if not equals or not all(options) or not all(values):
             raise ValueError(
                 f"{option} {text!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
@@ -136,7 +136,7 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
             what = "--seeds gives the seeds" if "seed_everything" in fixed else "this says what is scored"
             raise ValueError(f"{option} {text!r}: {what}, so it cannot be tuned or varied")
         seen.update(known)
-        grid[name] = values
+        grid["+".join(options)] = values
     return grid
 
 

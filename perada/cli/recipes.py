@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the words of the command line stand for: recipes, algorithms and server rules by name."""
+"""Recipes by name: those that ship, their combinations, and files that say what to compare."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,6 @@ from typing import Any
 
 import yaml
 
-from perada.cli.keys import full_words
-
-NAMED = ("--federated.algorithm", "--federated.algorithm.base", "--federated.server_rule")
 RECIPES = Path(__file__).parents[1] / "recipes"
 GROUPS = {
     "data": "Data sets, each with a backbone and a budget",
@@ -97,25 +94,25 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value is not None}
 
 
-def spelt_out(args: Sequence[str]) -> list[str]:
-    """Replace the names of recipes by files, of algorithms and server rules by classes, of options by the full ones."""
-    out: list[str] = []
-    args = full_words(args)
-    for before, word in zip(["", *args], args, strict=False):
-        if before in NAMED:  # given as two words
-            out.pop()
-            word = f"{before}={word}"
-        option, _, value = word.partition("=")
-        if before in ("--config", "-c"):
-            out.pop()
-            out += _config_words(word)
-        elif option == "--config" and value:
-            out += _config_words(value)
-        elif option in NAMED and value:
-            out += _class_words(option, value)
-        else:
-            out.append(word)
-    return out
+def recipe_files(name: str) -> list[Path]:
+    """The files of a recipe that is to be run.
+
+    Raises:
+        FileNotFoundError: As :func:`find_recipe`.
+        ValueError: If it says which recipes to compare.
+    """
+    paths = find_recipe(name)
+    if is_comparison(paths[0]):
+        raise ValueError(f"{name!r} is a comparison of recipes, not one of them; run it with: perada compare {name}")
+    return paths
+
+
+def recipe_names(words: Sequence[str]) -> Iterator[str]:
+    """The recipes that words of the command line name."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        if option in ("--config", "-c") and (equals or after):
+            yield value if equals else after
 
 
 def is_comparison(path: Path) -> bool:
@@ -180,22 +177,3 @@ def _word(value: object) -> str:
 def _quoted(value: object) -> str:
     """A value as ``--tune`` and ``--vary`` take it, for which a comma in a text does not part two."""
     return f'"{value}"' if isinstance(value, str) and "," in value else _word(value)
-
-
-def _config_words(name: str) -> list[str]:
-    paths = find_recipe(name)
-    if is_comparison(paths[0]):
-        raise ValueError(f"{name!r} is a comparison of recipes, not one of them; run it with: perada compare {name}")
-    return [f"--config={path}" for path in paths]
-
-
-def _class_words(option: str, value: str) -> list[str]:
-    """The option with the class that a name stands for; the option as it is where ``value`` is not a name."""
-    from perada.algorithms import ALGORITHMS
-    from perada.experiments.compare.entries import algorithm_words
-    from perada.server import SERVER_RULES
-
-    if option in NAMED[:2] and value in ALGORITHMS:
-        return algorithm_words(value, option)
-    rule = SERVER_RULES.get(value) if option == NAMED[2] else None
-    return [f"{option}={rule.__name__ if rule else value}"]
