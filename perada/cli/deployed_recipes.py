@@ -19,7 +19,7 @@ from perada.core.files import Scratch, writing
 from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.one_client import only
-from perada.data.sets.own import OwnImages
+from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe
 from perada.deploy.sides import remembered
 from perada.deploy.site_file import SiteFile

@@ -8,12 +8,11 @@ from perada.data.federated import FederatedData
 from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
 from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
 from perada.data.sets.base import ImageSet
-from perada.data.sets.folders import ImageFolder, OfficeHome, UnlabelledFolder
+from perada.data.sets.folders import ImageFolder, Images, UnlabelledFolder
 from perada.data.sets.hugging_face import HuggingFace
 from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, Photographs
-from perada.data.sets.own import Images
-from perada.data.sets.own_table import ImageTable
-from perada.data.sets.tables import CheXpert, OpenImage
+from perada.data.sets.published import CheXpert, OfficeHome, OpenImage
+from perada.data.sets.tables import ImageTable
 from perada.data.sets.text import Shakespeare
 from perada.data.shifts import Corruptions, LabelShift, Shift
 

@@ -22,7 +22,7 @@ from perada.data.batches.samples import isolated_randomness, length, read_item, 
 from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
 from perada.data.items import IMAGE_KEYS, check_datasets, parts_of
-from perada.data.sets.folders import ImageFiles
+from perada.data.sets.manifest import ImageFiles
 
 OnBroken = Literal["refuse", "skip"]
 _REMEDY = re.compile(r": (fix it|fetch it again|take it out)[^:]*$")
@@ -124,7 +124,7 @@ def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict
 
 def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
     """Files that cannot be read, as remembered or as found now."""
-    paths = [base._listing.paths[row] for row in rows]
+    paths = [base.manifest.paths[row] for row in rows]
     place = _memory(base, paths)
     if place is not None and place.is_file():
         with suppress(OSError, ValueError):
@@ -153,7 +153,7 @@ def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
 
 def _memory(base: ImageFiles, paths: list[str]) -> Path | None:
     """Where to remember of files, as they are now and as they are read, which are broken; None if one is not there."""
-    made = hashlib.sha256(repr((type(base).__name__, base._mode, base.full_scale)).encode())
+    made = hashlib.sha256(repr((type(base).__name__, base.mode, base.full_scale)).encode())
     for path in paths:
         try:
             now = os.stat(path)

@@ -25,8 +25,7 @@ from perada.data.batches.samples import (
     make_store,
 )
 from perada.data.overlap import check_overlap
-from perada.data.sets.base import ImageSet
-from perada.data.sets.checks import class_names
+from perada.data.sets.base import ImageSet, class_names
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
 # checked as they are used.

@@ -27,7 +27,7 @@ from perada.data.batches.transforms import to_image
 from perada.data.partitions.apportion import Array
 from perada.data.partitions.division import Division
 from perada.data.sets.base import ImageSet
-from perada.data.sets.folders import ImageFiles
+from perada.data.sets.manifest import ImageFiles
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _read(found: Inspection, sets: list[ImageSet], owners: list[Array]) -> None:
     several: list[str] = []
     known: dict[bytes, list[tuple[int, int, str]]] = defaultdict(list)  # split, owner and name of equal images
     for split, (part, of) in enumerate(zip(sets, owners, strict=True)):
-        names = part._listing.paths if isinstance(part, ImageFiles) else None
+        names = part.manifest.paths if isinstance(part, ImageFiles) else None
         for row, seen in enumerate(_look(part)):
             if seen.size is None:
                 found.broken.append(seen.error)
@@ -180,7 +180,7 @@ def _of_files(deep: list[int], full_scale: float | None, several: list[str]) -> 
 def _look(part: ImageSet) -> Iterable[_Seen]:
     """Every image of a split, in order."""
     look = partial(_look_at_file, part) if isinstance(part, ImageFiles) else partial(_look_at_item, part)
-    names: Iterable[Any] = part._listing.paths if isinstance(part, ImageFiles) else range(len(part))
+    names: Iterable[Any] = part.manifest.paths if isinstance(part, ImageFiles) else range(len(part))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from tqdm(pool.map(look, names), total=len(part), desc="reading", leave=False, disable=None)
 

@@ -20,7 +20,7 @@ from perada.data.batches.preparation import Preparation
 from perada.data.batches.samples import MapStore
 from perada.data.batches.transforms import check_dtype, is_tokens, prepare_images, resize_uint8
 from perada.data.federated import Checked
-from perada.data.sets.folders import ImageFiles
+from perada.data.sets.manifest import ImageFiles
 
 Kind = Literal["uint8", "float", "tokens"]
 _INTERPOLATION = "bilinear, antialiased"

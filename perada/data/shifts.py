@@ -14,8 +14,7 @@ from perada.core.text import SPREADS
 from perada.data.batches.corrupted import EXTRA, MAIN, SMALLEST, check_installed
 from perada.data.batches.samples import Store, as_labels, make_store
 from perada.data.federated import Checked
-from perada.data.sets.base import ImageSet
-from perada.data.sets.checks import split_of
+from perada.data.sets.base import ImageSet, split_of
 
 ShiftsWhen = Literal["end", "evaluation", "test"]
 GROUPS = {"main": MAIN, "extra": EXTRA, "all": MAIN + EXTRA}

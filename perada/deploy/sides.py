@@ -13,7 +13,7 @@ from perada.core.files import write_atomic
 from perada.data.batches.samples import length
 from perada.data.datamodule import FederatedDataModule
 from perada.data.partitions.division import identities_of
-from perada.data.sets.own import OwnImages
+from perada.data.sets.manifest import OwnImages
 
 SIDES = "split.json"
 _WORDS = ("train", "test")

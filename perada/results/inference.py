@@ -19,7 +19,7 @@ from perada.core.checks import check_whole
 from perada.core.files import writing
 from perada.core.text import FORMULA, cell_text, some
 from perada.data.preprocessing import Preprocessing
-from perada.data.sets.layouts import list_images
+from perada.data.sets.folders import list_images
 from perada.data.sets.tables import read_table
 
 _TABLES = (".csv", ".tsv", ".parquet")

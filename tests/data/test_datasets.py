@@ -258,8 +258,8 @@ def test_image_folder_with_domains_and_about_a_fifth_for_testing(tmp_path):
     assert (len(train) + len(test), train.num_classes) == (21, 3)
     assert {*test.columns["domain"]} == {"art", "photo"} and len(test) < 10
     assert {*train.labels.tolist()} == {0, 1, 2}
-    both = {*zip(train._listing.paths, train.labels.tolist(), train.columns["domain"], strict=True)}
-    both |= {*zip(test._listing.paths, test.labels.tolist(), test.columns["domain"], strict=True)}
+    both = {*zip(train.manifest.paths, train.labels.tolist(), train.columns["domain"], strict=True)}
+    both |= {*zip(test.manifest.paths, test.labels.tolist(), test.columns["domain"], strict=True)}
     assert len(both) == 21
     for path, label, domain in both:
         assert path.split("/")[-3:-1] == [domain, ["cat", "dog", "emu"][label]]

@@ -10,7 +10,7 @@ import torch
 
 from perada.data import ByDomain, FederatedDataModule, ImageFolder, Images, ImageTable
 from perada.data.partitions.shares import hashed_share
-from perada.data.sets.layouts import layout_pattern, list_images
+from perada.data.sets.folders import layout_pattern, list_images
 from perada.results.inference import find_images
 
 from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table
@@ -39,8 +39,8 @@ def test_folders_are_clients_and_classes(hospitals):
         said = [(HOSPITALS.index(c), int(k)) for c, k in zip(part.columns["client"], part.labels, strict=True)]
         assert len(Counter(said)) == 12 and min(Counter(said).values()) >= least
         assert [place(part, row) for row in range(len(part))] == said
-    assert len({*train._listing.paths} | {*test._listing.paths}) == len(train) + len(test) == 120
-    assert Images(str(hospitals), seed=1, train=False)._listing.paths != test._listing.paths
+    assert len({*train.manifest.paths} | {*test.manifest.paths}) == len(train) + len(test) == 120
+    assert Images(str(hospitals), seed=1, train=False).manifest.paths != test.manifest.paths
     assert Images(str(hospitals), size=8, gray=True)[0][0].shape == (1, 8, 8)
 
 
@@ -103,7 +103,7 @@ def write(root, *paths):
 
 
 def names(images):
-    return [path.rpartition("/")[2] for path in images._listing.paths]
+    return [path.rpartition("/")[2] for path in images.manifest.paths]
 
 
 def test_a_split_of_ones_own_is_kept(tmp_path):
@@ -312,7 +312,7 @@ def test_images_of_kinds_that_are_not_read_are_counted(tmp_path):
     )
     left = r"files in .* are left out \(2 \.dcm, 1 \.gif\): convert them to PNG or TIFF to use them"
     with pytest.warns(UserWarning, match=left):
-        assert len(Images(root, layout="{client}/{class}/*", test_share=0.5)._records().paths) == 2
+        assert len(Images(root, layout="{client}/{class}/*", test_share=0.5).read_manifest().paths) == 2
     with pytest.warns(UserWarning, match=left):
         assert find_images(tmp_path)[0] == ["north/a/1.jpg", "north/b/2.jpg"]
 
@@ -422,7 +422,7 @@ def test_measured_numbers_are_no_classes(tmp_path):
 def test_paths_with_backslashes_are_found(tmp_path):
     write(tmp_path, "a/0.jpg", "a/1.jpg")
     (tmp_path / "t.csv").write_text("path,label,split\na\\0.jpg,x,train\na\\1.jpg,x,test\n")
-    assert ImageTable(str(tmp_path / "t.csv"))._listing.paths == [f"{tmp_path}/a/0.jpg"]
+    assert ImageTable(str(tmp_path / "t.csv")).manifest.paths == [f"{tmp_path}/a/0.jpg"]
 
 
 def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
@@ -455,7 +455,7 @@ def test_parquet_says_the_same(tmp_path):
     text = ImageTable(table(tmp_path, rows()), path="file", label="diagnosis", client="site", split="part")
     parquet.write_table(arrow.Table.from_pylist(rows()), tmp_path / "mine.parquet")
     made = ImageTable(str(tmp_path / "mine.parquet"), path="file", label="diagnosis", client="site", split="part")
-    assert (made._listing.paths, made.labels.tolist()) == (text._listing.paths, text.labels.tolist())
+    assert (made.manifest.paths, made.labels.tolist()) == (text.manifest.paths, text.labels.tolist())
     assert made.columns["client"].tolist() == text.columns["client"].tolist()
 
 

@@ -74,7 +74,7 @@ def made(kind, tmp_path):
 
 
 def paths_of(part):
-    return [part.dataset._listing.paths[index] for index in part.indices]
+    return [part.dataset.manifest.paths[index] for index in part.indices]
 
 
 @pytest.mark.parametrize("kind", ["digits", "folder", "pictures", "grey", "colour"])

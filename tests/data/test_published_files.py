@@ -50,8 +50,8 @@ def test_office_home_has_its_labels_domains_and_a_share_of_each_for_testing(offi
         seen += drawn
     assert sorted(seen) == [(d, label, i) for d in range(4) for label in range(65) for i in range(5)]
     other = OfficeHome(str(office_home / "OfficeHomeDataset_10072016"), size=8, test_share=0.2, seed=1, train=False)
-    assert other._listing.paths != test._listing.paths
-    assert OfficeHome(str(office_home), test_share=0.2, train=False)._listing.paths == test._listing.paths
+    assert other.manifest.paths != test.manifest.paths
+    assert OfficeHome(str(office_home), test_share=0.2, train=False).manifest.paths == test.manifest.paths
 
 
 def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_label(office_home, monkeypatch):
@@ -134,7 +134,7 @@ def test_chexpert_of_frontal_views_and_of_the_full_size(chexpert, tmp_path):
     root, train_rows, _ = chexpert
     frontal = CheXpert(str(root / "CheXpert-v1.0-small"), frontal_only=True)
     assert len(frontal) == sum(row["Frontal/Lateral"] == "Frontal" for row in train_rows) < len(train_rows)
-    assert all(path.endswith("_frontal.jpg") for path in frontal._listing.paths)
+    assert all(path.endswith("_frontal.jpg") for path in frontal.manifest.paths)
     write_chexpert(tmp_path / "CheXpert-v1.0", patients=3, valid=1)
     assert drawn_as(CheXpert(str(tmp_path), size=8)[0][0], 3) == (1,)
 
@@ -239,7 +239,7 @@ def test_open_image_may_test_on_a_share_of_each_uploaders_images(open_image):
     test = train.with_split(False)
     whole = Counter(str(row["client_id"]) for row in train_rows)
     assert Counter(test.columns["client"]) == {client: round(0.4 * count) for client, count in whole.items()}
-    assert sorted(train._listing.paths + test._listing.paths) == sorted(OpenImage(str(root))._listing.paths)
+    assert sorted(train.manifest.paths + test.manifest.paths) == sorted(OpenImage(str(root)).manifest.paths)
     assert train.num_classes == 5
 
 

@@ -55,7 +55,7 @@ def built(path):
 
 
 def files(subset):
-    return {subset.dataset._listing.paths[row].rpartition("/")[2] for row in subset.indices}
+    return {subset.dataset.manifest.paths[row].rpartition("/")[2] for row in subset.indices}
 
 
 def served(path):
@@ -79,7 +79,7 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
     options, data = {"test_share": 0.3, "seed": 4}, {"client_validation": 0.2, "seed": 9}
     images = Images(str(tmp_path / "all"), "{client}/" + fields, **options)
     whole = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
-    record, train, test = whole.partition_dict(), images._listing.paths, images.with_split(False)._listing.paths
+    record, train, test = whole.partition_dict(), images.manifest.paths, images.with_split(False).manifest.paths
     for client in range(3):
         path = site(tmp_path / f"site{client}", tmp_path / "all" / f"h{client}", fields, set=options, data=data)
         recipe = built(path)

@@ -14,8 +14,7 @@ from perada.data.partitions.apportion import Array
 from perada.data.partitions.base import Partition, Split
 from perada.data.partitions.checks import divide
 from perada.data.partitions.shares import whole_groups
-from perada.data.sets.base import ImageSet
-from perada.data.sets.checks import checked_columns, class_names, split_of
+from perada.data.sets.base import ImageSet, checked_columns, class_names, split_of
 
 
 @dataclass(frozen=True)

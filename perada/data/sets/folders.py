@@ -1,274 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image sets in folders."""
+"""Image sets in folders: a folder per class, a layout of one's own, or no labels at all."""
 
-import hashlib
 import os
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
+import re
+import warnings
+from collections import Counter
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from perada.core.checks import check_number, check_whole
-from perada.core.seeding import derive_seed
-from perada.data.batches.decoding import UnreadableImageError, check_full_scale, read_image
-from perada.data.batches.transforms import resize_uint8
-from perada.data.partitions.shares import hashed_share, of_each_stratum
-from perada.data.sets.base import ImageSet
-from perada.data.sets.readers import find_folder
+from perada.core.text import some
+from perada.data.partitions.apportion import Array
+from perada.data.sets.manifest import SPLITS, ImageFiles, Manifest, OwnImages, numbered
 
-_TOGETHER = 8
-"""Files that are read at a time for their digests."""
-OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
+FIELDS = ("client", "class", "split", "group")
+UNREAD = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
+"""Ends of names of images of other kinds."""
 
 
-class Listing(NamedTuple):
-    """The files of a split, in order, and what is known of each."""
-
-    paths: list[str]
-    labels: Tensor | None = None
-    columns: Mapping[str, np.ndarray[Any, Any]] = {}
-    num_classes: int | None = None
-    classes: tuple[str, ...] | None = None
-    identities: np.ndarray[Any, Any] | None = None
-
-
-class ImageFiles(ImageSet):
-    """Images that are read from their files, as squares of one size; a subclass lists the files."""
-
-    _mode = "RGB"  # of Pillow
-    full_scale: float | None = None  # the value of white in images of more than 8 bits
-    _source = ""  # where to fetch them
-    _own = False  # whether they are not a published set
-
-    def __init__(self, root: str, size: int, in_memory: bool, train: bool) -> None:
-        super().__init__(train)
-        check_whole("size", size)
-        self.root, self.size, self.in_memory = root, size, in_memory
-
-    @cached_property
-    @abstractmethod
-    def _listing(self) -> Listing:
-        """What the split in ``self.train`` consists of."""
-
-    def read(self, path: str) -> Tensor:
-        """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
-
-        Raises:
-            MissingImageError: If it does not exist.
-            UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
-        """
-        remedy = f"fetch it again from {self._source}" if self._source else "fix it or take it out of the folder"
-        return resize_uint8(read_image(path, remedy, self._mode, self.full_scale), self.size)
-
-    def content(self, path: str) -> bytes:
-        """One file as it is stored."""
-        return Path(path).read_bytes()
-
-    def digest(self, path: str) -> str:
-        """A digest of a file's content, whatever it is called; of the path if it cannot be read."""
-        try:
-            state = os.stat(path)
-            return _digest(path, state.st_size, state.st_mtime_ns)
-        except OSError:
-            return hashlib.sha256(path.encode()).hexdigest()
-
-    def _identified(self, paths: Sequence[str], columns: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        """What stands for each image: its group, or else its content."""
-        if self.group_column in columns:
-            return np.array(
-                [hashlib.sha256(f"group {name}".encode()).hexdigest() for name in columns["group"].tolist()]
-            )
-        with ThreadPoolExecutor(_TOGETHER) as pool:
-            return np.array(list(pool.map(self.digest, paths)))
-
-    @property
-    def identities(self) -> np.ndarray[Any, Any] | None:
-        """Of images of one's own, a digest of the group, or else of the content."""
-        found = self._listing
-        if self._own and found.identities is None:
-            return self._identified(found.paths, found.columns)
-        return found.identities
-
-    def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        return (self._read_all() if self.in_memory else None), self._listing.labels
-
-    def _read_all(self) -> Tensor:
-        """All images; an UnreadableImageError names every file that cannot be read."""
-        images, broken = [], []
-        for path in self._listing.paths:
-            try:
-                images.append(self.read(path))
-            except (OSError, ValueError) as error:
-                broken.append(str(error))
-        if broken:
-            raise UnreadableImageError(
-                f"{'; '.join(broken)}; to leave such out, set in_memory: false and on_broken: skip"
-            )
-        return torch.stack(images)
-
-    @property
-    def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
-        """Number of classes, or of labels that an image may have; None where there are no labels."""
-        return self._listing.num_classes
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # known from the files
-        """Names of the classes, or of the labels that an image may have, in the order of their numbers."""
-        return self._listing.classes
-
-    @property
-    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Further facts about each image, (N,) by name."""
-        return self._listing.columns
-
-    def __len__(self) -> int:
-        return len(self._listing.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
-        image = self.images[index] if self.images is not None else self.read(self._listing.paths[index])
-        return image if self.labels is None else (image, self.labels[index])
-
-
-class ImageFolder(ImageFiles):
+class ImageFolder(OwnImages):
     """Images sorted into a folder per class, as torchvision's ImageFolder reads them.
 
-    ``root`` holds ``train`` and ``test`` with the same class folders, or the class folders themselves, of which about a
-    fifth of the images, chosen by their content, is then the test split. With ``domains``, a folder per domain comes
-    above the classes.
+    ``root`` holds ``train`` and ``test`` with the same class folders, or the class folders themselves. With
+    ``domains``, a folder per domain comes above the classes.
 
     Args:
         root: The folder.
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
         domains: Whether class folders stand within domain folders; the column ``domain`` then names each image's.
-        in_memory: Keep all images as one tensor instead of reading files again and again.
-        full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
-            floating-point images.
-        train: The training split, or else the test split.
+        **options: Those of :class:`.OwnImages`.
     """
 
-    _own = True
+    _clients = "domain"
 
-    def __init__(
-        self,
-        root: str,
-        size: int = 224,
-        domains: bool = False,
-        in_memory: bool = False,
-        full_scale: float | None = None,
-        train: bool = True,
-    ) -> None:
-        super().__init__(root, size, in_memory, train)
-        check_full_scale(full_scale)
-        self.domains, self.full_scale = domains, full_scale
+    def __init__(self, root: str, domains: bool = False, **options: Any) -> None:
+        super().__init__(root, **options)
+        self.domains = domains
 
-    @cached_property
-    def _listing(self) -> Listing:
+    def read_manifest(self) -> Manifest:
+        """List the images of all class folders."""
         root = Path(self.root)
         if not root.is_dir():
             raise FileNotFoundError(f"{root} is not a folder: set root to the folder that holds a folder per class")
         divided = (root / "train").is_dir() and (root / "test").is_dir()
-        split = root / ("train" if self.train else "test") if divided else root
-        tops = _subfolders(split) if self.domains else [split]
-        both = [root / part for part in ("train", "test")] if divided else [root]  # a class may be in one of them only
-        every = [top for one in both for top in (_subfolders(one) if self.domains else [one])]
-        classes = sorted({folder.name for top in every for folder in _subfolders(top)})
+        parts = {part: root / part for part in ("train", "test")} if divided else {"": root}
+        tops = {part: subfolders(folder) if self.domains else [folder] for part, folder in parts.items()}
+        every = [top for own in tops.values() for top in own]
+        classes = sorted({folder.name for top in every for folder in subfolders(top)})
         if not classes:
-            raise FileNotFoundError(f"{split} has no folders of classes: set root (and domains) to fit its layout")
+            raise FileNotFoundError(f"{root} has no folders of classes: set root (and domains) to fit its layout")
         numbers = {name: number for number, name in enumerate(classes)}
         samples = [
-            (path, number, top.name)
-            for top in tops
+            (path, number, top.name, part)
+            for part, own in tops.items()
+            for top in own
             for path, number in make_dataset(str(top), numbers, IMG_EXTENSIONS, allow_empty=True)
         ]
-        if not divided:
-            paths, parts, tops_of = zip(*samples, strict=True) if samples else ((), (), ())
-            keys = self._identified(paths, {}).tolist()
-            test = {*hashed_share(keys, tops_of, [[part] for part in parts], 0.2, 0, leave=True).tolist()}
-            samples = [sample for row, sample in enumerate(samples) if (row in test) != self.train]
-        columns = {"domain": np.array([sample[2] for sample in samples])} if self.domains else {}
-        labels = torch.tensor([sample[1] for sample in samples], dtype=torch.int64)
-        return Listing([sample[0] for sample in samples], labels, columns, len(classes), tuple(classes))
+        paths, labels, domains, split = map(list, zip(*samples, strict=True)) if samples else ([], [], [], [])
+        return Manifest(
+            paths,
+            np.array(labels, dtype=np.int64),
+            tuple(classes),
+            {"domain": np.array(domains)} if self.domains else {},
+            np.array(split) if divided else None,
+        )
+
+    def _check_classes(self, found: Manifest, train: Array) -> None:
+        """A class may have a folder without images."""
 
 
-class OfficeHome(ImageFiles):
-    """Office-Home, 15,588 photographs and drawings of 65 classes in four domains (Venkateswara et al., CVPR 2017).
+class Images(OwnImages):
+    """Images of one's own whose client, class, split and group stand in their paths.
 
-    The column ``domain`` says which of ``Art``, ``Clipart``, ``Product`` and ``Real World`` an image is of. The set is
-    published without splits: of each domain and class, a share drawn by ``seed`` is the test split.
+    ``{client}/{class}/*`` reads ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
+    fields are ``{client}``, ``{class}`` (which is needed), ``{split}`` and ``{group}``; a field is a folder's name or a
+    part of a name, as short as possible. ``*`` and ``?`` stand for any letters of one name, ``**`` for any folders too.
+    What begins with a dot and what is no image is passed over.
+
+    The columns ``client`` and ``group`` are those of the fields. A split is called ``train``, ``test`` or ``val`` (or
+    ``training``, ``testing``, ``valid``, ``validation``, ``dev``). ``val`` is the test split where there is no other,
+    or else left out.
 
     Args:
-        root: Folder that holds (or is) ``OfficeHomeDataset_10072016``, the folder with one folder for each domain
-            (https://www.hemanthdv.org/officeHomeDataset.html).
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
-        test_share: Share of each domain and class that is the test split. PerAda's experiments have 1,656 test images.
-        seed: Another seed, another test split.
-        in_memory: Keep all images as one tensor instead of reading files again and again.
-        train: The training split, or else the test split.
+        root: The folder.
+        layout: Where client, class, split and group stand.
+        **options: Those of :class:`.OwnImages`.
 
     Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
+        FileNotFoundError: When the set is first read, if ``root`` is missing or nothing in it has the layout.
+        ValueError: If an option is out of range or, when it is first read, a class has no training images, or is not
+            among those that are named.
     """
 
-    _source = "https://www.hemanthdv.org/officeHomeDataset.html"
+    def __init__(self, root: str, layout: str = "{client}/{class}/*", **options: Any) -> None:
+        super().__init__(root, **options)
+        self.layout = layout
+        self._pattern = layout_pattern(layout)
+        self.group_column = "group" if "{group}" in layout else None
+        self.has_clients = "{client}" in layout
 
-    def __init__(
-        self,
-        root: str = "data",
-        size: int = 224,
-        test_share: float = 0.1,
-        seed: int = 0,
-        in_memory: bool = False,
-        train: bool = True,
-    ) -> None:
-        super().__init__(root, size, in_memory, train)
-        check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
-        self.test_share, self.seed = test_share, seed
-
-    @cached_property
-    def _listing(self) -> Listing:
-        home = find_folder([Path(self.root), Path(self.root) / "OfficeHomeDataset_10072016"], "Art") or Path(self.root)
-        tops = [self._domain(home, name) for name in OFFICE_HOME_DOMAINS]
-        classes = sorted({folder.name for top in tops for folder in _subfolders(top)})
-        if len(classes) != 65:
-            raise ValueError(
-                f"{home} has folders of {len(classes)} classes in its domains, and Office-Home has 65: fetch it again "
-                f"from {self._source}"
+    def read_manifest(self) -> Manifest:
+        """List the images that have the layout."""
+        root = Path(self.root)
+        if not root.is_dir():
+            raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
+        files = list_images(root)
+        if not files and any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+            raise FileNotFoundError(
+                f"{root} is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root} on the "
+                "command line"
             )
-        numbers = {name: number for number, name in enumerate(classes)}
-        found = [make_dataset(str(top), numbers, IMG_EXTENSIONS, allow_empty=True) for top in tops]
-        for top, samples in zip(tops, found, strict=True):
-            missing = sorted(numbers.keys() - {classes[number] for _, number in samples})
-            if missing:
-                raise FileNotFoundError(
-                    f"{top / missing[0]} has no images, and every class of Office-Home has some in every domain: fetch "
-                    f"it again from {self._source}"
-                )
-        paths, labels = zip(*(sample for samples in found for sample in samples), strict=True)
-        domains = np.repeat(OFFICE_HOME_DOMAINS, [len(samples) for samples in found])
-        strata = np.array(labels) + 65 * np.repeat(np.arange(4), [len(samples) for samples in found])
-        held = of_each_stratum(strata, self.test_share, np.random.default_rng(derive_seed(self.seed, "office_home")))
-        rows = np.setdiff1d(np.arange(len(paths)), held) if self.train else held
-        own = torch.tensor(np.array(labels)[rows])
-        columns = {"domain": domains[rows]}
-        return Listing([paths[row] for row in rows], own, columns, len(classes), tuple(classes))
-
-    def _domain(self, home: Path, name: str) -> Path:
-        places = [home / spelt for spelt in dict.fromkeys((name, name.replace(" ", "")))]
-        for place in places:
-            if place.is_dir():
-                return place
-        raise FileNotFoundError(
-            f"{' or '.join(map(str, places))} does not exist: set root to the folder with Office-Home's folders "
-            f"{', '.join(OFFICE_HOME_DOMAINS)} (from {self._source})"
-        )
+        if not files:
+            raise FileNotFoundError(f"{root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
+        matches = [self._pattern.fullmatch(file) for file in files]
+        found = [match for match in matches if match]
+        others = [file for file, match in zip(files, matches, strict=True) if not match]
+        what = f"in {root}, such as {others[0]}, do not have the layout {self.layout!r}" if others else ""
+        if not found:
+            raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{proposal(files[0])}")
+        if others:
+            warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
+        values = {name: [match[name] for match in found] for name in self._pattern.groupindex}
+        classes, labels = numbered(values["class"])
+        split = None
+        if "split" in values:
+            split = np.array(
+                [_split_word(word, f"{root / m[0]}") for word, m in zip(values["split"], found, strict=True)]
+            )
+        columns = {name: np.array(values[name]) for name in values if name in ("client", "group")}
+        return Manifest([f"{self.root}/{match[0]}" for match in found], labels, classes, columns, split)
 
 
 class UnlabelledFolder(ImageFiles):
@@ -281,22 +144,95 @@ class UnlabelledFolder(ImageFiles):
     """
 
     def __init__(self, root: str, size: int = 224, in_memory: bool = False) -> None:
-        super().__init__(root, size, in_memory, train=True)
+        super().__init__(root, size=size, in_memory=in_memory)
 
     @cached_property
-    def _listing(self) -> Listing:
+    def manifest(self) -> Manifest:
+        """All images."""
         files = sorted(str(path) for path in Path(self.root).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
         if not files:
             raise FileNotFoundError(f"{self.root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
-        return Listing(files)
+        return Manifest(files)
 
 
-@lru_cache(maxsize=2**20)
-def _digest(path: str, size: int, changed: int) -> str:
-    """Of the content of a file that has so many bytes, and was changed then."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def layout_pattern(layout: str) -> re.Pattern[str]:
+    """The paths that a layout stands for.
+
+    Raises:
+        ValueError: If it has an unknown field, a field twice, or no ``{class}``.
+
+    >>> layout_pattern("{client}/{class}_*").fullmatch("a/b_c_1.png").groupdict()
+    {'client': 'a', 'class': 'b'}
+    """
+    pattern, fields = "", []
+    for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):
+        if part.startswith("{"):
+            name = part[1:-1]
+            if name not in FIELDS:
+                close = get_close_matches(name, FIELDS, 1)
+                hint = f"did you mean {{{close[0]}}}?" if close else f"fields are {', '.join(FIELDS)}"
+                raise ValueError(f"layout={layout!r} has the field {part}, which is unknown; {hint}")
+            if name in fields:
+                raise ValueError(f"layout={layout!r} has {part} twice; put * in one of the places")
+            fields.append(name)
+            pattern += f"(?P<{name}>[^/]+?)"
+        else:
+            pattern += {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}.get(part, re.escape(part))
+    if "class" not in fields:
+        raise ValueError(
+            f"layout={layout!r} has no {{class}}: say where the class stands; UnlabelledFolder reads images without one"
+        )
+    return re.compile(pattern, re.DOTALL)
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def proposal(file: str) -> str:
+    """A layout that a file may have.
+
+    >>> proposal("north/test/benign/1.png")
+    ', such as {client}/{split}/{class}/*'
+    """
+    folders = file.split("/")[:-1]
+    others = [folder for folder in folders if folder.lower() not in SPLITS]
+    if not 1 <= len(others) <= 2 or len(folders) - len(others) > 1:
+        return ""
+    fields = iter(("class",) if len(others) == 1 else ("client", "class"))
+    parts = ["split" if folder.lower() in SPLITS else next(fields) for folder in folders]
+    return f", such as {'/'.join(f'{{{part}}}' for part in parts)}/*"
+
+
+def list_images(root: Path) -> list[str]:
+    """Paths of all images below ``root``, relative to it, with ``/``, sorted; nothing that begins with a dot.
+
+    Links to folders are followed, but for those to a folder that they stand in. A warning counts images of kinds that
+    are not read, such as DICOM.
+    """
+    found, unread = [], Counter[str]()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX")) and not _loops(folder, name)]
+        inside = Path(folder).relative_to(root)
+        for name in names:
+            if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
+                found.append((inside / name).as_posix())
+            elif not name.startswith(".") and name.lower().endswith(UNREAD):
+                unread[Path(name).suffix.lower()] += 1
+    if unread:
+        kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
+        warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
+    return sorted(found)
+
+
+def _loops(folder: str, name: str) -> bool:
+    """Whether a name in a folder is a link to this folder or to one above it."""
+    path = os.path.join(folder, name)
+    return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
+
+
+def _split_word(word: str, where: str) -> str:
+    if word.lower() not in SPLITS:
+        raise ValueError(f"{where}: the split {word!r} is none of {', '.join(SPLITS)}; correct the layout or the name")
+    return SPLITS[word.lower()]
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted."""
     return sorted(path for path in folder.iterdir() if path.is_dir())

@@ -15,8 +15,7 @@ from torch import Tensor
 from perada.data.batches.decoding import MissingImageError, read_image
 from perada.data.batches.transforms import resize_uint8
 from perada.data.partitions.apportion import Array
-from perada.data.sets.layouts import SPLITS
-from perada.data.sets.own import OwnImages, Records, marked, ordered
+from perada.data.sets.manifest import SPLITS, Manifest, OwnImages, marked, ordered
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,14 +45,7 @@ class HuggingFace(OwnImages):
         client: Column of the clients; null for ``client``, if there is such a column.
         group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
         domain: Column of the domains; null for ``domain``, likewise.
-        test_share: Without a test split, about the share of each client's images that is one.
-        seed: Another seed, another test split.
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
-        gray: One channel instead of three.
-        full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
-            floating-point images.
-        in_memory: Keep all images as one tensor instead of decoding them again and again.
-        train: The training split, or else the test split.
+        **options: Those of :class:`.OwnImages`.
 
     Raises:
         FileNotFoundError: When the set is first read, if it cannot be had.
@@ -74,15 +66,9 @@ class HuggingFace(OwnImages):
         client: str | None = None,
         group: str | None = None,
         domain: str | None = None,
-        test_share: float = 0.2,
-        seed: int = 0,
-        size: int = 224,
-        gray: bool = False,
-        full_scale: float | None = None,
-        in_memory: bool = False,
-        train: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(name, test_share, seed, size, gray, full_scale, in_memory, train)
+        super().__init__(name, **options)
         name = name.removeprefix("hf:")  # as the command line names sets
         self.name, self.config, self.revision, self.splits = name, config, revision, splits
         self.image, self.label, self.client, self.group, self.domain = image, label, client, group, domain
@@ -157,7 +143,7 @@ class HuggingFace(OwnImages):
 
     def content(self, path: str) -> bytes:
         """The image ``split[row]`` as it is stored."""
-        split, row = _PLACE.fullmatch(path).groups()  # type: ignore[union-attr]  # as _records makes it
+        split, row = _PLACE.fullmatch(path).groups()  # type: ignore[union-attr]  # as read_manifest makes it
         (stored,) = self._images[split][int(row)].values()
         if stored is None:
             raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
@@ -173,10 +159,11 @@ class HuggingFace(OwnImages):
     def read(self, path: str) -> Tensor:
         """Read the image ``split[row]`` as uint8 (Ch, size, size), as image files are read."""
         file = io.BytesIO(self.content(path))
-        pixels = read_image(file, "take the row out", self._mode, self.full_scale, f"{self.name}, {path},")
+        pixels = read_image(file, "take the row out", self.mode, self.full_scale, f"{self.name}, {path},")
         return resize_uint8(pixels, self.size)
 
-    def _records(self) -> Records:
+    def read_manifest(self) -> Manifest:
+        """List the rows of the splits that are used."""
         parts = self._parts
         self._images  # noqa: B018  # whether there are images is said before anything else
         paths = [f"{split}[{row}]" for split, part in parts.items() for row in range(len(part))]
@@ -188,7 +175,7 @@ class HuggingFace(OwnImages):
         split = None
         if len(parts) > 1:
             split = np.repeat([SPLITS[name.lower()] for name in parts], [len(part) for part in parts.values()])
-        return Records(paths, labels, classes, columns, split)
+        return Manifest(paths, labels, classes, columns, split)
 
     def _values(self, column: str) -> list[Any]:
         """A column of all splits, one after the other; an error names the first row that lacks it."""

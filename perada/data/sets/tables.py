@@ -1,45 +1,202 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image sets whose files a table lists, with their labels and to whom they belong."""
+"""Images of one's own that a table lists: CSV, TSV or Parquet."""
 
 import csv
+import os
+import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from perada.core.checks import check_number, check_whole
-from perada.core.seeding import derive_seed
+from perada.core.text import some
 from perada.data.partitions.apportion import Array
-from perada.data.partitions.by_label import categories
-from perada.data.partitions.shares import of_each_stratum, whole_groups
-from perada.data.sets.folders import ImageFiles, Listing
-from perada.data.sets.readers import find_folder
+from perada.data.sets.manifest import SPLITS, Manifest, OwnImages, marked, numbered, ordered
 
 LISTED = "\x1f"
 """Stands before each entry of a list in a column of a Parquet file."""
-_LIKE = "CheXpert-v1.0-small/train/patient00001/study1/view1_frontal.jpg"
-FINDINGS = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
-def read_columns(path: Path, names: Sequence[str], source: str) -> list[Array]:
-    """Read columns of a csv file with a header: an array (N,) of strings for each of ``names``.
+class ImageTable(OwnImages):
+    """Images of one's own that a table lists, a row each: CSV, TSV or Parquet (``pip install 'perada[tables]'``).
+
+    Labels are names. Several labels an image stand in one column, parted by ``separator``, or in columns of zeros and
+    ones, which ``label`` then lists.
+
+    The columns ``client`` and ``group`` of the set are those of the table that are named so here. A split is called
+    ``train``, ``test`` or ``val`` (or ``training``, ``testing``, ``valid``, ``validation``, ``dev``). ``val`` is the
+    test split where there is no other, or else left out.
+
+    Args:
+        table: The file.
+        folder: Where paths begin; null for the table's own folder.
+        path: Column of the files' paths.
+        label: Column of the labels, or columns of zeros and ones.
+        client: Column of the clients; null for ``client``, if there is such a column.
+        split: Column of the split; null for ``split``, if there is such a column.
+        group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
+        separator: What parts several labels in one column, such as ``|``; null for one label an image.
+        **options: Those of :class:`.OwnImages`.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a column is missing, a row has another number of fields than the header, or there are no rows.
+        FileNotFoundError: When the set is first read, if the table or files that it lists are missing.
+        ValueError: If an option is out of range or, when it is first read, the table lacks a column or has rows that
+            cannot be used; they are named.
     """
-    again = f"fetch it again from {source}"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: set root to the folder that holds it, or {again}")
-    columns, _ = _read_csv(path, again)
-    missing = [name for name in names if name not in columns]
-    if missing:
-        raise ValueError(f"{path} has no column {missing[0]!r} among {list(columns)}: {again}")
-    return [columns[name] for name in names]
+
+    _how = "the table"
+
+    def __init__(
+        self,
+        table: str,
+        folder: str | None = None,
+        path: str = "path",
+        label: str | list[str] = "label",
+        client: str | None = None,
+        split: str | None = None,
+        group: str | None = None,
+        separator: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(str(Path(table).parent) if folder is None else folder, **options)
+        self.table, self.folder, self.path, self.label = table, folder, path, label
+        self.where = table
+        self.client, self.split, self.group, self.separator = client, split, group, separator
+
+    @cached_property
+    def _table(self) -> tuple[dict[str, Array], Array]:
+        """All columns, and the number of each row in the file."""
+        return read_table(Path(self.table))
+
+    @property
+    def group_column(self) -> str | None:  # type: ignore[override]  # it depends on the table
+        """The column of groups, if there is one."""
+        return "group" if self.group or "group" in self._table[0] else None
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether the table says which client an image belongs to."""
+        return bool(self.client) or "client" in self._table[0]
+
+    def _column(self, name: str) -> Array:
+        columns, _ = self._table
+        if name not in columns:
+            parts = [part.strip() for part in name.strip("[]").split(",")]
+            if len(parts) > 1 and all(part in columns for part in parts):
+                raise ValueError(
+                    f"{self.table} has no column {name!r}; several are given as a list, [{', '.join(parts)}]"
+                )
+            close = get_close_matches(name, columns, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, columns))}"
+            if not close and name in ("path", "label"):
+                hint += f"; name the one that holds the {name}s with {name}"
+            raise ValueError(f"{self.table} has no column {name!r}; {hint}")
+        return columns[name]
+
+    def _optional(self, name: str | None, default: str) -> Array | None:
+        if name is None and default not in self._table[0]:
+            return None
+        return self._column(name or default)
+
+    def _refuse(self, wrong: Array, what: str, remedy: str) -> None:
+        """Name the rows of the file that cannot be used."""
+        numbers = self._table[1][wrong]
+        if len(numbers):
+            rows = f"row{'s' * (len(numbers) > 1)} {some([str(number) for number in numbers])}"
+            raise ValueError(f"{self.table}, {rows}: {what}; {remedy}")
+
+    def _refuse_measured(self, column: Array) -> None:
+        """Refuse numbers with fractions of which most occur once: these are measured, and no classes."""
+        values = {*column.tolist()}
+        if 2 * len(values) <= len(column) or not all(map(_NUMBER.fullmatch, values)):
+            return
+        broken = next((value for value in column.tolist() if float(value) % 1), None)
+        if broken is not None:
+            raise ValueError(
+                f"{self.table}: {self.label} holds {len(values)} different numbers in {len(column)} rows, such as "
+                f"{broken}, and no classes; name another column, or divide the numbers into ranges"
+            )
+
+    def read_manifest(self) -> Manifest:
+        """List the rows of the table."""
+        files = self._column(self.path)
+        self._refuse(np.equal(files, ""), f"{self.path} is empty", "give the file's path, or take the row out")
+        _, first, counts = np.unique(files, return_index=True, return_counts=True)
+        twice = np.flatnonzero(np.isin(files, files[first[counts > 1]]))
+        self._refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
+        paths = [_place(self.root, file) for file in files.tolist()]
+        missing = np.flatnonzero([not os.path.isfile(path) for path in paths])
+        if len(missing):
+            self._refuse(missing, f"{paths[missing[0]]} does not exist", "correct the path, or set folder")
+        classes, labels = self._labels()
+        columns = {}
+        for name, given in (("client", self.client), ("group", self.group)):
+            column = self._optional(given, name)
+            if column is not None:
+                self._refuse(np.equal(column, ""), f"{given or name} is empty", "fill it in, or take the row out")
+                columns[name] = column
+        words = self._optional(self.split, "split")
+        split = None
+        if words is not None:
+            meant = np.array([SPLITS.get(word.lower(), "") for word in words.tolist()])
+            self._refuse(np.equal(meant, ""), f"{self.split or 'split'} is none of {', '.join(SPLITS)}", "correct it")
+            split = meant
+        return Manifest(paths, labels, classes, columns, split)
+
+    def _labels(self) -> tuple[tuple[str, ...], Array]:
+        if not isinstance(self.label, str):
+            known = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+            found = np.stack([np.char.lower(self._column(name)) for name in self.label], axis=1)
+            for name, words in zip(self.label, found.T, strict=True):
+                wrong = np.flatnonzero(~np.isin(words, list(known)))
+                if len(wrong):
+                    one = self._column(name)[wrong[0]]
+                    self._refuse(wrong, f"{name} is {str(one)!r}, neither 0 nor 1", "correct it, or take the row out")
+            return tuple(self.label), np.vectorize(known.__getitem__, otypes=[np.float32])(found)
+        column = self._column(self.label)
+        separator = LISTED if np.char.startswith(column, LISTED).any() else self.separator
+        if separator is None:
+            parted = _separator_of(column)
+            several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
+            self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out" + several)
+            if parted:
+                warnings.warn(
+                    f"{self.table}: each of {self.label}'s cells is one class, also those with {parted!r}; if they "
+                    f"hold several labels, set separator={parted!r}",
+                    stacklevel=2,
+                )
+            self._refuse_measured(column)
+            return numbered(column.tolist())
+        cells = [cell.split(separator) for cell in column.tolist()]
+        parts = [[part.strip() for part in cell if part.strip()] for cell in cells]
+        classes = ordered({part for row in parts for part in row})
+        if not classes:
+            raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
+        return classes, marked(parts, classes)
+
+
+def _separator_of(column: Array) -> str | None:
+    """What seems to part several labels in a cell: its parts are labels of other cells, too."""
+    cells = {*column.tolist()}
+    for mark in "|;,":
+        together = [cell.split(mark) for cell in cells if mark in cell]
+        if together and all(part.strip() in cells for parts in together for part in parts):
+            return mark
+    return None
+
+
+def _place(root: str, file: str) -> str:
+    """Where a file is; a path with backslashes, as Windows writes them, is read with slashes if nothing is there."""
+    path = os.path.join(root, file)
+    if "\\" in file and not os.path.exists(path):
+        return os.path.join(root, file.replace("\\", "/"))
+    return path
 
 
 def read_table(path: Path) -> tuple[dict[str, Array], Array]:
@@ -58,9 +215,7 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
         raise FileNotFoundError(f"{path} does not exist: set table to a .csv, .tsv or .parquet file")
     suffix = path.suffix.lower()
     if suffix != ".parquet":
-        return _read_csv(
-            path, "correct the table, and save it in UTF-8", "\t" if suffix == ".tsv" else _delimiter(path)
-        )
+        return read_csv(path, "correct the table, and save it in UTF-8", "\t" if suffix == ".tsv" else _delimiter(path))
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -102,8 +257,12 @@ def _delimiter(path: Path) -> str:
     return "," if b"," in header else other.decode()
 
 
-def _read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, Array], Array]:
-    """The columns of a text file and the rows' numbers; empty lines are passed over."""
+def read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, Array], Array]:
+    """The columns of a text file and the rows' numbers; empty lines are passed over.
+
+    Raises:
+        ValueError: If it is no table, a row has another number of fields than the header, or there are no rows.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark at its start
             rows = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
@@ -122,168 +281,3 @@ def _read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, 
         raise ValueError(f"{path} has a header and no rows: {remedy}")
     columns = {name: np.array([row[place] for _, row in rows[1:]]) for place, name in enumerate(header)}
     return columns, np.array([number for number, _ in rows[1:]])
-
-
-class CheXpert(ImageFiles):
-    """CheXpert, 223,414 chest radiographs of 64,540 patients, with five labels each (Irvin et al., AAAI 2019).
-
-    The labels are Cardiomegaly, Edema, Consolidation, Atelectasis and Pleural Effusion: 1 where the report affirms it
-    or is uncertain (U-Ones), or else 0. Images are grey. Columns: ``patient``, whose images stay together wherever
-    images are set aside, and ``category``, the number of the combination of labels that an image has. Combinations with
-    few training images have one number, the last (PerAda, Xie et al., CVPR 2024, where 19 numbers come out).
-
-    Args:
-        root: Folder that holds (or is) ``CheXpert-v1.0-small`` or ``CheXpert-v1.0``, with ``train.csv`` and
-            ``valid.csv`` (https://stanfordmlgroup.github.io/competitions/chexpert).
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
-        frontal_only: Leave the lateral views out.
-        test_share: Share of the images in ``train.csv``, of whole patients drawn by ``seed``, that is the test split.
-            0: the test split is ``valid.csv``, of 234 images.
-        merge_below: Combinations of labels with fewer training images are one category.
-        seed: Another seed, another test split.
-        in_memory: Keep all images as one tensor instead of reading files again and again.
-        train: The training split, or else the test split.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
-    """
-
-    group_column = "patient"
-    _mode = "L"
-    _source = "https://stanfordmlgroup.github.io/competitions/chexpert"
-
-    def __init__(
-        self,
-        root: str = "data",
-        size: int = 224,
-        frontal_only: bool = False,
-        test_share: float = 0.0,
-        merge_below: int = 2000,
-        seed: int = 0,
-        in_memory: bool = False,
-        train: bool = True,
-    ) -> None:
-        super().__init__(root, size, in_memory, train)
-        check_number("test_share", test_share, least=0, below=1, hint="a share of the images in train.csv")
-        check_whole("merge_below", merge_below, 0)
-        self.frontal_only, self.test_share, self.merge_below, self.seed = frontal_only, test_share, merge_below, seed
-
-    @cached_property
-    def _listing(self) -> Listing:
-        places = [Path(self.root) / name for name in ("", "CheXpert-v1.0-small", "CheXpert-v1.0")]
-        home = find_folder(places, "train.csv") or places[1]
-        paths, patients, labels = self._read(home / "train.csv")
-        train = np.arange(len(paths))
-        if self.test_share:
-            rng = np.random.default_rng(derive_seed(self.seed, "chexpert"))
-            test, train = whole_groups(patients, [round(self.test_share * len(paths))], rng, least=1)
-        training_labels = labels[train]
-        if self.train or self.test_share:
-            rows = train if self.train else test
-            paths, patients, labels = [paths[row] for row in rows], patients[rows], labels[rows]
-        else:
-            paths, patients, labels = self._read(home / "valid.csv")
-        _, category = categories(training_labels, labels, self.merge_below)
-        columns = {"patient": patients, "category": category}
-        return Listing(paths, torch.from_numpy(labels).float(), columns, len(FINDINGS), FINDINGS)
-
-    def _read(self, table: Path) -> tuple[list[str], Array, Array]:
-        """Files, patients (N,) and labels (N, 5) of a table."""
-        names, views, *found = read_columns(table, ["Path", "Frontal/Lateral", *FINDINGS], self._source)
-        labels = np.stack(found, axis=1)
-        # What a report does not mention is blank; -1 is uncertain.
-        known = {"": 0, "0.0": 0, "1.0": 1, "-1.0": 1, "0": 0, "1": 1, "-1": 1}
-        wrong = np.argwhere(~np.isin(labels, list(known)))
-        if len(wrong):
-            row, column = wrong[0]
-            raise ValueError(
-                f"{table}, row {row + 2}, has {str(labels[row, column])!r} under {FINDINGS[column]}, and blank, 0.0, "
-                f"1.0 or -1.0 is expected: fetch it again from {self._source}"
-            )
-        parts = [name.split("/") for name in names.tolist()]
-        for number, own in enumerate(parts, 2):
-            if len(own) != 5 or not own[2].startswith("patient") or ".." in own:
-                raise ValueError(
-                    f"{table}, row {number}, has the path {'/'.join(own)!r}, and one like {_LIKE!r} is expected: fetch "
-                    f"it again from {self._source}"
-                )
-        rows = np.flatnonzero((views == "Frontal") | (not self.frontal_only))
-        if not len(rows):
-            raise ValueError(f"{table} has no frontal views: set frontal_only to false")
-        numbers = np.vectorize(known.get, otypes=[np.int64])(labels[rows])
-        home = str(table.parent)
-        paths = ["/".join((home, *parts[row][1:])) for row in rows]  # a Path of each would take seconds
-        return paths, np.array([parts[row][2] for row in rows]), numbers
-
-
-class OpenImage(ImageFiles):
-    """Photographs of Open Images with those who uploaded them, as FedScale divides them (Lai et al., ICML 2022).
-
-    The column ``client`` is the uploader. Labels are FedScale's ``label_id``.
-
-    Args:
-        root: Folder with ``client_data_mapping/train.csv`` and ``test.csv``, which have the columns ``client_id``,
-            ``sample_path``, ``label_name`` and ``label_id``, and with their images in ``train`` and ``test``
-            (https://github.com/SymbioticLab/FedScale/tree/master/benchmark/dataset/open_images).
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
-        test_share: Share of each uploader's images in ``train.csv``, drawn by ``seed``, that is the test split; none of
-            an uploader with very few. 0: the test split is ``test.csv``.
-        seed: Another seed, another test split.
-        in_memory: Keep all images as one tensor instead of reading files again and again.
-        train: The training split, or else the test split.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
-    """
-
-    _source = "https://github.com/SymbioticLab/FedScale/tree/master/benchmark/dataset/open_images"
-
-    def __init__(
-        self,
-        root: str = "data",
-        size: int = 224,
-        test_share: float = 0.0,
-        seed: int = 0,
-        in_memory: bool = False,
-        train: bool = True,
-    ) -> None:
-        super().__init__(root, size, in_memory, train)
-        check_number("test_share", test_share, least=0, below=1, hint="a share of each uploader's images")
-        self.test_share, self.seed = test_share, seed
-
-    @cached_property
-    def _listing(self) -> Listing:
-        paths, clients, labels = self._read("train")
-        num_classes = int(labels.max()) + 1
-        rows = np.arange(len(paths))
-        if self.test_share:
-            rng = np.random.default_rng(derive_seed(self.seed, "open_image"))
-            held = of_each_stratum(clients, self.test_share, rng)
-            rows = np.setdiff1d(rows, held) if self.train else held
-        else:
-            others = self._read("test")
-            num_classes = max(num_classes, int(others[2].max()) + 1)
-            if not self.train:
-                (paths, clients, labels), rows = others, np.arange(len(others[0]))
-        columns = {"client": clients[rows]}
-        return Listing([paths[row] for row in rows], torch.from_numpy(labels[rows]), columns, num_classes)
-
-    def _read(self, part: str) -> tuple[list[str], Array, Array]:
-        """Files, uploaders (N,) and classes (N,) of a part."""
-        table = Path(self.root) / "client_data_mapping" / f"{part}.csv"
-        clients, files, labels = read_columns(table, ["client_id", "sample_path", "label_id"], self._source)
-        wrong = np.flatnonzero(~np.char.isdigit(labels))
-        if len(wrong):
-            raise ValueError(
-                f"{table}, row {wrong[0] + 2}, has the label_id {str(labels[wrong[0]])!r}, and a whole number from 0 "
-                f"is expected: fetch it again from {self._source}"
-            )
-        for row, file in enumerate(files.tolist(), 2):
-            if file.startswith("/") or ".." in file.split("/"):
-                raise ValueError(
-                    f"{table}, row {row}, has the path {file!r}, which leaves the folder: fetch it again from "
-                    f"{self._source}"
-                )
-        return [f"{self.root}/{part}/{file}" for file in files.tolist()], clients, labels.astype(np.int64)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests: a table of images with what is known of each, and the image sets that are read by one."""
+
+import hashlib
+import os
+import re
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perada.core.checks import check_number, check_whole
+from perada.core.text import some
+from perada.data.batches.decoding import UnreadableImageError, check_full_scale, read_image
+from perada.data.batches.transforms import resize_uint8
+from perada.data.partitions.apportion import Array
+from perada.data.partitions.shares import hashed_share
+from perada.data.sets.base import ImageSet, class_names
+
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
+    ("val", "valid", "validation", "dev"), "val"
+)
+"""Words for a split, in any case, and what they mean."""
+_TOGETHER = 8
+"""Files that are read at a time for their digests."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A table of images, a row each: what any source of images is made into before anything is done with it.
+
+    Attributes:
+        paths: Where each image is: its file, or its place in the source.
+        labels: Classes (N,), or zeros and ones (N, K) for several labels an image; ``None`` without labels.
+        classes: Names of the classes, or of the labels that an image may have, in the order of their numbers.
+        columns: Further facts (N,) by name, such as ``client``, ``group`` and ``domain``.
+        split: ``train``, ``test`` or ``val`` (N,); ``None`` where the source does not say.
+        num_classes: Number of classes; by default that of their names.
+        identities: A word (N,) that stands for each image, or for its group, by which it is set aside.
+    """
+
+    paths: list[str]
+    labels: Array | None = None
+    classes: tuple[str, ...] | None = None
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    split: Array | None = None
+    num_classes: int | None = None
+    identities: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_classes is None and self.classes is not None:
+            object.__setattr__(self, "num_classes", len(self.classes))
+
+    def rows(self, rows: Array) -> "Manifest":
+        """Some of the images, in the order of ``rows``."""
+        return replace(
+            self,
+            paths=[self.paths[row] for row in rows],
+            columns={name: column[rows] for name, column in self.columns.items()},
+            **{name: None if (values := getattr(self, name)) is None else values[rows] for name in _ROWS},
+        )
+
+
+_ROWS = ("labels", "split", "identities")
+
+
+class ImageFiles(ImageSet):
+    """Images that are read one by one, as squares of one size; a subclass makes their manifest.
+
+    Args:
+        root: Where they are.
+        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
+        in_memory: Keep all images as one tensor instead of reading files again and again.
+        train: The training split, or else the test split.
+    """
+
+    mode = "RGB"  # of Pillow
+    full_scale: float | None = None  # the value of white in images of more than 8 bits
+    _source = ""  # where to fetch them
+
+    def __init__(self, root: str, *, size: int = 224, in_memory: bool = False, train: bool = True) -> None:
+        super().__init__(train)
+        check_whole("size", size)
+        self.root, self.size, self.in_memory = root, size, in_memory
+
+    @cached_property
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """The images of the split in ``self.train``."""
+
+    def read(self, path: str) -> Tensor:
+        """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
+
+        Raises:
+            MissingImageError: If it does not exist.
+            UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
+        """
+        remedy = f"fetch it again from {self._source}" if self._source else "fix it or take it out of the folder"
+        return resize_uint8(read_image(path, remedy, self.mode, self.full_scale), self.size)
+
+    def content(self, path: str) -> bytes:
+        """One file as it is stored."""
+        return Path(path).read_bytes()
+
+    def digest(self, path: str) -> str:
+        """A digest of a file's content, whatever it is called; of the path if it cannot be read."""
+        try:
+            state = os.stat(path)
+            return _digest(path, state.st_size, state.st_mtime_ns)
+        except OSError:
+            return hashlib.sha256(path.encode()).hexdigest()
+
+    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+        labels = self.manifest.labels
+        return (self._read_all() if self.in_memory else None), None if labels is None else torch.from_numpy(labels)
+
+    def _read_all(self) -> Tensor:
+        """All images; an UnreadableImageError names every file that cannot be read."""
+        images, broken = [], []
+        for path in self.manifest.paths:
+            try:
+                images.append(self.read(path))
+            except (OSError, ValueError) as error:
+                broken.append(str(error))
+        if broken:
+            raise UnreadableImageError(
+                f"{'; '.join(broken)}; to leave such out, set in_memory: false and on_broken: skip"
+            )
+        return torch.stack(images)
+
+    @property
+    def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
+        """Number of classes, or of labels that an image may have; None where there are no labels."""
+        return self.manifest.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # known from the files
+        """Names of the classes, or of the labels that an image may have, in the order of their numbers."""
+        return self.manifest.classes
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Further facts about each image, (N,) by name."""
+        return self.manifest.columns
+
+    def __len__(self) -> int:
+        return len(self.manifest.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
+        image = self.images[index] if self.images is not None else self.read(self.manifest.paths[index])
+        return image if self.labels is None else (image, self.labels[index])
+
+
+class OwnImages(ImageFiles):
+    """Images of one's own; a subclass says where their names come from.
+
+    Class names are sorted, as numbers where all are numbers, and numbered in this order, or in that of ``classes`` if
+    they are given. Without a split of the source's own, about a share of the images is the test split, and never all
+    of a client, or of a class that was not named. Which ones follows from ``seed`` and each image's content alone, or
+    from the name of its group: images that come or go move no others, but in clients with few (:func:`.hashed_share`).
+
+    Args:
+        root: Where they are.
+        classes: Names of the classes, in the order of their numbers; some may have no images. null: those found.
+        test_share: Without a split of the source's own, about the share of each client's images that is the test split.
+        seed: Another seed, another test split.
+        gray: One channel instead of three.
+        full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
+            floating-point images.
+        **options: Those of :class:`ImageFiles`.
+
+    Attributes:
+        known: Identities of which it is settled that they are test images, or not.
+    """
+
+    _how = "the layout"  # where a split is said
+    _clients = "client"  # column by which images are set aside
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        classes: list[str] | None = None,
+        test_share: float = 0.2,
+        seed: int = 0,
+        gray: bool = False,
+        full_scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, **options)
+        self._names = None if classes is None else class_names(type(self).__name__, classes, None)
+        if classes is not None and not self._names:
+            raise ValueError(f"classes={classes!r} cannot be used; give a list of their names, or leave it out")
+        check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
+        check_full_scale(full_scale)
+        self.known: Mapping[str, bool] = {}
+        self.test_share, self.seed, self.gray, self.full_scale = test_share, seed, gray, full_scale
+        self.mode = "L" if gray else "RGB"
+        self.where = root
+
+    @abstractmethod
+    def read_manifest(self) -> Manifest:
+        """List all images of the source, with labels and classes, and with their split if the source has one."""
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The images of the split in ``self.train``."""
+        found = self.read_manifest()
+        found = found if self._names is None else renumbered(found, self._names, self.where)
+        if found.split is None:
+            found = replace(found, identities=self._identified(found))
+        test = self._test_rows(found)
+        train = np.setdiff1d(np.arange(len(found.paths)), test)
+        if found.split is not None:
+            train = train[found.split[train] == "train"]
+        self._check_classes(found, train)
+        return found.rows(train if self.train else test)
+
+    def _identified(self, found: Manifest) -> Array:
+        """What stands for each image: its group, or else its content."""
+        if self.group_column in found.columns:
+            groups = found.columns["group"].tolist()
+            return np.array([hashlib.sha256(f"group {name}".encode()).hexdigest() for name in groups])
+        with ThreadPoolExecutor(_TOGETHER) as pool:
+            return np.array(list(pool.map(self.digest, found.paths)))
+
+    @property
+    def identities(self) -> Array | None:
+        """A digest (N,) of each image's group, or else of its content."""
+        own = self.manifest.identities
+        return self._identified(self.manifest) if own is None else own
+
+    def with_split(self, train: bool) -> Self:
+        """As of every set; what is settled stays so."""
+        other = super().with_split(train)
+        other.known = self.known
+        return other
+
+    @property
+    def divided(self) -> bool:
+        """Whether training and test images were divided here, and not by the source."""
+        return self.manifest.identities is not None
+
+    def _test_rows(self, found: Manifest) -> Array:
+        """The rows of the test split, ascending."""
+        if found.split is None:
+            assert found.identities is not None and found.labels is not None
+            clients = found.columns.get(self._clients, np.zeros(len(found.paths), np.int64)).tolist()
+            several = found.labels.ndim == 2
+            classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
+            given = found.identities.tolist(), clients, classes, self.test_share, self.seed, self.known
+            return hashed_share(*given, leave=self._names is None)
+        has = {name: int((found.split == name).sum()) for name in ("train", "test", "val")}
+        for name in ("train", "test"):
+            if not has[name] and not (name == "test" and has["val"]):
+                raise ValueError(
+                    f"{self.where} has no {name} images in its split: add some, or leave the split out of "
+                    f"{self._how}, and test_share of the images is the test split"
+                )
+        if has["test"] and has["val"]:
+            left = f"{has['val']} validation images of {self.where} are neither trained on nor tested on"
+            warnings.warn(f"{left}; call them train to use them", stacklevel=2)
+        elif has["val"]:
+            found.split[found.split == "val"] = "test"
+        if "group" in found.columns:
+            groups = found.columns["group"]
+            both = np.intersect1d(groups[found.split == "train"], groups[found.split == "test"])
+            if len(both):
+                raise ValueError(
+                    f"{self.where} has both training and test images of the group{'s' * (len(both) > 1)} "
+                    f"{some(both.tolist())}: put all images of a group on one side, or leave the split out of "
+                    f"{self._how}"
+                )
+        return np.flatnonzero(found.split == "test")
+
+    def _check_classes(self, found: Manifest, train: Array) -> None:
+        """Refuse classes without images to train on, unless the classes were named."""
+        if self._names is not None:
+            return
+        assert found.labels is not None and found.classes is not None
+        own = found.labels[train]
+        counts = np.bincount(own, minlength=len(found.classes)) if own.ndim == 1 else own.sum(0)
+        lacking = [name for name, count in zip(found.classes, counts, strict=True) if not count]
+        if lacking:
+            raise ValueError(
+                f"{self.where} has no training images of {some(lacking)}, among {len(found.classes)} classes: add "
+                "some, or take its test images out"
+            )
+
+
+def ordered(names: set[str]) -> tuple[str, ...]:
+    """Sorted names, as numbers where all are whole numbers."""
+    numeric = all(re.fullmatch(r"\d{1,18}", name) for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name), name) if numeric else (0, name)))
+
+
+def numbered(names: Sequence[str]) -> tuple[tuple[str, ...], Array]:
+    """The classes, and the number (N,) of each of the names."""
+    classes = ordered(set(names))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return classes, np.array([numbers[name] for name in names], dtype=np.int64)
+
+
+def marked(words: Sequence[Sequence[str]], classes: Sequence[str]) -> Array:
+    """Zeros and ones (N, K): which of the classes each image has.
+
+    >>> marked([["b"], [], ["a", "b"]], ["a", "b"]).tolist()
+    [[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = np.zeros((len(words), len(classes)), dtype=np.float32)
+    for row, own in zip(labels, words, strict=True):
+        row[[numbers[word] for word in own]] = 1
+    return labels
+
+
+def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
+    """The images with their labels numbered by the order of ``classes``.
+
+    Raises:
+        ValueError: If there is another class among them.
+    """
+    assert found.labels is not None and found.classes is not None
+    unknown = [name for name in found.classes if name not in classes]
+    if unknown:
+        raise ValueError(
+            f"{where} has images of {some(unknown)}, and the classes are {some(classes)}: rename them, take the images "
+            "out, or name them among classes"
+        )
+    places = np.array([list(classes).index(name) for name in found.classes])
+    if found.labels.ndim == 1:
+        return replace(found, labels=places[found.labels], classes=tuple(classes), num_classes=len(classes))
+    labels = np.zeros((len(found.labels), len(classes)), found.labels.dtype)
+    labels[:, places] = found.labels
+    return replace(found, labels=labels, classes=tuple(classes), num_classes=len(classes))
+
+
+@lru_cache(maxsize=2**20)
+def _digest(path: str, size: int, changed: int) -> str:
+    """Of the content of a file that has so many bytes, and was changed then."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
