@@ -115,11 +115,13 @@ def quiet_lightning() -> None:
     # LightningCLI calls a method and gives an option of jsonargparse by their former names.
     former = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"
     warnings.filterwarnings("ignore", former, DeprecationWarning)
-    rank_zero = logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())
-    # What noise may follow from is not for every terminal.
-    seed = logging.getLogger("lightning_fabric.utilities.seed")
-    seed.addFilter(lambda record: "Seed set to" not in record.getMessage())
+    for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.seed"):
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not an advertisement, and not the seed: what noise may follow from is not for every terminal."""
+    return "litlogger" not in record.getMessage() and "Seed set to" not in record.getMessage()
 
 
 def short_warnings() -> None:

@@ -5,7 +5,6 @@ import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -214,18 +213,10 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada compare``."""
     from perada.experiments.compare.command import main as command
 
-    start = "import sys; sys.path[:] = sys.argv[1:]; from perada.cli.runs import work; work()"
-    command(
-        parser,
-        comparison(words),
-        partial(make_cli, run=False),
-        [sys.executable, "-P", "-c", start, *sys.path],
-    )
+    command(parser, comparison(words), compared)
 
 
-def work() -> None:
-    """What a process of ``perada compare`` does."""
-    from perada.experiments.compare.workers import worker_main
-
+def compared(args: Sequence[str]) -> PeradaCLI:
+    """A run of ``perada compare``, here or in a process of its own."""
     quiet_lightning()
-    worker_main(partial(make_cli, run=False))
+    return make_cli(args, run=False)

@@ -3,7 +3,9 @@
 
 import json
 import math
-import sys
+import os
+import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -182,28 +184,44 @@ def test_several_processes_give_what_one_gives(recipe, tmp_path, capsys):
     assert [r["label"] for r in one if r["stage"] == "run"] == [r["label"] for r in two if r["stage"] == "run"]
 
 
-STUB = """
-import json, sys
-for line in sys.stdin:
-    task = json.loads(line)
-    if "die" in task["args"]:
-        sys.exit(7)
-    print(json.dumps({"run": {"n": task["args"]}, "seconds": task["threads"]}), flush=True)
-"""
+def stub(args):
+    """In place of a run: its process dies, or says with what it was called."""
+    if "die" in args:
+        os._exit(7)
+    print("not for standard output")
+    raise ValueError(f"{args[:-1]} with {torch.get_num_threads()} and {os.environ['OMP_NUM_THREADS']} threads")
 
 
-def test_a_process_that_dies_takes_its_own_run_along_only():
+def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
     tasks = [(["a"], False), (["die"], False), (["b"], True), (["c"], False), (["die"], False), (["d"], False)]
-    with Workers([sys.executable, "-c", STUB], threads=3, jobs=2) as workers:
+    before = dict(os.environ)
+    with Workers(stub, threads=3, jobs=2) as workers:
         events = list(workers.run(tasks))
         events += [(6 + number, result) for number, result in workers.run([(["e"], False)])]
     assert sorted(number for number, result in events if result is None) == list(range(7))
     results = {number: result for number, result in events if result is not None}
     for number in (0, 2, 3, 5):
-        assert results[number] == {"run": {"n": tasks[number][0]}, "seconds": 3}
-    assert results[6]["run"] == {"n": ["e"]}
+        assert results[number]["failed"] == f"ValueError: {tasks[number][0]} with 3 and 3 threads"
+    assert results[6]["failed"] == "ValueError: ['e'] with 3 and 3 threads"
     assert all("ended with code 7" in results[number]["failed"] for number in (1, 4))
-    assert all(worker.process is None for worker in workers.workers)
+    assert active_children() == []
+    assert dict(os.environ) == before
+    assert "not for standard output" not in capfd.readouterr().out
+
+
+def slow(args):
+    """In place of a run: it says that it has begun, and ends in an hour."""
+    Path(args[0]).touch()
+    time.sleep(3600)
+
+
+def test_a_comparison_that_is_stopped_ends_its_processes(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Workers(slow, threads=1, jobs=2) as workers:
+        for _ in workers.run([([str(tmp_path / name)], False) for name in "abc"]):
+            raise KeyboardInterrupt
+    for child in active_children():
+        child.join(30)
+    assert active_children() == [] and not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -142,10 +141,8 @@ class Comparison:
         return f"{self.started}/{self.total} {job} ({words})"
 
 
-def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Sequence[str]) -> None:
+def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     """Run ``perada compare``; ``words`` hold options for ``perada fit`` too.
-
-    The command ``worker`` starts a process that calls :func:`~perada.experiments.compare.workers.worker_main`.
 
     Raises:
         SystemExit: With code 1, after the table, if a run failed.
@@ -193,7 +190,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI, worker: Se
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"Not every algorithm is given the same number of settings: {listed}", file=sys.stderr)
-    with Workers(worker, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
+    with Workers(make_cli, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
         here: CarryOut = partial(in_process, make_cli, given.threads)
         carry_out = workers.run if workers else here
         failed = Comparison(plan, results, given.threads, given.jobs, carry_out).run()

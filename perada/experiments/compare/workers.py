@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in processes of their own: each worker takes one run after another, a line of JSON in, a line of JSON out."""
+"""Runs in processes of their own, several at once."""
 
-import json
 import os
-import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 
 from perada.experiments.compare.plan import MakeCLI
 from perada.experiments.compare.running import Result, attempt
@@ -33,35 +34,47 @@ def in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Genera
 class Workers:
     """Processes that run tasks, each the next one where it is free; the ``with`` statement around them ends them.
 
-    ``command`` starts one, which calls :func:`worker_main`; that is done when there are tasks for it.
+    A pool of the standard library loses all its runs with a process that dies, and does not end those under way.
+
+    Args:
+        make_cli: Makes a run; it is sent to the processes.
+        threads: That each run computes with.
+        jobs: How many processes there are; one is started when there is a task for it.
     """
 
-    def __init__(self, command: Sequence[str], threads: int, jobs: int) -> None:
-        self.workers = [_Worker(command, threads) for _ in range(jobs)]
+    def __init__(self, make_cli: MakeCLI, threads: int, jobs: int) -> None:
+        self.workers = [_Worker(make_cli, threads) for _ in range(jobs)]
+        self.free: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self.workers:
+            self.free.put(worker)
+        self.feeders = ThreadPoolExecutor(jobs)
+        # Processes inherit it: libraries read the first as they are imported, Python the other.
+        self.environment = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
 
     def __enter__(self) -> "Workers":
+        self.before = dict(os.environ)
+        os.environ.update(self.environment)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.feeders.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
-            worker.stop(patience=0)
+            worker.close()
+        os.environ.clear()
+        os.environ.update(self.before)
 
     def run(self, tasks: Sequence[Task]) -> Generator[Event]:
         """Run tasks, started in this order; yield starts and results as they come."""
-        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        events: SimpleQueue[Event] = SimpleQueue()
+
+        def feed(number: int) -> None:
+            worker = self.free.get()
+            events.put((number, None))
+            events.put((number, worker.run(tasks[number])))
+            self.free.put(worker)
+
         for number in range(len(tasks)):
-            waiting.put(number)
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-
-        def feed(worker: _Worker) -> None:
-            with suppress(queue.Empty):
-                while True:
-                    number = waiting.get_nowait()
-                    events.put((number, None))
-                    events.put((number, worker.run(tasks[number])))
-
-        for worker in self.workers[: len(tasks)]:
-            threading.Thread(target=feed, args=(worker,), daemon=True).start()
+            self.feeders.submit(feed, number)
         left = len(tasks)
         while left:
             event = events.get()
@@ -72,67 +85,50 @@ class Workers:
 class _Worker:
     """A process, started when it is needed, and again where it has died."""
 
-    def __init__(self, command: Sequence[str], threads: int) -> None:
-        self.command, self.threads = command, threads
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, make_cli: MakeCLI, threads: int) -> None:
+        self.make_cli, self.threads = make_cli, threads
+        self.process: SpawnProcess | None = None
         self.closed = False
         self.lock = threading.Lock()
 
     def run(self, task: Task) -> Result:
         """Hand a task to the process, and wait for its answer."""
-        args, start = task
-        line = json.dumps({"args": [*args], "start": start, "threads": self.threads})
         try:
-            process = self._started()
-            assert process.stdin is not None and process.stdout is not None
-            print(line, file=process.stdin, flush=True)
-            result: Result = json.loads(process.stdout.readline())
+            self._start()
+            self.pipe.send(task)
+            result: Result = self.pipe.recv()
             return result
-        except (OSError, ValueError):  # it has died, or was stopped
-            code = self.stop()
+        except (EOFError, OSError):  # it has died, or was stopped
+            process, self.process = self.process, None
+            if process is not None:
+                process.join()
+            code = None if process is None else process.exitcode
             return {"failed": f"its process ended with code {code} (below 0: killed by that signal)", "seconds": 0.0}
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start(self) -> None:
         with self.lock:
             if self.closed:
                 raise OSError("the command was stopped")
             if self.process is None:
-                environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
-                self.process = subprocess.Popen(
-                    self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-                )
-            return self.process
+                self.pipe, other = get_context("spawn").Pipe()
+                self.process = get_context("spawn").Process(target=_serve, args=(other, self.make_cli, self.threads))
+                self.process.start()
+                other.close()  # or its death would not be seen here
 
-    def stop(self, patience: float = 5.0) -> int | None:
-        """End the process after so many seconds, in which it may do so itself, and return its code.
-
-        The next task starts another one; with no patience there is no next task.
-        """
+    def close(self) -> None:
+        """End the process, whatever it does, and start no other."""
         with self.lock:
-            process, self.process = self.process, None
-            self.closed = self.closed or not patience
-        if process is None:
-            return None
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-        process.kill()
-        with suppress(OSError, ValueError):
-            process.communicate()  # closes its streams
-        return process.returncode
+            self.closed, process = True, self.process
+            if process is not None:
+                process.kill()
+                process.join()
 
 
-def worker_main(make_cli: MakeCLI) -> None:
-    """Run what comes in on standard input, a line of JSON for each run, and answer each with a line on standard output.
-
-    What runs print goes to standard error instead.
-    """
+def _serve(pipe: Connection, make_cli: MakeCLI, threads: int) -> None:
+    """Run what comes in, and answer each; what runs print goes to standard error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
-    outlet = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    try:
-        for line in sys.stdin:
-            task = json.loads(line)
-            result = attempt(make_cli, [*task["args"], SILENT], task["start"], task["threads"])
-            print(json.dumps(result), file=outlet, flush=True)
-    except BrokenPipeError:  # whoever asked is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), outlet.fileno())
+    with suppress(EOFError, BrokenPipeError):  # whoever asked is gone
+        while True:
+            args, start = pipe.recv()
+            pipe.send(attempt(make_cli, [*args, SILENT], start, threads))
