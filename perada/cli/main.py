@@ -57,6 +57,7 @@ COMMANDS: Tree = {
     "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
     "test": ("perada.cli.main:run", "The same as validate, and the scores on shifted test sets."),
     "predict": ("perada.cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
+    "check": ("perada.cli.check:check", "Say all that a run would refuse or warn of, without training."),
     "ls": ("perada.cli.main:ls", "List the shipped recipes."),
     "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
     "init": ("perada.cli.init:init", "Ask four questions and write a recipe."),

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`perada check`: all that would be refused or warned of, at once, without training."""
+
+import pytest
+import yaml
+
+from perada.cli import main
+
+from ..recipes import recipe
+
+WRONG = {
+    "lerning_rate": 3,
+    "rounds": "many",
+    "model": {"optimizer": "lion", "lr_locl": 3},
+    "data": {"batch_size": -3, "partition": {"init_args": {"alhpa": 3}}},
+    "federated": {"clients_per_round": 9, "distillation": {"stesp": 2}, "weighting": "sample"},
+    "privacy": {"noise_multiplier": 1.0, "target_epsilon": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(data={"public_fraction": 0.2})))
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(WRONG))
+
+
+def checked(capsys, *words, code=0):
+    """What is said, line by line."""
+    try:
+        main(["check", *words])
+        ended = 0
+    except SystemExit as end:
+        ended = end.code
+    assert ended == code
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
+    words = ["--trainer.precision=64", "--xyz", "3", "--lr_personal=-1"]
+    first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
+    wanted = [
+        "model.optimizer: lion is unknown; choose one of 'sgd', 'adam', 'adamw'",
+        "Option 'alhpa' is not accepted",
+        "Option 'stesp' is not accepted; did you mean federated.distillation.steps?",
+        "federated.weighting: sample is unknown; choose one of 'uniform', 'samples'",
+        "trainer.max_epochs: give a value of type int",
+        "unrecognized arguments: --xyz",
+        "does not accept option 'lr_locl'; did you mean model.lr_local?",
+        "'lerning_rate' is not accepted; did you mean model.lr_local or model.lr_personal",
+        "privacy: noise_multiplier=1.0 and target_epsilon=3.0: give one of them",
+        "lr_personal=-1.0 cannot be used",
+        "batch_size=-3 cannot be used; give a whole number of 1 or more",
+        "precision=64 cannot be used: it casts whole models",
+        "clients_per_round=9 cannot be used; give a whole number from 1 to 3",
+    ]
+    assert [[text for text in wanted if text in line] for line in said].count([]) == 0
+    assert [text for text in wanted if text not in "\n".join(said)] == []
+    assert first == f"Refused ({len(said)}):" and len(said) == len(wanted)
+    assert last == "This cannot be run until it is fixed."
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
+
+
+def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("perada.federation.federation.Federation.open", None)  # no round can be begun
+    (said,) = checked(capsys, "tiny.yaml", "--rounds", "7")
+    assert said == "This can be run: 3 clients, 48 training images, 7 rounds."
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
+
+
+def test_warnings_of_the_set_up_are_said(capsys):
+    words = ["--algorithm=fedavg", "--distill_steps=0", "--privacy.noise_multiplier=1", "--privacy.delta=0.5"]
+    one, said, _, last = checked(capsys, "tiny.yaml", *words)
+    assert one == "Warned of (1):" and last.startswith("This can be run: ")
+    assert said.startswith("- privacy: delta=0.5 is not below 1 / ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data.dataset=Digts"], "data.dataset: there is no class 'Digts'; did you mean 'Digits'?"),
+        (["--adapter=bottleneck"], "adapter 'bottleneck' does not fit backbone 'test_resnet'"),
+        (["--algorithm=fedbn", "--server_rule=kurm"], "federated.server_rule: there is no class 'kurm'"),
+    ],
+)
+def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, says):
+    said = checked(capsys, "tiny.yaml", *words, code=1)
+    assert said[0] == "Refused (1):" and says in said[1]
+
+
+def test_an_error_of_the_program_is_none_of_the_recipe(monkeypatch):
+    def broken(*_):
+        raise KeyError("mistake")
+
+    monkeypatch.setattr("perada.lightning.federated_loop.check_images", broken)
+    with pytest.raises(KeyError, match="mistake"):
+        main(["check", "tiny.yaml"])
