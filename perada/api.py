@@ -27,10 +27,10 @@ from perada.lightning.outcome import outcome
 from perada.lightning.plain import as_plain
 from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.trainer import make_trainer
-from perada.lightning.untrusted import plain_data
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
+from perada.results.checkpoints import plain_data
 from perada.results.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting

@@ -90,7 +90,7 @@ def test_run_folder(call, tmp_path, tiny):
     run = call(rounds=1, adapter=config, algorithm=perada.make_algorithm("perada", prox_strength=0.5), max_time=None)
     folder = tmp_path / "lightning_logs" / "version_0"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert found == {"config.yaml", "metrics.csv", "partition.json", "results.json", "checkpoints/last.ckpt"}
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "run.json", "checkpoints/last.ckpt"}
     written = yaml.safe_load((folder / "config.yaml").read_text())
     assert written["trainer"]["max_epochs"] == 1
     assert written["trainer"]["accelerator"] == "cpu"
@@ -101,9 +101,7 @@ def test_run_folder(call, tmp_path, tiny):
     assert written["seed_everything"] == 0
     assert written["ckpt_path"] is None
     assert written["data"] == "FederatedData of 5 clients"
-    with pytest.raises(
-        ValueError, match=r"a network of your own, which is not in it; save what perada.finetune returned"
-    ):
+    with pytest.raises(ValueError, match=r"a network of your own, which is not in it; give one of the same class"):
         main(["export", str(folder), "--output", str(tmp_path / "adapters")])
     partition = check_sealed(json.loads((folder / "partition.json").read_text()))
     assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}

@@ -32,7 +32,7 @@ TRAINED = Job("ditto", "disk", rounds=2)
 VERSION = Path("lightning_logs/version_0")
 FILES = {
     "checkpoint": VERSION / "checkpoints" / "last.ckpt",
-    "results.json": VERSION / "results.json",
+    "run.json of a fit": VERSION / "run.json",
     "partition.json": Path("partition.json"),
     "results of compare": Path("compare.json"),
     "run.json": Path("saved/run.json"),
@@ -58,7 +58,7 @@ def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) ->
         "client files": (sorted((run / VERSION / "clients").glob("*.safetensors")), _resumed),
         "adapter folders": (sorted(path for path in (run / "saved").rglob("*") if path.is_file()), _loaded),
         "partition.json": ([run / FILES["partition.json"]], divided),
-        "results.json": ([run / FILES["results.json"]], lambda root: read_records(root / VERSION)),
+        "run.json of a fit": ([run / FILES["run.json of a fit"]], lambda root: read_records(root / VERSION)),
         "results of compare": (
             [run / FILES["results of compare"]],
             lambda root: Results(root / FILES["results of compare"]).records,

@@ -54,7 +54,7 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
     watch = Watch(outside)
     places: dict[str, tuple[Path, Read]] = {
         "run.json": (FILES["run.json"], _loaded),
-        "results.json": (FILES["results.json"], _reported),
+        "run.json of a fit": (FILES["run.json of a fit"], _reported),
         "partition.json": (Path("partition.json"), divided),
         "results of compare": (Path("compare.json"), _compared),
         "adapter_config.json": (Path("saved/global/adapter_config.json"), _loaded),
@@ -233,8 +233,8 @@ def _forgotten(root: Path) -> None:
 
 
 def _reported(root: Path) -> str | None:
-    _tables(root / FILES["results.json"].parent)
-    text = write_page(root / "page", read_records(root / FILES["results.json"].parent)).read_text()
+    _tables(root / FILES["run.json of a fit"].parent)
+    text = write_page(root / "page", read_records(root / FILES["run.json of a fit"].parent)).read_text()
     return "put a script into the page" if SCRIPT in text else None
 
 

@@ -114,15 +114,16 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
 
 
 def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
-    """An algorithm in plain types: its class, and the constructor's options that are plain.
+    """An algorithm in plain types: its class, and the constructor's options that are plain or algorithms.
 
     >>> algorithm_record(MTL(0.5))
     {'class': 'MTL', 'options': {'prox_strength': 0.5}}
     """
     kind = type(algorithm)
     ours = getattr(known, kind.__name__, None) is kind
-    names = [name for name in inspect.signature(kind).parameters if hasattr(algorithm, name)]
-    plain = {name: value for name in names if isinstance(value := getattr(algorithm, name), bool | int | float | str)}
+    held = {name: getattr(algorithm, name, None) for name in inspect.signature(kind).parameters}
+    plain: dict[str, Any] = {name: own for name, own in held.items() if isinstance(own, bool | int | float | str)}
+    plain |= {name: algorithm_record(value) for name, value in held.items() if isinstance(value, Algorithm)}
     return {"class": kind.__name__ if ours else f"{kind.__module__}.{kind.__qualname__}", "options": plain}
 
 
@@ -141,7 +142,8 @@ def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
             "algorithm="
         )
     try:
-        made: Algorithm = kind(**record["options"])
+        own = {name: algorithm_of(one) if isinstance(one, Mapping) else one for name, one in record["options"].items()}
+        made: Algorithm = kind(**own)
     except TypeError as error:
         raise ValueError(
             f"the run's algorithm {record['class']} cannot be made again ({error}); give algorithm="

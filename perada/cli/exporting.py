@@ -7,10 +7,9 @@ from typing import Literal
 from jsonargparse import ArgumentParser
 
 from perada.cli.inference import export_one, open_run
-from perada.lightning.checkpoint import newest_whole
 from perada.results.joined import check_none_lost, joined_clients
 from perada.results.privacy_card import privacy_lines
-from perada.results.run_file import RUN_FILE
+from perada.results.run_file import holds_adapters
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
@@ -26,17 +25,10 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     if given.format != "peft":
         export_one(given.run, given.client, given.format, given.output)
         return
-    config = given.run / "config.yaml"
-    checkpoint = newest_whole((given.run / "checkpoints").rglob("*.ckpt"))
-    if not config.is_file() or checkpoint is None:
-        if (given.run / RUN_FILE).is_file():
-            raise ValueError(
-                f"{str(given.run)!r} has its adapters as PEFT folders already; --format=onnx, safetensors or "
-                "torch-export writes one of its models"
-            )
-        lacks = "whole checkpoints/last.ckpt" if config.is_file() else "config.yaml"
-        raise FileNotFoundError(
-            f"{str(given.run)!r} is not a finished run: it has no {lacks}; give a run folder of `perada fit`"
+    if holds_adapters(given.run):
+        raise ValueError(
+            f"{str(given.run)!r} has its adapters as PEFT folders already; --format=onnx, safetensors or torch-export "
+            "writes one of its models"
         )
     run = open_run(given.run)
     check_none_lost(given.output, run.info)

@@ -9,17 +9,14 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from perada.algorithms import Algorithm, PerAda
+from perada.algorithms import Algorithm
 from perada.cli.parser import import_named
-from perada.lightning.checkpoint import newest_whole
-from perada.lightning.module import FederatedClassifier
-from perada.lightning.restore import restored
 from perada.results.formats import FILES, Format, export_model
 from perada.results.inference import find_images
 from perada.results.run import Run
-from perada.results.run_file import RUN_FILE
+from perada.results.run_file import holds_adapters
 
-RUN = "Folder that Run.save or `perada export` wrote, run folder of `perada fit`, or checkpoint in one."
+RUN = "Folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one."
 _RECIPE = "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
 _RECIPE += "`perada test --help` lists its options."
 
@@ -65,7 +62,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 
 def push(parser: ArgumentParser, words: list[str]) -> None:
     """Upload one adapter of a run to the Hugging Face Hub."""
-    parser.add_argument("run", type=Path, help="Folder that Run.save or `perada export` wrote.")
+    parser.add_argument("run", type=Path, help=RUN)
     parser.add_argument("repo", type=str, help="Repository, user/name; it is made if it does not exist.")
     parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global adapter.")
     parser.add_argument("--public", action="store_true", help="For everybody to see; else the repository is private.")
@@ -75,11 +72,7 @@ def push(parser: ArgumentParser, words: list[str]) -> None:
     )
     given = vars(parser.parse_args(words))
     path, repo, public = given.pop("run"), given.pop("repo"), given.pop("public")
-    if not (path / RUN_FILE).is_file():
-        raise FileNotFoundError(
-            f"{str(path)!r} holds no {RUN_FILE}: give one that `perada export RUN --output FOLDER` or Run.save wrote"
-        )
-    print(Run.load(path).push_to_hub(repo, private=not public, **given))
+    print(open_run(path).push_to_hub(repo, private=not public, **given))
 
 
 def export_one(path: Path, client: str | None, form: Format, folder: Path) -> None:
@@ -89,52 +82,34 @@ def export_one(path: Path, client: str | None, form: Format, folder: Path) -> No
 
 
 def open_run(path: Path) -> Run:
-    """The run in a folder that ``Run.save`` wrote, in a run folder of ``perada fit``, or of a checkpoint in one.
+    """The run in a folder that ``perada fit`` or ``Run.save`` wrote, or of a checkpoint in one.
 
     Raises:
         FileNotFoundError: If there is no run, or a file of it is missing.
         ValueError: If it cannot be read.
     """
-    if (path / RUN_FILE).is_file():
-        return Run.load(path)
-    if path.is_file():
-        checkpoint: Path | None = path
-        above = [parent / "config.yaml" for parent in path.absolute().parents][:3]
-        config = next((one for one in above if one.is_file()), None)
-    else:
-        checkpoint = newest_whole((path / "checkpoints").rglob("*.ckpt"))
-        config = path / "config.yaml"
-    if config is None or not config.is_file() or checkpoint is None:
-        if (path / "adapter_config.json").is_file() and (path.absolute().parent / RUN_FILE).is_file():
-            raise FileNotFoundError(
-                f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and "
-                "choose the client with --client"
-            )
-        whole = f"neither {RUN_FILE}, nor config.yaml and a whole checkpoint"
-        lacks = "no config.yaml above it" if path.is_file() else whole
-        raise FileNotFoundError(
-            f"{str(path)!r} is no finished run: it has {lacks}; give a folder that Run.save wrote, or a run folder of "
-            "`perada fit`"
-        )
-    return restored(*_described(config), checkpoint)
+    above = [parent / "config.yaml" for parent in path.absolute().parents][:3] if path.is_file() else []
+    config = next((one for one in (path / "config.yaml", *above) if one.is_file()), None)
+    own = None if config is None or holds_adapters(path) else _own_algorithm(config)
+    return Run.load(path, algorithm=own)
 
 
-def _described(config: Path) -> tuple[FederatedClassifier, Algorithm]:
-    """The model and the algorithm that a run's ``config.yaml`` describes; nothing else in it is made."""
-    import_named([str(config)])
+def _own_algorithm(config: Path) -> Algorithm | None:
+    """The algorithm that a run's ``config.yaml`` names, if it is none of perada's; nothing else in it is made."""
     content = yaml.safe_load(config.read_text(encoding="utf-8"))
     try:
-        sections = {"model": content["model"], "algorithm": content["federated"].get("algorithm")}
+        asked = content["federated"].get("algorithm")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{str(config)!r} is not the config.yaml of a run ({error}); give a run's folder") from None
+    name = asked.get("class_path", "") if isinstance(asked, dict) else asked or ""
+    if "." not in name or name.startswith("perada."):
+        return None
+    import_named([str(config)])
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(FederatedClassifier, "model")
-    parser.add_argument("--algorithm", type=Algorithm | None)
+    parser.add_argument("--algorithm", type=Algorithm)
     try:
-        made = parser.instantiate_classes(parser.parse_object(sections))
+        made: Algorithm = parser.instantiate_classes(parser.parse_object({"algorithm": asked})).algorithm
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{str(config)!r} cannot be read back ({reason}); of a run made in Python, use a folder that Run.save wrote"
-        ) from error
-    return made.model, made.algorithm or PerAda()
+        raise ValueError(f"the algorithm in {str(config)!r} cannot be made again ({reason}); correct it") from error
+    return made

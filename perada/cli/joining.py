@@ -16,7 +16,7 @@ from perada.results.forgetting import NOT_UNDONE, forget
 from perada.results.joined import check_none_lost
 from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
-from perada.results.run_file import RUN_FILE
+from perada.results.run_file import holds_adapters
 
 _DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others. Also called --images."
 
@@ -45,7 +45,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     path, source, output = given.pop("run"), given.pop("data"), given.pop("output")
     options = {name: given.pop(name) for name in ("rounds", "local_steps", "batch_size", "lr", "seed", "accelerator")}
     name, own = given.pop("client"), given.pop("images", None)
-    saved = (path / RUN_FILE).is_file()
+    saved = holds_adapters(path)
     if output is None and not saved and path.is_dir():
         raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is left as it is; give --output FOLDER")
     if output is not None and output.is_file():

@@ -26,8 +26,8 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import choose_strategy, device_defaults
-from perada.lightning.untrusted import plain_data
 from perada.privacy import ClientPrivacy, Privacy
+from perada.results.checkpoints import plain_data
 from perada.results.report import client_table, mode_line, shift_tables
 
 

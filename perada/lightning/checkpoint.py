@@ -3,22 +3,20 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.checks import check_choice
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
-from perada.federation.store import locate
-from perada.lightning.checkpoint_io import LAST, PREVIOUS, check_whole_file, damage_of
 from perada.lightning.growth import CLIENTS, OF_CLIENTS
 from perada.lightning.module import FederatedClassifier
+from perada.results.checkpoints import LAST, check_whole_file, newest_whole
 
 Described = dict[str, dict[str, Any]]
 
@@ -57,27 +55,6 @@ def newest_checkpoint(root: Path) -> Path:
         where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
         raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
     return path
-
-
-def newest_whole(paths: Iterable[Path]) -> Path | None:
-    """The checkpoint written last that is whole, whatever its name; None if there is none.
-
-    Damaged ones are left out with a warning. Where a folder has ``last.ckpt``, what that replaced is older, whatever
-    the times of the files say: copying changes them.
-    """
-    found = set(paths)
-
-    def age(path: Path) -> tuple[int, str, bool]:
-        replaced = path.name == PREVIOUS and path.with_name(LAST) in found
-        shown = path.with_name(LAST) if replaced else path
-        return shown.stat().st_mtime_ns, str(shown), not replaced
-
-    for path in sorted(found, key=age, reverse=True):
-        damage = damage_of(path)
-        if damage is None:
-            return path
-        rank_zero_warn(f"{str(path)!r} {damage}, so the checkpoint before it is taken, if there is one")
-    return None
 
 
 def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
@@ -193,13 +170,6 @@ def check_saved(saved: Described, here: Described, test_mode: bool, training: bo
 def disguised(seed: int, salt: str) -> str:
     """A mark of a seed that is not to be told: it can be compared, and costs 50 ms to be tried."""
     return hashlib.scrypt(str(seed).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()
-
-
-def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
-    """Let the saved states of a federation name its clients' files where they are now, beside the checkpoint."""
-    for name in ("clients", "tuned"):
-        if path is not None and states[name] is not None:
-            states[name] = locate(states[name], Path(path))
 
 
 def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:

@@ -3,8 +3,6 @@
 
 import hashlib
 import os
-import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,13 +12,8 @@ import torch
 from pytorch_lightning.plugins import TorchCheckpointIO
 
 from perada.core.files import open_atomic
+from perada.results.checkpoints import LAST, LENGTH, MARK, PREVIOUS, check_whole_file
 
-_MARK = b"perada-sha256:"
-_COMMENT = len(_MARK) + 64
-_LENGTH = struct.pack("<H", _COMMENT)  # stands before the comment of a zip archive
-LAST = "last.ckpt"
-PREVIOUS = "last.previous.ckpt"
-"""The checkpoint that :data:`LAST` replaced, beside it."""
 REMEDY = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
 """After an error of the disk."""
 
@@ -62,42 +55,6 @@ def write_whole(trainer: pl.Trainer) -> None:
         trainer.strategy.checkpoint_io = WholeCheckpointIO()
 
 
-def check_whole_file(path: Path) -> None:
-    """Refuse a checkpoint that is cut off or whose bytes are not those that were written, by a ValueError.
-
-    Of one that another program wrote the checksums are compared that each tensor has in a zip archive.
-    """
-    damage = damage_of(path)
-    if damage:
-        raise ValueError(f"ckpt_path={str(path)!r} {damage}; give another, or 'last' for the newest that is whole")
-
-
-def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint file, to stand behind its name; ``None`` if it is as it was written."""
-    with path.open("rb") as file:
-        content = max(0, path.stat().st_size - len(_LENGTH) - _COMMENT)
-        file.seek(content)
-        end = file.read()
-        if end.startswith(_LENGTH + _MARK):
-            file.seek(0)
-            digest = hashlib.sha256()
-            while block := file.read(min(content - file.tell(), 2**22)):
-                digest.update(block)
-            digest.update(b"\0\0")
-            written = end.removeprefix(_LENGTH + _MARK).decode(errors="replace")
-            return (
-                None if digest.hexdigest() == written else "is damaged: its content does not have the digest it names"
-            )
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.comment or _MARK in end:
-                return "is damaged: its end is not as it was written"
-            broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
-        return f"is not a checkpoint, or was cut off ({' '.join(str(error).split())[:150]})"
-    return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
-
-
 class _Hashed:
     """A file that is written from its beginning to its end, with the digest of its bytes.
 
@@ -135,4 +92,4 @@ def _write(checkpoint: dict[str, Any], target: Path) -> None:
         if hashed.error is not None:
             raise hashed.error
         file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
-        file.write(_LENGTH + _MARK + hashed.digest.hexdigest().encode())
+        file.write(LENGTH + MARK + hashed.digest.hexdigest().encode())

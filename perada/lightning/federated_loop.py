@@ -16,7 +16,7 @@ from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
 from perada.lightning.after_rounds import finish, personalize
-from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_saved, described, find_clients, resume
+from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_saved, described, resume
 from perada.lightning.checkpoint_io import write_whole
 from perada.lightning.checks import (
     check_batch_norm,
@@ -58,15 +58,13 @@ from perada.lightning.steps import (
     warn_report,
 )
 from perada.lightning.strategies import check_alike, options_here, share_work
-from perada.lightning.untrusted import contents, restoring
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
+from perada.results.checkpoints import CHECKPOINT_KEY, contents, find_clients, restoring
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 
-CHECKPOINT_KEY = "perada"
-"""Where the loop keeps its tensors in a checkpoint."""
 ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
 """Metrics of a round that the progress bar shows."""
 

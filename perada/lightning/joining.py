@@ -36,7 +36,7 @@ class _Begun(FederatedClassifier):
         super().__init__(adapted.backbone.name, **options)
         self._given = adapted
 
-    def _adapt(self, *index: int) -> AdaptedModel:
+    def _adapt(self) -> AdaptedModel:
         return self._given
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
-import hashlib
 import math
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from perada.core.batches import AnyBatch
 from perada.core.checks import check_choice, check_number, check_options, check_whole
-from perada.core.seeding import seeded
-from perada.core.states import State, get_state, to_device, trained_keys
+from perada.core.states import State
 from perada.core.text import SPREADS
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
@@ -22,8 +20,9 @@ from perada.federation.evaluation import Evaluation, sample_clients
 from perada.federation.federation import Federation
 from perada.federation.logits import own_logits, shared_logits
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
-from perada.models.adapted import make_slot, reset_parameters
-from perada.models.backbones import AdaptedModel, AdapterChoice, build_backbone, insert_adapter
+from perada.models.adapted import make_slot
+from perada.models.backbones import AdaptedModel, AdapterChoice
+from perada.models.spec import ModelSpec, frozen_digest
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 
@@ -191,38 +190,32 @@ class FederatedClassifier(pl.LightningModule):
         """Have clients trained one after another from now on."""
         self.engine = self._engine("loop", self.engine.memory_format is torch.channels_last)
 
-    def _adapt(self, *index: int) -> AdaptedModel:
-        """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
-        with seeded(self.seed, "model", *index):
-            backbone = build_backbone(
-                self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
-            )
-            return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
+    @property
+    def spec(self) -> ModelSpec:
+        """What the network is built from."""
+        return ModelSpec(
+            self.backbone,
+            self.num_classes,
+            self.pretrained,
+            self.image_size,
+            self.adapter,
+            self.train_backbone,
+            self.adapter_options,
+            self.seed,
+        )
+
+    def _adapt(self) -> AdaptedModel:
+        return self.spec.build()
 
     def initial_state(self, index: int) -> State:
-        """The ``index``-th random initialisation of what is trained; that of 0 is the model's own.
-
-        Only what is random differs: the adapter and the head, which is drawn anew also where the weights came with one
-        that fits, or all that is trained with ``pretrained=False``.
-        """
-        if index == 0:
-            return get_state(self.model)
-        model = self._adapt(index).model
+        """The ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""
         assert self.adapted is not None
-        everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
-        with seeded(self.seed, "model", index):
-            reset_parameters(model, "" if everything else f"{self.adapted.backbone.head}.")
-        return to_device(get_state(model), next(self.model.parameters()).device)
+        return self.spec.initial_state(self.adapted, index)
 
     @cached_property
     def frozen_digest(self) -> str:
         """Hash of all weights that are not trained."""
-        trained, digest = set(trained_keys(self.model)), hashlib.sha256()
-        for key, value in sorted(self.model.state_dict().items()):
-            if key not in trained:
-                digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return frozen_digest(self.model)
 
     def rate_factor(self, round: int, rounds: int) -> float:
         """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit measured, for the :class:`~perada.results.run.Run` and for ``results.json`` in the run's folder."""
+"""What a fit measured, for the :class:`~perada.results.run.Run` and for ``run.json`` in the run's folder."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -15,8 +15,8 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import run_folder
 from perada.lightning.run_info import run_info
 from perada.lightning.steps import federation_of
-from perada.lightning.untrusted import restoring
-from perada.results.run_file import RESULTS_FILE, write_json
+from perada.results.checkpoints import restoring
+from perada.results.run_file import RunFile, write_run
 
 History = list[dict[str, float]]
 Step = Callable[[EvalBatch, int], None]
@@ -80,16 +80,11 @@ class Measured:
             return
         secret = federation.protection.test_mode  # the noise follows from the seed
         info = run_info(module, data, algorithm, None if secret else federation.settings.seed)
-        content = {
-            "format": 1,
-            "num_clients": data.num_clients,
-            "train_sizes": list(data.train_sizes),
-            "command": [] if secret else self.command,
-            "info": info,
-            "metrics": metrics_of(module, data, history, self),
-        }
+        metrics, models = metrics_of(module, data, history, self), len(federation.global_models())
+        more = {"train_sizes": list(data.train_sizes), "command": [] if secret else self.command}
+        shared = not federation.personalized
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RESULTS_FILE, content)
+        write_run(folder, RunFile(info, metrics, data.num_clients, models, shared, in_checkpoints=True, more=more))
 
 
 def rounded(values: list[float]) -> list[float]:

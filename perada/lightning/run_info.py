@@ -24,6 +24,8 @@ def run_info(
         "built_for": module.image_size,
         "preprocessing": data.preprocessing.record(),
         "train_backbone": module.train_backbone,
+        "adapter": module.adapter if isinstance(module.adapter, str) else None,
+        "adapter_options": module.adapter_options,
         "algorithm": algorithm.kind,
         "average": ensemble_of(algorithm).average,
         "global_model": algorithm.global_model,

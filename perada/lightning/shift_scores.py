@@ -18,7 +18,7 @@ from perada.federation.shifted import ShiftedEvaluation, ShiftedScores
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import run_folder
 from perada.lightning.steps import federation_of, progress
-from perada.lightning.untrusted import restoring
+from perada.results.checkpoints import restoring
 from perada.results.report import SHIFTS_FILE
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a finished run left on disk, read for a report: nothing large is imported, and no adapter is loaded.
 
-A run's folder has ``results.json``, or from an earlier perada ``metrics.csv`` alone; a folder of ``Run.save`` has
-``run.json``; ``perada compare`` writes one JSON file of many runs, each with its scores and without its clients.
+A run's folder has ``run.json``, and ``metrics.csv`` alone before the first evaluation; ``perada compare`` writes one
+JSON file of many runs, each with its scores and without its clients.
 """
 
 import csv
@@ -16,7 +16,6 @@ from typing import Any
 from perada.core.digests import check_sealed
 
 Counts = list[list[int]]
-SOURCES = ("results.json", "run.json")
 
 
 @dataclass
@@ -91,9 +90,8 @@ def read_records(path: Path) -> list[Record]:
     """
     if path.is_file():
         return _of_comparison(path)
-    for source in SOURCES:
-        if (path / source).is_file():
-            return [_of_json(path, path / source)]
+    if (path / "run.json").is_file():
+        return [_of_json(path, path / "run.json")]
     if not (path / "metrics.csv").is_file():
         inside = sorted(path.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
         hint = f"the newest run in it is {str(inside[-1].parent)!r}" if inside else "give a run folder, for example "

@@ -127,7 +127,7 @@ def _spread(name: str, values: Sequence[float]) -> str:
 
 
 def run_report(folder: Path) -> str:
-    """The rounds of a run, from its ``metrics.csv`` or, without one, from ``results.json`` or ``run.json``.
+    """The rounds of a run, from its ``metrics.csv`` or, without one, from ``run.json``.
 
     Raises:
         FileNotFoundError: If there is none of them in ``folder``.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from perada.algorithms import Algorithm
 from perada.core.digests import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
@@ -32,7 +33,8 @@ from perada.results.models import Models
 from perada.results.privacy_card import is_test_mode, protection
 from perada.results.rebuilding import rebuilt
 from perada.results.report import TEST_MODE
-from perada.results.run_file import RunFile, check_files, read_run, write_run
+from perada.results.restore import checkpoint_in, restored
+from perada.results.run_file import RUN_FILE, RunFile, check_files, holds_adapters, read_run, write_run
 from perada.results.staging import finish, together
 
 
@@ -221,11 +223,16 @@ class Run(Models):
         return cls.load(snapshot_download(repo, revision=revision, token=token), backbone=backbone)
 
     @classmethod
-    def load(cls, folder: str | Path, *, backbone: nn.Module | None = None) -> "Run":
-        """Read what :meth:`save` wrote.
+    def load(
+        cls, folder: str | Path, *, algorithm: Algorithm | None = None, backbone: nn.Module | None = None
+    ) -> "Run":
+        """Read a run: what :meth:`save` wrote, what a fit left in its folder, or one of its checkpoints.
+
+        Of a fit's folder the newest whole checkpoint counts. Clients' states are read from it when they are asked for.
 
         Args:
-            folder: The run's folder.
+            folder: The run's folder, such as ``lightning_logs/version_0``, or a checkpoint file.
+            algorithm: That of a fit, where it is not perada's own.
             backbone: The network, where the run was made with one of your own.
 
         Raises:
@@ -233,7 +240,10 @@ class Run(Models):
             ValueError: If an adapter is broken or foreign, or the backbone is missing.
         """
         folder = Path(folder)
-        finish(folder)
+        if folder.is_dir():
+            finish(folder)
+        if not holds_adapters(folder):
+            return cls(*restored(_checkpoint(folder), algorithm, backbone))
         saved = read_run(folder)
         info, clients, models = saved.info, saved.num_clients, saved.global_models
         check_files(folder, saved.files)
@@ -257,6 +267,22 @@ class Run(Models):
         remaining = [client for client in range(clients) if client not in gone]
         states = {client: load_adapter(adapted, folder / f"client_{client}", config, layout) for client in remaining}
         return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
+
+
+def _checkpoint(path: Path) -> Path:
+    """A checkpoint file, or the newest whole one of a fit's folder."""
+    found = checkpoint_in(path)
+    if found is not None:
+        return found
+    if (path / CONFIG_FILE).is_file() and (path.absolute().parent / RUN_FILE).is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and choose "
+            "the client"
+        )
+    raise FileNotFoundError(
+        f"{str(path)!r} is no finished run: it has neither adapters beside a {RUN_FILE} nor a whole checkpoint; give a "
+        "folder that `perada fit` or Run.save wrote"
+    )
 
 
 def _global_folders(models: int) -> list[str]:

@@ -16,8 +16,6 @@ from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
 RUN_FILE = "run.json"
-RESULTS_FILE = "results.json"
-"""Info and metrics as in :data:`RUN_FILE`, in the folder that a fit writes into while it runs."""
 FORMAT = 1
 _OWN = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
 """What perada reads in a folder."""
@@ -34,7 +32,9 @@ class RunFile:
         num_clients: M.
         global_models: States that the global model averages.
         shared: Whether clients have no states of their own.
-        files: Digests of the tensors' files, by their paths in the folder; of a file of before, none.
+        files: Digests of the tensors' files, by their paths in the folder.
+        in_checkpoints: Whether the states are in the folder's checkpoints, as a fit leaves them.
+        more: What a fit says besides: ``train_sizes``, and its ``command``.
     """
 
     info: dict[str, Any]
@@ -43,6 +43,8 @@ class RunFile:
     global_models: int
     shared: bool
     files: dict[str, str] = field(default_factory=dict)
+    in_checkpoints: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 def write_run(folder: Path, content: RunFile) -> None:
@@ -55,6 +57,8 @@ def write_run(folder: Path, content: RunFile) -> None:
         "info": content.info,
         "metrics": content.metrics,
         "files": content.files,
+        "in_checkpoints": content.in_checkpoints,
+        **content.more,
     }
     write_json(folder / RUN_FILE, written)
 
@@ -87,14 +91,19 @@ def read_run(folder: Path) -> RunFile:
             raise KeyError(f"format {saved['format']}, this version reads {FORMAT}")
         metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
         models, shared = saved.get("global_models", 1), saved.get("shared", False)
-        files = dict(saved.get("files", {}))
-        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files)
+        files, live = dict(saved.get("files", {})), bool(saved.get("in_checkpoints"))
+        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files, live)
         check_whole("num_clients", read.num_clients, most=10_000_000)
         check_whole("global_models", read.global_models, most=10_000_000)
         _check_info(read)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{str(path)!r} is broken ({type(error).__name__}: {error}); save it again") from error
     return read
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Whether a folder has a run's adapters as PEFT folders, and not in checkpoints."""
+    return (folder / RUN_FILE).is_file() and not read_run(folder).in_checkpoints
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:

@@ -88,9 +88,9 @@ def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     assert "Run folder: ./lightning_logs/version_0" in shown
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     saved = {"checkpoints/last.ckpt", "checkpoints/last.previous.ckpt"}
-    assert found == {"config.yaml", "metrics.csv", "partition.json", "results.json"} | saved
+    assert found == {"config.yaml", "metrics.csv", "partition.json", "run.json"} | saved
     words = "perada fit --config tiny.yaml --federated.clients_per_round=3 --federated.distillation.steps=0".split()
-    assert json.loads((run / "results.json").read_text())["command"] == words
+    assert json.loads((run / "run.json").read_text())["command"] == words
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["federated"]["clients_per_round"] == 3
     assert config["federated"]["distillation"]["steps"] == 0
@@ -442,7 +442,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("fit",), "give a recipe: perada fit --config RECIPE; `perada ls` lists those that ship"),
         (("fit", "quickstart"), "'quickstart' is no option; a recipe is given as perada fit --config quickstart"),
         (("compare", "tiny.yaml", "--output", "."), "--output=. is a folder; give a file, such as"),
-        (("export", "nowhere", "--output", "x"), "'nowhere' is not a finished run: it has no config.yaml"),
+        (("export", "nowhere", "--output", "x"), "'nowhere' is no finished run: it has neither adapters"),
         (("export", "nowhere"), "the following arguments are required: --output; `perada export --help` explains them"),
         (("study", "fed-ensemble"), "the following arguments are required: --output"),
         (("compare",), "the following arguments are required: RECIPES"),

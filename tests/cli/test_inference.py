@@ -11,9 +11,11 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.algorithms import Ditto, FedEnsemble, PerAda
 from perada.cli import main
 from perada.cli.inference import open_run
 from perada.cli.main import entry_point
@@ -89,13 +91,13 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
             assert FashionMNIST.classes[int(row["personal"])] == same["predicted"]
 
 
-def made_in_python(tmp_path, **options):
+def made_in_python(tmp_path, backbone="test_resnet", **options):
     random = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (3, 6, 3, 32, 32), generator=random, dtype=torch.uint8)
     sets = [TensorDataset(part, torch.arange(6) % 3) for part in x]
     settings = {"pretrained": False, "adapter": "head", "rounds": 2, "local_steps": 1, "lr_local": 0.1, "batch_size": 4}
     settings |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
-    run = perada.finetune("test_resnet", perada.FederatedData(sets), **settings | options)
+    run = perada.finetune(backbone, perada.FederatedData(sets), **settings | options)
     return run, tmp_path / "lightning_logs" / "version_0"
 
 
@@ -152,6 +154,49 @@ def test_the_run_of_a_checkpoint_is_the_one_that_was_made(tmp_path, monkeypatch,
             assert torch.equal(found.global_model()(x), run.global_model()(x))
 
 
+class Small(nn.Module):
+    """A network of the caller's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.fc = nn.Conv2d(3, 4, 3, stride=8), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(self.body(x).relu().mean((2, 3)))
+
+
+class Mine(Ditto):
+    """An algorithm of the caller's own."""
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        ({"backbone": "test_resnet", "algorithm": FedEnsemble(base=PerAda(0.5, distill=False), modes=2)}, ()),
+        ({"backbone": "network"}, ("backbone",)),
+        ({"backbone": "test_resnet", "algorithm": "mine"}, ("algorithm",)),
+    ],
+    ids=["ensemble", "network", "algorithm"],
+)
+def test_a_fits_folder_is_the_run(tmp_path, made, given):
+    """Without config.yaml, and to the last bit; what is not perada's own is given."""
+    torch.manual_seed(1)
+    own = {"network": Small(), "mine": Mine(0.5)}
+    options = {name: own.get(value, value) if isinstance(value, str) else value for name, value in made.items()}
+    run, folder = made_in_python(tmp_path, **options)
+    (folder / "config.yaml").unlink()
+    found = perada.Run.load(folder, **{name: options[name] for name in given})
+    x = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(found.global_model()(x), run.global_model()(x))
+        for client in range(3):
+            assert torch.equal(found.personal(client)(x), run.personal(client)(x))
+    assert (found.info, found.metrics["clients"]) == (run.info, run.metrics["clients"])
+    if given:
+        with pytest.raises(ValueError, match=rf"{given[0]}="):
+            perada.Run.load(folder)
+
+
 def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
     privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
     _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)
@@ -164,7 +209,7 @@ def test_what_a_run_lacks_is_said(tmp_path):
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     image = ["--images", str(tmp_path / "a.png")]
     config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
-    with pytest.raises(FileNotFoundError, match=r"is no finished run: it has neither run.json, nor config.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"is no finished run: it has neither adapters beside a run.json nor"):
         main(["predict", str(tmp_path), *image])
     with pytest.raises(FileNotFoundError, match=r"--output=.*: there is no folder"):
         main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])
@@ -176,23 +221,32 @@ def test_what_a_run_lacks_is_said(tmp_path):
         main(["predict", str(folder), *image, "--device=tpux", "--output", str(tmp_path / "a.csv")])
     with pytest.raises(ValueError, match=r"--config is not an option of `perada predict RUN"):
         main(["predict", str(folder), *image, "--config=quickstart"])
-    text = config.read_text()
-    config.write_text(text.replace("adapter: head", "adapter: bias_norm"))
-    with pytest.raises(ValueError, match=r"has other trained tensors than its config.yaml gives"):
-        main(["predict", str(folder), *image])
-    config.write_text(text.replace("adapter: head", "adapter: hat"))
-    with pytest.raises(ValueError, match="'hat'"):
-        main(["predict", str(folder), *image])
-    config.write_text(text.replace("adapter:", "adaptor:"))
-    with pytest.raises(ValueError, match=r"config.yaml' cannot be read back \(.*adaptor.*use a folder that Run.save"):
-        main(["predict", str(folder), *image])
-    config.write_text(text)
     saved = torch.load(checkpoint, weights_only=True)
-    del saved["perada"]["info"]
-    torch.save(saved, checkpoint)
-    with pytest.raises(
-        ValueError, match="does not say what the run was, and so another program or an earlier perada"
-    ) as error:
+
+    def written(**info):
+        torch.save(saved | {"perada": saved["perada"] | {"info": saved["perada"]["info"] | info}}, checkpoint)
+        return ["predict", str(folder), *image]
+
+    with pytest.raises(ValueError, match=r"was written with other trained tensors; give the run's own network"):
+        main(written(adapter="bias_norm"))
+    with pytest.raises(ValueError, match="adapter 'hat' is unknown"):
+        main(written(adapter="hat"))
+    with pytest.raises(ValueError, match="with a PEFT configuration of your own, which is not in it; save what"):
+        main(written(adapter=None))
+    with pytest.raises(ValueError, match="with a network of your own, which is not in it; give one of the same class"):
+        main(written(backbone=None))
+    with pytest.raises(ValueError, match="does not hold what perada writes"):
+        main(written(training=None))
+    main(written())
+    config.write_text(config.read_text().replace("perada.algorithms.perada.PerAda", "nobody.knows.PerAda"))
+    with pytest.raises(ValueError, match=r"the algorithm in .*config.yaml' cannot be made again \(.*nobody"):
+        main(["predict", str(folder), *image])
+    config.write_text("model: {}\n")
+    with pytest.raises(ValueError, match=r"config.yaml' is not the config.yaml of a run"):
+        main(["predict", str(folder), *image])
+    config.unlink()
+    torch.save(saved | {"perada": {name: one for name, one in saved["perada"].items() if name != "info"}}, checkpoint)
+    with pytest.raises(ValueError, match="the checkpoint does not hold what perada writes") as error:
         main(["predict", str(folder), *image])
     assert "\n" not in str(error.value)
 

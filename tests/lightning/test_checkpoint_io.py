@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import perada
-from perada.lightning.checkpoint import find_checkpoint, newest_whole
-from perada.lightning.checkpoint_io import WholeCheckpointIO, check_whole_file
+from perada.lightning.checkpoint import find_checkpoint
+from perada.lightning.checkpoint_io import WholeCheckpointIO
+from perada.results.checkpoints import check_whole_file, newest_whole
 from tests.disks import no_room
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}

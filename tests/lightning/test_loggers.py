@@ -38,7 +38,7 @@ def test_a_run_that_tensorboard_logs_can_be_reported(fit, capsys):
     assert not (folder / "metrics.csv").exists()
     events = EventAccumulator(str(folder)).Reload()
     scores = [event.value for event in events.Scalars("personal/local_test")]
-    rounds = json.loads((folder / "results.json").read_text())["metrics"]["rounds"]
+    rounds = json.loads((folder / "run.json").read_text())["metrics"]["rounds"]
     assert scores == pytest.approx([row["personal/local_test"] for row in rounds])
     assert {event.value for event in events.Scalars("round")} == {0.0, 1.0}
     options = yaml.safe_load((folder / "hparams.yaml").read_text())
@@ -58,7 +58,7 @@ def test_wandb_offline_gets_the_rounds(fit, monkeypatch):
     summary = dict(wandb.run.summary)
     wandb.finish()
     assert config["federated"]["local_steps"] == 2
-    rounds = json.loads((folder / "lightning_logs" / "version_0" / "results.json").read_text())["metrics"]["rounds"]
+    rounds = json.loads((folder / "lightning_logs" / "version_0" / "run.json").read_text())["metrics"]["rounds"]
     assert summary["personal/local_test"] == pytest.approx(rounds[-1]["personal/local_test"])
     assert summary["round"] == 1
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
@@ -76,7 +76,7 @@ def test_mlflow_gets_the_rounds(fit, tmp_path, monkeypatch):
     client = MlflowClient(where)
     experiment = client.get_experiment_by_name("perada")
     (run,) = client.search_runs([experiment.experiment_id])
-    rounds = json.loads((folder / "lightning_logs" / "version_0" / "results.json").read_text())["metrics"]["rounds"]
+    rounds = json.loads((folder / "lightning_logs" / "version_0" / "run.json").read_text())["metrics"]["rounds"]
     logged = [one.value for one in client.get_metric_history(run.info.run_id, "personal/local_test")]
     assert logged == pytest.approx([row["personal/local_test"] for row in rounds])
     assert run.data.params["federated/local_steps"] == "2"

@@ -16,7 +16,7 @@ def fit(tiny, path, rounds=2, **options):
 
 
 def saved(path, version=0):
-    return json.loads((path / "lightning_logs" / f"version_{version}" / "results.json").read_text())
+    return json.loads((path / "lightning_logs" / f"version_{version}" / "run.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_class_counts_are_in_no_file_of_a_private_run(tmp_path, monkeypatch, pri
     assert len(rows) >= 3
     table = {path for row in rows for path, text in written(tmp_path) if ",".join(map(str, row)) in text}
     confusions = {path for path, text in written(tmp_path) if "confusion" in text and path.suffix in (".json", ".ckpt")}
-    names = {"results.json", "run.json", "last.ckpt"}
+    names = {"run.json", "last.ckpt"}
     if private:
         assert not table
         assert not confusions

@@ -154,7 +154,7 @@ def test_a_flipped_bit_in_the_files_of_a_run_folder_is_named(tiny, tmp_path):
     )
     split = Split(torch.zeros(3, dtype=torch.int64).numpy(), torch.arange(3).numpy(), {}, "Own")
     sources = [
-        (folder / "results.json", lambda: read_records(folder)),
+        (folder / "run.json", lambda: read_records(folder)),
         (
             tmp_path / "lightning_logs" / "partition.json",
             lambda: FromFile(str(tmp_path / "lightning_logs" / "partition.json")).split(split, split, 0),
@@ -170,7 +170,7 @@ def test_a_flipped_bit_in_the_files_of_a_run_folder_is_named(tiny, tmp_path):
                 found += 1
                 assert str(path) in str(error)
             else:
-                assert path.name != "results.json" or again == whole
+                assert path.name != "run.json" or again == whole
             path.write_bytes(content)
         assert found >= 25
 

@@ -9,7 +9,6 @@ import torch
 
 import perada
 from perada.cli import main
-from perada.results import run_file
 from perada.results.forgetting import forget
 
 SECRET = "hospital-of-the-north"
@@ -99,7 +98,7 @@ def test_a_file_that_cannot_be_written_leaves_everything(copied, monkeypatch):
     def fails(*_):
         raise OSError("full")
 
-    monkeypatch.setattr(run_file.os, "replace", fails)
+    monkeypatch.setattr("os.replace", fails)
     with pytest.raises(OSError, match="full"):
         forget(copied, SECRET)
     assert before.items() <= content(copied).items()

@@ -235,10 +235,10 @@ def test_a_folder_of_an_earlier_perada_has_its_rounds(tmp_path):
     ],
 )
 def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
-    content = json.loads((runs[0][0] / "results.json").read_text())
+    content = json.loads((runs[0][0] / "run.json").read_text())
     change(content)
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"results.json' is not what perada wrote \(.*\); give another run") as caught:
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"run.json' is not what perada wrote \(.*\); give another run") as caught:
         main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
     assert "\n" not in str(caught.value)
 
