@@ -2,12 +2,15 @@
 """What `mkdocs.yml` asks for beside Markdown: where the site's pages are, and how docstrings become Markdown."""
 
 import re
+from inspect import getdoc
 from pathlib import Path
 
 from griffe import Alias, AliasResolutionError, Extension, Module, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+
+import perada
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -47,6 +50,8 @@ class Docstrings(Extension):
             if isinstance(found, Module) and found.path not in FACES:
                 found.exports = None
             todo += found.members.values()
+            if found.path == "perada.api.finetune":  # which adds what classes say of their options
+                found.docstring.value = getdoc(perada.finetune)
             if found.docstring:
                 found.docstring.value = markdown(found.docstring.value, found)
 
