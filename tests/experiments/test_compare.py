@@ -20,7 +20,7 @@ from perada.cli.runs import make_cli
 from perada.core.digests import KEY
 from perada.data import Digits
 from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.plan import parse_grid
+from perada.experiments.compare.grid import parse_grid
 from perada.experiments.compare.results import Results, choose, score
 from perada.experiments.compare.running import epsilons, same_budget
 from perada.experiments.compare.table import curve_tables, grid_table, summary

@@ -10,7 +10,7 @@ import yaml
 
 from perada.cli import main
 from perada.cli.runs import make_cli
-from perada.experiments.compare.ranges import Range, ends, inside, propose, ranges
+from perada.experiments.compare.grid import Range, ends, inside, parse_grid, propose, ranged
 from tests import recipes
 
 RATE = "model.lr_local+model.lr_personal"
@@ -41,19 +41,20 @@ def results(name="r"):
 
 
 def test_what_a_range_is():
-    assert ranges(
-        {"a.lr_server": ["1e-3..1"], "b": ["0.5..2"], "c": ["0.1..10:log"], "d": ["0", "1"], "e": ["../x"]}
-    ) == {
-        "a.lr_server": Range("1e-3", "1", True),
-        "b": Range("0.5", "2", False),
-        "c": Range("0.1", "10", True),
+    assert parse_grid(["a.lr_server=1e-3..1", "b=0.5..2", "c=0.1..10:log", "d=0,1", "e=../x"]) == {
+        "a.lr_server": Range("1e-3", "1", True, "1e-3..1"),
+        "b": Range("0.5", "2", False, "0.5..2"),
+        "c": Range("0.1", "10", True, "0.1..10:log"),
+        "d": ["0", "1"],
+        "e": ["../x"],
     }
-    assert not ranges({"model.lr": ["0.1..1:linear"]})["model.lr"].log
-    assert ends({"a": ["1..4"], "b": ["x", "y"]}) == [{"a": "1", "b": "x"}, {"a": "4", "b": "y"}]
+    assert not parse_grid(["model.lr=0.1..1:linear"])["model.lr"].log
+    assert ranged(parse_grid(["a=1..4"])) and not ranged(parse_grid(["a=1,4"]))
+    assert ends(parse_grid(["a=1..4", "b=x,y"])) == [{"a": "1", "b": "x"}, {"a": "4", "b": "y"}]
 
 
 def test_draws_are_uniform_or_logarithmic_and_whole():
-    grid = {"lr": ["1e-4..1"], "share": ["-1.5..2.5"], "steps": ["1..8"], "kind": ["a", "b"]}
+    grid = parse_grid(["lr=1e-4..1", "share=-1.5..2.5", "steps=1..8", "kind=a,b"])
     points = [propose(grid, [], number, "random", 3) for number in range(200)]
     logs, shares = (
         [(number(point) - low) / (high - low) for point in points]
@@ -76,8 +77,8 @@ def test_draws_are_uniform_or_logarithmic_and_whole():
 def test_tpe_draws_more_of_what_scored_well(sampler):
     logs = [-4 + 4 * (n + 0.5) / 20 for n in range(20)]
     told = [({"lr": f"{10**log:.5g}"}, -((log + 2) ** 2)) for log in logs]
-    points = [propose({"lr": ["1e-4..1"]}, told, number, sampler, 0) for number in range(20, 50)]
-    assert all(inside({"lr": ["1e-4..1"]}, point) for point in points)
+    points = [propose(parse_grid(["lr=1e-4..1"]), told, number, sampler, 0) for number in range(20, 50)]
+    assert all(inside(parse_grid(["lr=1e-4..1"]), point) for point in points)
     near = sum(abs(math.log10(float(point["lr"])) + 2) < 1 for point in points)
     assert near >= 23 if sampler == "tpe" else near < 23  # of 30, where chance gives 15 ± 2.7
 
@@ -85,12 +86,12 @@ def test_tpe_draws_more_of_what_scored_well(sampler):
 def test_what_diverged_counts_as_worst():
     rates = [10 ** (-4 + 4 * (n + 0.5) / 20) for n in range(20)]
     told = [({"lr": f"{rate:.5g}"}, None if rate > 0.01 else 0.5 + n % 3 / 100) for n, rate in enumerate(rates)]
-    drawn = [float(propose({"lr": ["1e-4..1"]}, told, number, "tpe", 0)["lr"]) for number in range(20, 50)]
+    drawn = [float(propose(parse_grid(["lr=1e-4..1"]), told, number, "tpe", 0)["lr"]) for number in range(20, 50)]
     assert sum(rate <= 0.01 for rate in drawn) >= 25  # of 30, where chance gives 15
 
 
 def test_a_point_follows_from_what_is_told_alone():
-    grid, draws = {"lr": ["1e-4..1"]}, random.Random(0)
+    grid, draws = parse_grid(["lr=1e-4..1"]), random.Random(0)
     told = [({"lr": f"{10 ** draws.uniform(-4, 0):.5g}"}, draws.random()) for _ in range(8)]
     assert propose(grid, told, 8, "tpe", 1) == propose(
         grid, [*told, ({"lr": "7"}, 9.0), ({"x": "1"}, 9.0)], 8, "tpe", 1
@@ -189,6 +190,6 @@ def test_what_is_no_range_is_refused_before_anything_runs(words, says, tmp_path)
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("perada.experiments.compare.ranges.find_spec", lambda name: None)
+    monkeypatch.setattr("perada.experiments.compare.grid.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="needs the package 'optuna': pip install perada"):
         main([*COMMAND, *OUT])

@@ -14,20 +14,18 @@ from tqdm import tqdm
 
 from perada.api import full_name
 from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.plan import (
-    CHOSEN_BY,
-    Job,
-    MakeCLI,
-    Plan,
+from perada.experiments.compare.grid import (
     Point,
-    Row,
+    Range,
     Sampler,
-    Trials,
+    inside,
     parse_grid,
     parse_grids,
-    words,
+    propose,
+    ranged,
+    require_optuna,
 )
-from perada.experiments.compare.ranges import ends, inside, propose, ranges, require_optuna
+from perada.experiments.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
 from perada.experiments.compare.results import Results, choose, score, shown_score
 from perada.experiments.compare.running import Result, quiet
 from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
@@ -56,8 +54,8 @@ class Comparison:
         tuning = {row: self.plan.tuning(row) for row in self.plan.rows}
         tried = list(chain.from_iterable(tuning.values()))
         self._run(tried, tried)
-        for number in range(self.plan.trials.number):  # one of each row at a time: a trial follows from those before
-            sampled = [row for row in self.plan.rows if row[1] in self.plan.trials.ends]
+        for number in range(self.plan.trials):  # one of each row at a time: a trial follows from those before
+            sampled = [row for row in self.plan.rows if ranged(self.plan.grids[row[1]])]
             jobs = {row: self._trial(row, number, tuning[row]) for row in sampled}
             for row, job in jobs.items():
                 tuning[row].append(job)
@@ -77,7 +75,7 @@ class Comparison:
                 if job.args == record["args"] and all(job.point != one.point for one in before):
                     return job
         told = [(job.point, score(self.results.find(job))) for job in before]
-        return self.plan.job(row, seed, "tune", propose(grid, told, number, self.plan.trials.sampler, seed))
+        return self.plan.job(row, seed, "tune", propose(grid, told, number, self.plan.sampler, seed))
 
     def _choose(self, tuning: dict[Row, list[Job]]) -> dict[Row, Point]:
         """The best point of each row; a row without one is left out."""
@@ -159,14 +157,14 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
         raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
     if given.paper and not algorithms:
         raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
-    if ranges(vary):
-        raise ValueError(f"--vary {next(iter(ranges(vary)))}: a range cannot be varied, give values")
-    sampled = {name: ends(grid) for name, grid in grids.items() if ranges(grid)}
+    if ranged(vary):
+        name = next(name for name, values in vary.items() if isinstance(values, Range))
+        raise ValueError(f"--vary {name}: a range cannot be varied, give values")
+    sampled = any(map(ranged, grids.values()))
     if sampled:
         require_optuna()
     elif given.trials is not None:
         raise ValueError(f"--trials {given.trials} is for ranges: give --tune NAME=lo..hi, or leave --trials out")
-    trials = Trials(sampled, (given.trials or TRIALS) if sampled else 0, given.sampler)
     if given.output is not None and given.output.is_dir():
         raise IsADirectoryError(
             f"--output={given.output} is a folder; give a file, such as {given.output}/results.json"
@@ -183,7 +181,8 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
             given.choose_by,
             given.paper,
             overrides,
-            trials,
+            (given.trials or TRIALS) if sampled else 0,
+            given.sampler,
         )
     results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
     counts = {name: plan.count(name) for name in plan.points}

@@ -9,7 +9,8 @@ from typing import Any
 
 from perada.core.digests import check_sealed, sealed
 from perada.core.files import write_atomic
-from perada.experiments.compare.plan import CHOSEN_BY, Job, Point
+from perada.experiments.compare.grid import Point
+from perada.experiments.compare.plan import CHOSEN_BY, Job
 from perada.results.report import percent
 
 Record = dict[str, Any]
