@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from jsonargparse import ArgumentParser
 
-from perada.cli.sources import SKIPPED, SOURCE, kind_of, opened
+from perada.cli.sources import SOURCE, add_options, division_of, division_of_recipe, kind_of
 from perada.core.files import writing
 from perada.core.text import printable, some
-from perada.data import IID, ByDomain, Images
+from perada.data import Images
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.results.report import ROWS, table
@@ -52,16 +52,12 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
 
 def _of_recipe(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
     """The data of a recipe and the options beside it."""
-    from perada.cli.runs import make_cli
-
     own: list[str] = []
     rest: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         (own if word.startswith("--output") or before == "--output" else rest).append(word)
     output = parser.parse_args(own).output
-    cli = make_cli(rest, run=False)
-    cli.datamodule.prepare_data()
-    return cli.datamodule._division, output
+    return division_of_recipe(rest), output
 
 
 def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
@@ -71,11 +67,10 @@ def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path
         told = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
         raise FileNotFoundError(f"{words[0]!r} {told}; give one: {SOURCE[0].lower()}{SOURCE[1:].rstrip('.')}")
     kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
-    parser.add_class_arguments(kind, skip=SKIPPED)
+    add_options(parser, kind)
     given = vars(parser.parse_args(words))
     source, output = given.pop("source"), given.pop("output")
-    images = opened(source, kind, {"size": 32} | given)  # small: what is read is not kept
-    return Division(images, ByDomain("client") if images.has_clients else IID(1)), output
+    return division_of(source, kind, {"size": 32} | given), output  # small: what is read is not kept
 
 
 def shown(found: Inspection) -> str:

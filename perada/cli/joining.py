@@ -8,8 +8,8 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from perada.cli.inference import RUN, open_run
-from perada.cli.sources import SKIPPED, SOURCE, Source, kind_of, opened
-from perada.data import IID, ByDomain, FederatedData, Images
+from perada.cli.sources import SOURCE, Source, add_options, division_of, division_of_recipe, kind_of
+from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
 from perada.results.forgetting import NOT_UNDONE, forget
@@ -35,10 +35,9 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--lr", type=float, default=None, help="Learning rate, instead of the run's.")
     parser.add_argument("--seed", type=int, default=0, help="Of batches and dropout.")
     parser.add_argument("--accelerator", type=str, default=None, help="cpu, gpu; by default a GPU if there is one.")
-    words = _as_data(words)
-    kind = _kind(words)
+    words, kind = _source(words)
     if kind is not None:
-        parser.add_class_arguments(kind, "images", skip=SKIPPED)
+        add_options(parser, kind, "images")
     if kind is Images:
         parser.set_defaults({"images.layout": "{class}/*"})
     given = vars(parser.parse_args(words))
@@ -54,7 +53,8 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     check_name(run, name)
     if output is not None and output.absolute() != path.absolute():
         check_none_lost(output, run.info)
-    data = _of_recipe(source) if kind is None else _of_source(run, kind, source, vars(own))
+    images = division_of_recipe(["--config", source]) if kind is None else _read_as(run, kind, source, vars(own))
+    data = images.share_out()[0]
     joined = personalize(run, data, name, **options, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.save(output)
@@ -70,40 +70,24 @@ def leave(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Removed client {given.client} from {given.run}: client_{number}, its name and its scores. {NOT_UNDONE}")
 
 
-def _as_data(words: list[str]) -> list[str]:
-    """The words with ``--images``, as ``perada predict`` has it, by the name of ``--data``."""
-    names = [word.partition("=")[0] for word in words]
-    if {"--data", "--images"} <= set(names):
+def _source(words: list[str]) -> tuple[list[str], type[Source] | None]:
+    """The words with ``--data`` in the place of ``--images``, and what it names: images, or (None) a recipe."""
+    words = [f"--data{word[8:]}" if word.partition("=")[0] == "--images" else word for word in words]
+    places = [place for place, word in enumerate(words) if word.partition("=")[0] == "--data"]
+    if len(places) > 1:
         raise ValueError("--images and --data are the same option; give it once")
-    return [f"--data{word[8:]}" if name == "--images" else word for name, word in zip(names, words, strict=True)]
+    after = "".join(words[place + 1] for place in places if place + 1 < len(words))
+    value = "".join(words[place].partition("=")[2] or after for place in places)
+    return words, kind_of(value) if value else Images
 
 
-def _kind(words: list[str]) -> type[Source] | None:
-    """What ``--data`` names: images, or (None) a recipe."""
-    places = [place for place, word in enumerate(words) if word == "--data"]
-    value = next((word.partition("=")[2] for word in words if word.startswith("--data=")), "")
-    value = words[places[0] + 1] if places and places[0] + 1 < len(words) else value
-    return kind_of(value) if value else Images
-
-
-def _of_source(run: Run, kind: type[Source], source: str, options: dict[str, Any]) -> FederatedData:
+def _read_as(run: Run, kind: type[Source], source: str, options: dict[str, Any]) -> Division:
     """The images of a source, by client where clients are known, read as the run's own were."""
     known = run.preprocessing
     size = max(known.resize[0][:2]) if known.resize else known.shape[-1]
     white = known.full_scale if options["full_scale"] is None else options["full_scale"]
     read = {"size": size, "gray": options["gray"] or known.channels == 1, "full_scale": white}
-    images = opened(source, kind, options | read)
-    return Division(images, ByDomain("client") if images.has_clients else IID(1)).share_out()[0]
-
-
-def _of_recipe(source: str) -> FederatedData:
-    """The clients' data of a recipe."""
-    from perada.cli.runs import make_cli
-
-    data = make_cli(["--config", source], run=False).datamodule
-    data.prepare_data()
-    divided: FederatedData = data._division.share_out()[0]
-    return divided
+    return division_of(source, kind, options | read)
 
 
 def _said(run: Run, client: int, folder: Path) -> str:

@@ -66,7 +66,7 @@ COMMANDS: Tree = {
         "perada.cli.runs:compare",
         "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
     ),
-    "export": ("perada.cli.exporting:export", "Write the adapters of a run as PEFT folders."),
+    "export": ("perada.cli.inference:export", "Write the adapters of a run as PEFT folders."),
     "push": ("perada.cli.inference:push", "Upload one adapter of a saved run to the Hugging Face Hub."),
     "forget": ("perada.cli.joining:leave", "Remove a client from a saved run; says what that does not undo."),
     "personalize": (

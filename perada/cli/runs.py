@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 import yaml
 from jsonargparse import ArgumentParser
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
 
@@ -19,13 +18,14 @@ from perada.cli.messages import quiet_lightning
 from perada.cli.parser import RecipeParser, explained, import_named, spelt_out, with_proposal
 from perada.cli.recipes import comparison
 from perada.data import FederatedDataModule
-from perada.lightning import FederatedLoop, PredictionFile, RoundCheckpoint, round_progress
+from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
-from perada.lightning.checks import check_precision, check_trainer
+from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.outcome import outcome
 from perada.lightning.run_folder import log_options, no_trace_if_refused
-from perada.lightning.strategies import choose_strategy, device_defaults
+from perada.lightning.strategies import device_defaults
+from perada.lightning.trainer import listed, own_parts
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.checkpoints import plain_data
 from perada.results.report import client_table, mode_line, shift_tables
@@ -89,22 +89,9 @@ class PeradaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add perada's logger, progress bar and checkpoint where the recipe names none."""
         trainer = self._get(self.config_init, "trainer")
-        given = trainer.callbacks or []
-        given = given if isinstance(given, list) else [given]
-        check_precision(trainer.precision)
-        callbacks: list[pl.Callback] = []
-        if trainer.enable_progress_bar is not False and not any(isinstance(c, pl.callbacks.ProgressBar) for c in given):
-            callbacks.append(round_progress())
-        if not any(isinstance(c, ModelCheckpoint) for c in given):
-            if trainer.logger is False and trainer.enable_checkpointing is None:
-                kwargs["enable_checkpointing"] = False  # without a logger there is no run folder to write to
-            elif trainer.enable_checkpointing is not False:
-                callbacks.append(RoundCheckpoint())
+        chosen, callbacks = own_parts(vars(trainer), listed(trainer.callbacks))
         self.trainer_defaults = {"callbacks": callbacks}
-        if trainer.logger in (None, True):
-            kwargs["logger"] = CSVLogger(trainer.default_root_dir or ".")
-        kwargs["strategy"] = choose_strategy(trainer.strategy, trainer.devices, trainer.num_nodes)
-        made = super().instantiate_trainer(**kwargs)
+        made = super().instantiate_trainer(**kwargs | chosen)
         check_trainer(made)
         return made
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Lightning trainer with perada's defaults."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger
 
 from perada.lightning.checkpoint import RoundCheckpoint
@@ -23,16 +24,7 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     Raises:
         ValueError: If an option cannot be used.
     """
-    check_precision(options.get("precision"))
-    given = options.pop("callbacks", None) or []
-    callbacks = [loop, *(given if isinstance(given, list) else [given])]
-    own = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    if not own:
-        options.setdefault("enable_checkpointing", options.get("logger") is not False)
-        if options["enable_checkpointing"]:
-            callbacks.append(RoundCheckpoint())
-    if options.get("enable_progress_bar", True) and not any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks):
-        callbacks.append(round_progress())
+    given = listed(options.pop("callbacks", None))
     defaults: dict[str, Any] = {
         **device_defaults(),
         "max_epochs": rounds,
@@ -41,10 +33,38 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
         "log_every_n_steps": 1,
         "enable_model_summary": False,
     }
-    if options.get("logger", True) is True:
-        options["logger"] = CSVLogger(options.get("default_root_dir") or ".")
     options = defaults | options
-    options["strategy"] = choose_strategy(options.get("strategy"), options["devices"], options.get("num_nodes", 1))
-    trainer = pl.Trainer(callbacks=callbacks, **options)
+    chosen, added = own_parts(options, given)
+    trainer = pl.Trainer(callbacks=[loop, *given, *added], **options | chosen)
     check_trainer(trainer)
     return trainer
+
+
+def own_parts(options: Mapping[str, Any], callbacks: list[pl.Callback]) -> tuple[dict[str, Any], list[pl.Callback]]:
+    """What a trainer with these options and callbacks lacks: perada's logger and strategy, bar and checkpoint.
+
+    Returns:
+        Options over those given, and callbacks beside those given.
+
+    Raises:
+        ValueError: If the precision is none that rounds support.
+    """
+    check_precision(options.get("precision"))
+    chosen: dict[str, Any] = {}
+    added: list[pl.Callback] = []
+    if options.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+        added.append(round_progress())
+    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        if options.get("logger") is False and options.get("enable_checkpointing") is None:
+            chosen["enable_checkpointing"] = False  # without a logger there is no run folder to write to
+        elif options.get("enable_checkpointing") is not False:
+            added.append(RoundCheckpoint())
+    if options.get("logger") in (None, True):
+        chosen["logger"] = CSVLogger(options.get("default_root_dir") or ".")
+    chosen["strategy"] = choose_strategy(options.get("strategy"), options["devices"], options.get("num_nodes", 1))
+    return chosen, added
+
+
+def listed(callbacks: pl.Callback | list[pl.Callback] | None) -> list[pl.Callback]:
+    """Callbacks as Lightning takes them, none, one or several, as a list."""
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []

@@ -173,7 +173,7 @@ def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
     rows = tables(capsys.readouterr().out)
     ends = [row[-2:] for row in rows if row[0].isdigit()]
     assert ends == [[f"{server:.2f}", f"{release:.2f}"] for server, release in zip(SERVER, RELEASE, strict=True)]
-    program = importlib.import_module("perada.cli.exporting")
+    program = importlib.import_module("perada.cli.inference")
     opened = program.open_run
     monkeypatch.setattr(program, "open_run", lambda path: private(opened(path)))
     main(["export", "lightning_logs/version_0", "--output", "out"])

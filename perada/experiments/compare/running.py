@@ -26,23 +26,18 @@ class Stopwatch(pl.Callback):
     """Measures training, with the server's part and final fine-tuning, without set-up and validation."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since = 0.0
+        self.seconds = self._since = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start."""
-        self.seconds = 0.0
+        """Start, or go on."""
         self._since = time.perf_counter()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Pause."""
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop, or pause; the callbacks before this one have fine-tuned."""
         self.seconds += time.perf_counter() - self._since
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Resume."""
-        self._since = time.perf_counter()
-
-    on_train_end = on_validation_start  # the callbacks before this one have fine-tuned
+    on_validation_start = on_train_end
+    on_validation_end = on_train_start
 
 
 def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -> Result:
