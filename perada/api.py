@@ -23,7 +23,6 @@ from perada.lightning import FederatedLoop
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
-from perada.lightning.outcome import outcome
 from perada.lightning.plain import as_plain
 from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.trainer import make_trainer
@@ -200,7 +199,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
     with plain_data(path, trainer), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
-    return outcome(module, loop)
+    return loop.outcome(module)
 
 
 def _take_over(trainer: pl.Trainer, rounds: int, eval_every: int | None, others: dict[str, Any]) -> None:

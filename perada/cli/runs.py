@@ -22,7 +22,6 @@ from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.outcome import outcome
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import device_defaults
 from perada.lightning.trainer import listed, own_parts
@@ -152,7 +151,7 @@ class PeradaCLI(LightningCLI):
         """Print the table of clients."""
         if not self.trainer.is_global_zero:
             return
-        metrics, data = outcome(self.model, self.loop).metrics, self.datamodule
+        metrics, data = self.loop.outcome(self.model).metrics, self.datamodule
         if metrics["clients"]:
             print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names))
         for shown in shift_tables(metrics.get("shifts", {})):

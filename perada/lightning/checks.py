@@ -18,6 +18,7 @@ from perada.core.checks import check_choice, check_number, check_whole
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
+from perada.federation.federation import Federation
 from perada.federation.settings import Settings, check_rule
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
@@ -313,3 +314,30 @@ def check_fresh(
             f"this FederatedLoop belongs to another {'FederatedClassifier' if another else 'FederatedDataModule'}, "
             "with which it was used before; make a new one"
         )
+
+
+def check_alone(trainer: pl.Trainer, kind: type[pl.Callback]) -> None:
+    """Refuse, by a ValueError, a trainer with several callbacks of a kind."""
+    if sum(isinstance(callback, kind) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
+        raise ValueError(f"the Trainer has several {kind.__name__}s among its callbacks; give it one")
+
+
+def check_not_evaluated(module: FederatedClassifier, resumed: bool) -> None:
+    """Refuse, by a ValueError, to begin again with a module that a checkpoint was loaded into for an evaluation."""
+    if module.federation is not None and module.federation.rounds_done and not resumed:
+        raise ValueError(
+            f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
+            "evaluated, and fit would begin again at the first; give the checkpoint to fit too (ckpt_path), or "
+            "make new objects"
+        )
+
+
+def check_next(round: int, federation: Federation, data: FederatedDataModule) -> None:
+    """Refuse, by a ValueError, a round that does not follow the last, or data that a private run did not plan."""
+    if round != federation.rounds_done:
+        raise ValueError(
+            f"round {round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
+            "epochs of something else; make a new Trainer"
+        )
+    if federation.protection.images is not None:
+        federation.protection.images.account.check_data(data.train_sizes, data.batch_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from perada.algorithms import Algorithm, PerAda, ensemble_of
+from perada.algorithms import Algorithm, PerAda
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
@@ -16,26 +16,19 @@ from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
 from perada.lightning.after_rounds import finish, personalize
-from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_saved, described, resume
-from perada.lightning.checkpoint_io import write_whole
+from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_saved, described, grown, resume
 from perada.lightning.checks import (
-    check_batch_norm,
-    check_distillation,
+    check_alone,
     check_fresh,
-    check_images,
+    check_next,
+    check_not_evaluated,
     check_robust,
     check_rounds,
-    check_trainer,
     check_weighting,
-    keep_clients_apart,
-    try_own,
-    use_features,
     with_diagnostics,
 )
-from perada.lightning.growth import grown
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
-from perada.lightning.results import Measured, class_counts
+from perada.lightning.results import Measured, class_counts, metrics_of, run_info
 from perada.lightning.run_folder import (
     journal_rounds_to_come,
     journals_of,
@@ -44,7 +37,7 @@ from perada.lightning.run_folder import (
     storage,
     write_description,
 )
-from perada.lightning.run_info import run_info
+from perada.lightning.setup import set_up_rounds, set_up_trainer
 from perada.lightning.shift_scores import restore_shifts, score_shifts
 from perada.lightning.steps import (
     Failures,
@@ -57,11 +50,13 @@ from perada.lightning.steps import (
     progress,
     warn_report,
 )
-from perada.lightning.strategies import check_alike, options_here, share_work
+from perada.lightning.strategies import check_alike, options_here
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
 from perada.results.checkpoints import CHECKPOINT_KEY, contents, find_clients, restoring
+from perada.results.restore import states_of
+from perada.results.run import Run
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 
@@ -162,44 +157,12 @@ class FederatedLoop(pl.Callback):
         """Check that model, data and algorithm fit one another, and build the model."""
         data, module = parts(trainer, pl_module)
         check_fresh(stage == "fit" and self._began, (self._module, self._data), (module, data))
-        if sum(isinstance(callback, FederatedLoop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
-            raise ValueError("the Trainer has several FederatedLoops among its callbacks; give it one")
-        check_trainer(trainer)
-        write_whole(trainer)
-        if trainer.world_size > 1:
-            share_work(trainer)
+        check_alone(trainer, FederatedLoop)
+        set_up_trainer(trainer)
         self.num_clients = data.num_clients
         module.build(data.num_classes, data.multilabel, self.seed)
-        self.settings = settings = with_diagnostics(self._settings(trainer, module), self.diagnostics, data)
-        self.algorithm.check(module.slot, data.num_clients)
-        self.server_rule.check(
-            max(1, (self.clients_per_round or data.num_clients) // ensemble_of(self.algorithm).modes)
-        )
-        try_own(settings, data, module)
-        fresh = self.protection is None or stage == "fit"  # an evaluation before may have planned other rounds
-        if fresh:
-            check_private(settings, trainer, data, module)
-            rounds = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-            with trainer.precision_plugin.forward_context():
-                self.protection = protect(settings, rounds, data, module)
-        self._configure(data, module)
-        batch = data.trial_batch(trial_clients(settings, data.num_clients))
-        check_images(batch.x, data, module)
-        if self.privacy is None and self.client_privacy is None:  # else a network that mixes images is refused
-            keep_clients_apart(module, batch.x)
-        if stage == "fit":
-            with trainer.precision_plugin.forward_context():
-                check_network(settings, trainer, module, batch)
-        features = use_features(batch.x[0, 0], trainer, data, module)
-        if fresh and self.privacy is not None and (features or stage != "fit"):  # images were tried above
-            with trainer.precision_plugin.forward_context():
-                try_gradients(self.privacy, module, batch, features)
-        check_distillation(settings, data)
-        check_batch_norm(data, module, self.distillation if self.algorithm.distills else None)
-        if stage == "fit":
-            if not data.val_dataloader():
-                trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
-            trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
+        self.settings = with_diagnostics(self._settings(trainer, module), self.diagnostics, data)
+        self.protection = set_up_rounds(self.settings, trainer, data, module, stage, self.protection)
 
     def _settings(self, trainer: pl.Trainer, module: FederatedClassifier) -> Settings:
         """How the rounds go, made once for all that need to know."""
@@ -220,60 +183,43 @@ class FederatedLoop(pl.Callback):
             self.refuse_far,
         )
 
-    def _configure(self, data: FederatedDataModule, module: FederatedClassifier) -> None:
-        """Tell the data how rounds go: batches and clients are drawn otherwise where training is private."""
-        assert module.adapted is not None and self.protection is not None
-        images = self.protection.images
-        data.use_features(None)
-        data.configure_rounds(
-            seed=self.seed,
-            clients_per_round=self.clients_per_round,
-            phases=self.phases,
-            image=module.adapted.backbone.image,
-            private=None if images is None else images.sampling(),
-            eligible=self.protection.affordable if self.protection.limited else None,
-        )
-
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
         data, module = parts(trainer, pl_module)
         fits = trainer.state.fn == "fit" and not self._began
         if fits:
-            if module.federation is not None and module.federation.rounds_done and self._loaded is None:
-                raise ValueError(
-                    f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
-                    "evaluated, and fit would begin again at the first; give the checkpoint to fit too (ckpt_path), or "
-                    "make new objects"
-                )
+            check_not_evaluated(module, self._loaded is not None)
             module.federation, self.history = None, []
         if module.federation is None:
-            assert self.settings is not None
-            ranks = Distributed() if trainer.world_size > 1 else Ranks()
-            done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-            check_alike(ranks, belonging(self.settings, data, module, self.test_mode))
-            check_alike(ranks, options_here(self.settings, trainer, data, module, done))
-            module.federation = Federation(
-                module.engine,
-                module.slot,
-                module.initial_state,
-                self.settings,
-                self.num_clients,
-                ranks,
-                self.protection,
-            )
+            module.federation = self._federation(trainer, data, module)
             self._module, self._data = module, data
         if self._loaded is not None:
-            restoring()(module.federation.load_state_dict)(self._loaded["federation"])
-            self.history, self._step = self._loaded["history"], self._loaded["step"]
-            self._failures = Failures(self.max_failures, self.history)
-            module.scores, module.per_client = self._loaded["scores"], self._loaded["per_client"]
-            module.details = self.measured.load_state_dict(self._loaded.get("measured", {}))
-            module.per_class = self._loaded.get("per_class", {})
-            restore_shifts(data, module, self._loaded.get("shifted", {}))
+            self._restore(data, module, self._loaded)
             self._loaded = None
         if fits:
             self._began = True
             keep_journal(trainer, module.federation, self._journals)
+
+    def _federation(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> Federation:
+        """The states of server and clients, all initial, after checking that all processes train the same."""
+        settings, clients = self.settings, self.num_clients
+        assert settings is not None
+        ranks = Distributed() if trainer.world_size > 1 else Ranks()
+        done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
+        check_alike(ranks, belonging(settings, data, module, self.test_mode))
+        check_alike(ranks, options_here(settings, trainer, data, module, done))
+        initial = module.initial_state
+        return Federation(module.engine, module.slot, initial, settings, clients, ranks, self.protection)
+
+    def _restore(self, data: FederatedDataModule, module: FederatedClassifier, saved: dict[str, Any]) -> None:
+        """Continue where a checkpoint ended."""
+        restoring()(federation_of(module).load_state_dict)(saved["federation"])
+        self.history, self._step = saved["history"], saved["step"]
+        self._failures = Failures(self.max_failures, self.history)
+        module.scores, module.per_client = saved["scores"], saved["per_client"]
+        module.per_class = saved["per_class"]
+        module.details = self.measured.load_state_dict(saved["measured"])
+        restore_shifts(data, module, saved["shifted"])
 
     on_validation_start = _begin
     on_test_start = _begin
@@ -303,15 +249,8 @@ class FederatedLoop(pl.Callback):
         data, module = parts(trainer, pl_module)
         module.shifted = {}  # of the states that now change
         shares, federation = data.shares(trainer.current_epoch), federation_of(module)
-        round = shares.plan.round
-        if round != federation.rounds_done:
-            raise ValueError(
-                f"round {round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
-                "epochs of something else; make a new Trainer"
-            )
-        if federation.protection.images is not None:
-            federation.protection.images.account.check_data(data.train_sizes, data.batch_size)
-        factor = module.rate_factor(round, trainer.max_epochs or 0)
+        check_next(shares.plan.round, federation, data)
+        factor = module.rate_factor(shares.plan.round, trainer.max_epochs or 0)
         with trainer.precision_plugin.forward_context():
             federation.open(shares, factor, partial(compared, trainer, data, module))
 
@@ -319,9 +258,11 @@ class FederatedLoop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
     ) -> None:
         """Close the round after its last local step."""
-        if not trainer.is_last_batch:
-            return
-        data, module = parts(trainer, pl_module)
+        if trainer.is_last_batch:
+            self._close(trainer, *parts(trainer, pl_module))
+
+    def _close(self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> None:
+        """Close the round, take note of it, and see whether another can follow."""
         federation, plan = federation_of(module), data.plan(trainer.current_epoch)
         with trainer.precision_plugin.forward_context():
             report = federation.close(data, lambda steps: progress(trainer, steps, f"Distil {plan.round}"))
@@ -362,6 +303,14 @@ class FederatedLoop(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""
         federation_of(parts(trainer, pl_module)[1]).collect()
+
+    def outcome(self, module: FederatedClassifier) -> Run:
+        """The run that a fit with this loop made: the models of clients and server, and what was measured."""
+        assert module.adapted is not None
+        data, seed = parts(module.trainer, module)[0], None if self.test_mode else self.seed
+        metrics = metrics_of(module, data, self.history, self.measured)
+        states = states_of(federation_of(module))
+        return Run(module.adapted, *states, self.num_clients, metrics, run_info(module, data, self.algorithm, seed))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -17,7 +17,6 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.newcomer import newcomer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.outcome import outcome
 from perada.lightning.progress import RoundProgressBar
 from perada.lightning.results import class_counts
 from perada.lightning.strategies import device_defaults
@@ -140,7 +139,7 @@ def personalize(
         trainer.validate(module, datamodule=served, verbose=False)
         before = _score(module.per_client)
     trainer.fit(module, datamodule=served)
-    found = outcome(module, loop)
+    found = loop.outcome(module)
     joined = Joined(
         name,
         found.state("personal", 0),

@@ -92,6 +92,6 @@ def test_an_error_of_the_program_is_none_of_the_recipe(monkeypatch):
     def broken(*_):
         raise KeyError("mistake")
 
-    monkeypatch.setattr("perada.lightning.federated_loop.check_images", broken)
+    monkeypatch.setattr("perada.lightning.setup.check_images", broken)
     with pytest.raises(KeyError, match="mistake"):
         main(["check", "tiny.yaml"])

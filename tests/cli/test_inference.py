@@ -204,7 +204,8 @@ def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_
         open_run(folder)
 
 
-def test_what_a_run_lacks_is_said(tmp_path):
+def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     _, folder = made_in_python(tmp_path, rounds=1)
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     image = ["--images", str(tmp_path / "a.png")]

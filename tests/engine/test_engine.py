@@ -15,7 +15,6 @@ from perada.api import make_trainer
 from perada.core.seeding import generator
 from perada.core.states import get_state, parameter_keys, stack, train_mode
 from perada.engine import Engine
-from perada.lightning.outcome import outcome
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation
 
@@ -231,7 +230,7 @@ def test_chunks_of_clients_change_nothing(chunk):
             enable_progress_bar=False,
         )
         trainer.fit(module, datamodule=perada.FederatedDataModule(data, batch_size=4))
-        return outcome(module, loop)
+        return loop.outcome(module)
 
     for one, other in zip(roles(run(None)), roles(run(chunk)), strict=True):
         for key in one:

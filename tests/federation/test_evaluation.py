@@ -15,7 +15,6 @@ from perada.federation.evaluation import Evaluation, sample_clients
 from perada.federation.logits import own_logits
 from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
-from perada.lightning.outcome import outcome
 
 
 def unequal(tiny):
@@ -32,7 +31,7 @@ def fitted(tiny, algorithm="ditto", classifier=None, **options):
     module = perada.FederatedClassifier(tiny.net(), "full", lr_personal=0.5, lr_local=0.5, **(classifier or {}))
     trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
     trainer.fit(module, datamodule=perada.FederatedDataModule(unequal(tiny), **({"eval_batch_size": 7} | options)))
-    return trainer, module, outcome(module, loop)
+    return trainer, module, loop.outcome(module)
 
 
 def images(tiny):

@@ -21,7 +21,6 @@ import perada
 from perada.algorithms import make_algorithm
 from perada.api import make_trainer
 from perada.lightning import FederatedLoop, RoundProgressBar
-from perada.lightning.outcome import outcome
 from perada.server import Distillation
 
 
@@ -70,7 +69,7 @@ def build(tiny, root, algorithm="perada", rounds=4, callbacks=(), eval_every=1, 
 def fit(*args, ckpt_path=None, **kwargs):
     trainer, module, data, loop = build(*args, **kwargs)
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    return outcome(module, loop)
+    return loop.outcome(module)
 
 
 def run_folder(root, version=0):
@@ -271,7 +270,7 @@ def test_early_stopping_still_fine_tunes_scores_and_saves(tiny, tmp_path):
     assert rows(run_folder(tmp_path))[0]["personal/local_test"] == pytest.approx(sum(expected) / 5)
     trainer, module, data, loop = build(tiny, tmp_path, algorithm="fedavg_ft", callbacks=[stop], logger=False)
     trainer.validate(module, data, ckpt_path=run_folder(tmp_path) / "checkpoints" / "last.ckpt", verbose=False)
-    assert_bit_equal(outcome(module, loop), run)
+    assert_bit_equal(loop.outcome(module), run)
 
 
 def test_rounds_between_evaluations_and_one_at_the_end(tiny, tmp_path):
@@ -294,11 +293,11 @@ def test_a_round_stopped_in_the_middle_counts_as_not_begun(tiny, tmp_path):
 
     trainer, module, data, loop = build(tiny, tmp_path, callbacks=[Stop()])
     trainer.fit(module, data)
-    stopped = outcome(module, loop)
+    stopped = loop.outcome(module)
     trainer, module, data, loop = build(tiny, tmp_path, callbacks=[Killer(1)])
     with pytest.raises(RuntimeError, match="killed"):
         trainer.fit(module, data)
-    assert_bit_equal(stopped, outcome(module, loop))
+    assert_bit_equal(stopped, loop.outcome(module))
     saved = run_folder(tmp_path) / "checkpoints" / "last.ckpt"
     assert_bit_equal(fit(tiny, tmp_path, ckpt_path=str(saved)), fit(tiny, tmp_path / "whole"))
 
@@ -387,16 +386,16 @@ def test_validate_before_fit_scores_the_initial_model(tiny, tmp_path):
     everything = torch.utils.data.TensorDataset(x, y)
     assert scores["global/global_test"] == pytest.approx(accuracy(tiny.net().eval(), everything))
     trainer.fit(module, data)
-    assert_bit_equal(outcome(module, loop), fit(tiny, tmp_path / "alone", rounds=2))
+    assert_bit_equal(loop.outcome(module), fit(tiny, tmp_path / "alone", rounds=2))
     (tested,) = trainer.test(module, data, verbose=False)
-    assert tested["global/global_test"] == pytest.approx(accuracy(outcome(module, loop).global_model(), everything))
+    assert tested["global/global_test"] == pytest.approx(accuracy(loop.outcome(module).global_model(), everything))
 
 
 def test_predict_returns_the_owners_logits(tiny, tmp_path):
     trainer, module, data, loop = build(tiny, tmp_path, rounds=1)
     trainer.fit(module, data)
     batches = trainer.predict(module, data)
-    run = outcome(module, loop)
+    run = loop.outcome(module)
     owner, personal = (torch.cat([batch[name] for batch in batches]) for name in ("owner", "personal"))
     assert owner.tolist() == [client for client in range(5) for _ in range(6)]
     for client, part in enumerate(tiny.data().test):

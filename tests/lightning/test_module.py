@@ -17,7 +17,6 @@ from perada.api import make_trainer
 from perada.core.states import get_state
 from perada.lightning import FederatedLoop
 from perada.lightning import module as lightning_module
-from perada.lightning.outcome import outcome
 from perada.models.adapted import make_slot
 
 
@@ -69,7 +68,7 @@ def test_schedule_reaches_the_clients(tiny):
         module = FederatedClassifier(tiny.net(), "full", lr_schedule="exponential", lr_gamma=0.0, lr_every=1)
         trainer = make_trainer(loop, rounds, accelerator="cpu", enable_progress_bar=False, logger=False)
         trainer.fit(module, FederatedDataModule(tiny.data()))
-        return outcome(module, loop).state("personal", 3)
+        return loop.outcome(module).state("personal", 3)
 
     start, one, two = (personal(rounds) for rounds in range(3))
     assert not torch.equal(start["7.weight"], one["7.weight"])
@@ -140,7 +139,7 @@ def test_scores_are_those_of_every_model_alone(tiny, metric, several):
     module = FederatedClassifier(tiny.net(), "full", lr_personal=0.3, metric=metric)
     trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
     trainer.fit(module, datamodule=FederatedDataModule(data, eval_batch_size=7))
-    run = outcome(module, loop)
+    run = loop.outcome(module)
 
     def score(model, parts):
         x, y = (torch.cat([part.tensors[i] for part in parts]) for i in (0, 1))

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import PerAda
 from perada.lightning import FederatedLoop
-from perada.lightning.outcome import outcome
 from perada.privacy import Privacy, history_epsilon
 
 PIXELS, CLASSES, SIGMA = 16, 3, 1000.0
@@ -55,14 +54,14 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
     one, network, served = loop(privacy), module(), data()
     first = trainer(one)
     first.fit(network, served)
-    before = outcome(network, one)
+    before = one.outcome(network)
     state, metrics = before.state("global"), copy.deepcopy(before.metrics)
     for other in (first, trainer(one), trainer(one, 5)):
         refused(AGAIN, lambda other=other: other.fit(network, served))
         refused(AGAIN, lambda other=other: other.fit(network, data()))
     first.fit_loop.max_epochs = 3
     refused(AGAIN, lambda: first.fit(network, served))
-    after = outcome(network, one)
+    after = one.outcome(network)
     assert after.metrics == metrics
     assert all(torch.equal(after.state("global")[key], state[key]) for key in state)
 
@@ -143,7 +142,7 @@ def test_an_evaluation_before_the_fit_does_not_fix_its_plan(privacy):
         if before:
             trainer(one, before).validate(network, served, verbose=False)
         trainer(one, 3).fit(network, served)
-        record = outcome(network, one).info["privacy"]["sample"]
+        record = one.outcome(network).info["privacy"]["sample"]
         (sigma, *_), (spent, *_) = record["noise_multipliers"], record["release"]
         assert spent == pytest.approx(history_epsilon({(sigma, 0.5): 2 * 2 * 3}, 1e-3), rel=1e-9)
         assert expected in (None, (sigma, spent))
@@ -164,7 +163,7 @@ def test_what_was_loaded_for_an_evaluation_is_not_trained_from_the_first_round(t
     assert [record["round"] for record in other.history] == [0, 1, 2]
     again, its_own, theirs = loop(), module(), data()
     trainer(again, 3).fit(its_own, theirs, ckpt_path=saved)
-    (one,), (two,) = (outcome(*pair).state("global").values() for pair in ((own, other), (its_own, again)))
+    (one,), (two,) = (made.outcome(net).state("global").values() for net, made in ((own, other), (its_own, again)))
     assert torch.equal(one, two)
 
 
