@@ -2,7 +2,7 @@
 """What came out, as Markdown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -122,52 +122,64 @@ def grid_table(records: Records) -> str:
     """The scores of the grid, one row for each label, or for each trial of a range, in the order in which they ran."""
     every = [record for record in records if record["stage"] == "tune"]
     drawn = [record for record in every if any(word.startswith("--trials=") for word in record["variant"])]
-    tables = [_trial_table(drawn)] if drawn else []
     listed = [record for record in every if record not in drawn]
-    return _plain("\n\n".join([*([_value_table(listed)] if listed else []), *tables, _note(every), *_failures(every)]))
+    tables = [make(own) for make, own in ((_value_table, listed), (_trial_table, drawn)) if own]
+    return _plain("\n\n".join([*tables, _note(every), *_failures(every)]))
 
 
 def _trial_table(tried: Records) -> str:
-    names = list(dict.fromkeys(name for record in tried for name in record["point"]))
+    names = _tuned(tried)
     rows = []
-    for group in dict.fromkeys(map(_untuned, tried)):
-        own = [record for record in tried if _untuned(record) == group]
+    for (label, _), own in _rows(tried).items():
         best = choose([(record["point"], record) for record in own])
         for record in own:
             chosen = "chosen" if best and record["point"] == best[0] else ""
-            rows.append([group[0], *(record["point"].get(name, "") for name in names), _score(record), chosen])
+            rows.append([label, *(record["point"].get(name, "") for name in names), _score(record), chosen])
     return table(["", *names, "score", ""], rows)
 
 
-def _note(tried: Records) -> str:
-    names = list(dict.fromkeys(name for record in tried for name in record["point"]))
-    by = dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY))
-    lower = all(name.startswith("-") for name in by)
-    parts = [name.removeprefix("-" * lower) for name in by]
-    what = f"mean of {' and '.join(parts)}" if len(parts) > 1 else parts[0]
-    best = "; the lowest is chosen" * lower
-    return f"Scores of {' and '.join(names)} in %: {what} on held-out validation images{best}."
-
-
 def _value_table(tried: Records) -> str:
-    names = list(dict.fromkeys(name for record in tried for name in record["point"]))
+    names = _tuned(tried)
     points = list(dict.fromkeys(tuple(record["point"].get(name, "") for name in names) for record in tried))
     everywhere = all({*record["point"]} == {*names} for record in tried)
     heads = [
         ", ".join(point) if everywhere else named({n: v for n, v in zip(names, point, strict=True) if v})[2:]
         for point in points
     ]
+    groups = _rows(tried)
+    labels = [label for label, _ in groups]
     rows = []
-    groups = list(dict.fromkeys(map(_untuned, tried)))
-    for label, options in groups:
-        several = [name for name, _ in groups].count(label) > 1
-        own = [record for record in tried if _untuned(record) == (label, options)]
+    for (label, options), own in groups.items():
         best = choose([(record["point"], record) for record in own])
-        found = {tuple(record["point"].get(name, "") for name in names): record for record in own}
-        cells = [_score(found[point]) if point in found else "" for point in points]
-        row = " ".join([label, *options]) if several else label
-        rows.append([row, *cells, ", ".join(best[0].values()) if best else "–"])
+        found = {tuple(record["point"].get(name, "") for name in names): _score(record) for record in own}
+        row = " ".join([label, *options]) if labels.count(label) > 1 else label
+        chosen = ", ".join(best[0].values()) if best else "–"
+        rows.append([row, *(found.get(point, "") for point in points), chosen])
     return table(["", *heads, "chosen"], rows)
+
+
+def _tuned(tried: Records) -> list[str]:
+    """The names of what was tuned."""
+    return list(dict.fromkeys(name for record in tried for name in record["point"]))
+
+
+def _rows(tried: Records) -> dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]]:
+    """Records by label and options, but for the grid's own: a grid may be extended by a later command."""
+    own = ("--tune=", "--choose_by=", "--trials=", "--sampler=")
+    rows: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
+    for record in tried:
+        options = tuple(word for word in record["variant"] if not word.startswith(own))
+        rows.setdefault((record["label"], options), []).append(record)
+    return rows
+
+
+def _note(tried: Records) -> str:
+    by = dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY))
+    lower = all(name.startswith("-") for name in by)
+    parts = [name.removeprefix("-" * lower) for name in by]
+    what = f"mean of {' and '.join(parts)}" if len(parts) > 1 else parts[0]
+    best = "; the lowest is chosen" * lower
+    return f"Scores of {' and '.join(_tuned(tried))} in %: {what} on held-out validation images{best}."
 
 
 def curve_tables(records: Records) -> str:
@@ -188,15 +200,6 @@ def curve_tables(records: Records) -> str:
     return _plain("\n\n".join(parts))
 
 
-def _untuned(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Label and options, but for the grid's own: a grid may be extended by a later command."""
-    return record["label"], tuple(
-        word
-        for word in record["variant"]
-        if not word.startswith(("--tune=", "--choose_by=", "--trials=", "--sampler="))
-    )
-
-
 def _score(record: dict[str, Any]) -> str:
     value = score(record)
     if value is None:
@@ -215,25 +218,24 @@ def _failures(records: Records) -> list[str]:
 
 
 def _over_seeds(runs: Records, name: str) -> str:
-    values = [run[name] for run in runs if run.get(name) is not None]
-    if not values:
-        return "–"
-    text = percent
+    text: Callable[[float], str] = percent
     if name == ENTROPY or name.startswith(DIAGNOSED):
         text = ("{:.2f}" if name == ENTROPY else "{:.4g}").format
-    return text(fmean(values)) + (f" ± {text(stdev(values))}" if len(values) > 1 else "")
+    return _mean([run[name] for run in runs if run.get(name) is not None], text)
 
 
 def _epsilon(runs: Records, name: str) -> str:
     """Largest ε over seeds of what is the largest over clients; mean over seeds of what is their mean."""
     values = [float(run[name]) for run in runs if name in run]
+    return epsilon_text(max(values)) if values and name.endswith("_max") else _mean(values, epsilon_text)
+
+
+def _mean(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """The mean, with the standard deviation where there are several; a dash where there is none."""
     if not values:
         return "–"
-    if name.endswith("_max"):
-        return epsilon_text(max(values))
-    if not all(map(math.isfinite, values)) or len(values) == 1:
-        return epsilon_text(fmean(values))
-    return f"{epsilon_text(fmean(values))} ± {epsilon_text(stdev(values))}"
+    spread = f" ± {text(stdev(values))}" if len(values) > 1 and all(map(math.isfinite, values)) else ""
+    return text(fmean(values)) + spread
 
 
 def _costs(runs: Records) -> list[str]:
@@ -244,5 +246,4 @@ def _costs(runs: Records) -> list[str]:
     return [_count(last["params/trained"]), _count(last["params/sent"]), f"{last['mb_sent']:.2f}", f"{seconds:.1f}"]
 
 
-def _count(number: float) -> str:
-    return f"{number:,.0f}"
+_count = "{:,.0f}".format
