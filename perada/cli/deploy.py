@@ -13,18 +13,16 @@ from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.site_check import shown_memory, shown_privacy, try_step
 from perada.core.states import State, megabytes, unstack
 from perada.core.text import printable
-from perada.deploy import records
-from perada.deploy.asking import Terms
-from perada.deploy.client import Client
-from perada.deploy.coordinator import Coordinator
 from perada.deploy.flower.socket import Listener, from_supervisor, supervised
-from perada.deploy.local import LocalTransport
+from perada.deploy.protocol import LocalTransport, Transport
 from perada.deploy.recipe import Recipe
-from perada.deploy.sides import remember, sides_of
-from perada.deploy.site_file import Approved, SiteFile, read_site
-from perada.deploy.state import STATE, Book, read_state
-from perada.deploy.transport import Transport
-from perada.deploy.worker import SiteWorker
+from perada.deploy.server.coordinator import Coordinator
+from perada.deploy.server.progress import Progress, Terms, read_progress
+from perada.deploy.site.client import Client
+from perada.deploy.site.file import Approved, SiteFile, read_site
+from perada.deploy.site.split import image_split, remember
+from perada.deploy.site.state import STATE, Book, read_state
+from perada.deploy.site.worker import SiteWorker
 from perada.privacy.ledgers import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
@@ -52,7 +50,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     for path, approved in given.recipes.items():
         client = Client(site_recipe(path, given), given.limits)
         tried = try_step(client)
-        data, sides = client.data, sides_of(client.data)
+        data, sides = client.data, image_split(client.data)
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
         here = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
         if approved.digest not in ("", here.digest):
@@ -140,7 +138,7 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
                 f"{without}."
             )
         return
-    progress, _ = records.read(where)
+    progress, _ = read_progress(where)
     head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
     print(f"{head}\n\n{shown_rounds(progress)}\n\n{_sites(progress)}")
 
@@ -161,7 +159,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         served = server_recipe(given.recipe)
         recipe, names = served.recipe, served.classes
         recipe.build(served.num_classes, served.multilabel)
-        state = records.read(given.where)[1]["global"]
+        state = read_progress(given.where)[1]["global"]
         models = {"global": unstack(state) if _many(recipe) else [state]}
     assert recipe.module.adapted is not None
     written = []
@@ -195,7 +193,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
         clients[approved.digest] = client
     log, book = logging.getLogger(f"perada.site.{given.name}"), Book(given.state)
     for client in clients.values():
-        if sides := sides_of(client.data):
+        if sides := image_split(client.data):
             if sides.changed:
                 log.warning("the site's images: %s", sides.changed)
             remember(given.state, sides)
@@ -245,7 +243,7 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     return client.recipe, models | ({} if personal is None else {"personal": unstack(personal)})
 
 
-def shown_rounds(progress: records.Progress) -> str:
+def shown_rounds(progress: Progress) -> str:
     """The rounds of a deployed run as a table."""
     rows, outside = [], any(record.outside for record in progress.records)
     for record, row in zip(progress.records, progress.history, strict=True):
@@ -267,7 +265,7 @@ def shown_rounds(progress: records.Progress) -> str:
     return table(columns, rows)
 
 
-def _sites(progress: records.Progress) -> str:
+def _sites(progress: Progress) -> str:
     """The roster as a table."""
     rows = [
         [

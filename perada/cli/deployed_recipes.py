@@ -21,8 +21,8 @@ from perada.data import FederatedDataModule
 from perada.data.one_client import only
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe
-from perada.deploy.sides import remembered
-from perada.deploy.site_file import SiteFile
+from perada.deploy.site.file import SiteFile
+from perada.deploy.site.split import remembered
 
 OF_ALL: tuple[str, ...] = (
     "public",

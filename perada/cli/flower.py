@@ -15,7 +15,7 @@ from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.flower.server_app import RunOptions
-from perada.deploy.transport import Transport
+from perada.deploy.protocol import Transport
 
 
 def init(parser: ArgumentParser, words: list[str]) -> None:

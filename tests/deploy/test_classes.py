@@ -9,9 +9,9 @@ import yaml
 from PIL import Image
 
 from perada.cli.deployed_recipes import _words, server_recipe, site_recipe
-from perada.deploy.client import Client
 from perada.deploy.recipe import labels_digest
-from perada.deploy.site_file import read_site
+from perada.deploy.site.client import Client
+from perada.deploy.site.file import read_site
 
 from .parties import Parties
 from .test_hostile_sites import Lying, says

@@ -17,8 +17,8 @@ from perada.cli import demo as module
 from perada.cli import main
 from perada.cli.demo import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
 from perada.cli.flower import recipe_digest
-from perada.deploy import records
-from perada.deploy.state import STATE, Book, read_state
+from perada.deploy.server import progress as records
+from perada.deploy.site.state import STATE, Book, read_state
 
 from .parties import Supervisor
 
@@ -59,7 +59,7 @@ class Killed(Demo):
         self.processes["worker-beta"].send_signal(signal.SIGCONT)
 
     def closed(self):
-        return records.read(self.folder / "server")[0].done
+        return records.read_progress(self.folder / "server")[0].done
 
 
 def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
         demo.command(resume=True)
         assert demo.processes["run"].wait(600) == 0, demo.log("run").read_text()[-2000:]
 
-        over, states = records.read(demo.folder / "server")
+        over, states = records.read_progress(demo.folder / "server")
         sites = {site: demo.state(site) for site in SITES}
         for site in SITES:
             demo.kill(f"worker-{site}")
@@ -133,7 +133,7 @@ def in_peace(folder):
     digest = recipe_digest(str(recipe))
     files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
     main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
-    return records.read(folder / "local")
+    return records.read_progress(folder / "local")
 
 
 def same(found, expected):

@@ -14,10 +14,10 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada
 from perada.cli import main
 from perada.cli.demo import ENVIRONMENT, SITES, Demo, demo_recipe, run_demo, site_file
 from perada.cli.flower import recipe_digest
-from perada.deploy import records
 from perada.deploy.flower.loopback import LINK
 from perada.deploy.flower.running import program
-from perada.deploy.state import STATE, read_state
+from perada.deploy.server import progress as records
+from perada.deploy.site.state import STATE, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def local(folder, rounds):
     digest = recipe_digest(str(recipe))
     files = [str(site_file(folder, place, recipe, digest)) for place in range(len(SITES))]
     main(["deploy", "run", str(recipe), "--folder", str(folder / "local"), "--min-sites", "3", "--local", *files])
-    return records.read(folder / "local")
+    return records.read_progress(folder / "local")
 
 
 def same(found, expected):
@@ -46,7 +46,7 @@ def test_over_flower_or_in_one_process(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "is finished:completed" in said
     assert "3 of 3 sites replied" in said
-    (over, states), (here, expected) = records.read(tmp_path / "flower"), local(tmp_path, 1)
+    (over, states), (here, expected) = records.read_progress(tmp_path / "flower"), local(tmp_path, 1)
     assert [member.name for member in over.roster] == [member.name for member in here.roster] == list(SITES)
     same(states["global"], expected["global"])
     assert untimed(over) == untimed(here)
@@ -70,7 +70,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
         demo.processes["run"].wait(180)
         demo.start("run", [*words, f"{config} resume=true"])
         demo.wait_for(lambda: "| 1     |" in demo.log("run").read_text(), "run", "the table of rounds", 300)
-        over, states = records.read(demo.folder / "server")
+        over, states = records.read_progress(demo.folder / "server")
         sites = [read_state(demo.folder / f"state-{site}" / STATE)[0] for site in SITES]
     expected = local(here, 2)
     same(states["global"], expected[1]["global"])

@@ -17,7 +17,7 @@ import pytest
 
 from perada.deploy.flower import socket as module
 from perada.deploy.flower.socket import CODES, LONGEST_NAME, STALLED, Listener, ask, from_supervisor
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure
 
 
 @pytest.fixture

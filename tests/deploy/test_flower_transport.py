@@ -22,7 +22,7 @@ from perada.deploy.flower.client_app import client_app
 from perada.deploy.flower.messages import packed, unpacked
 from perada.deploy.flower.socket import CODES
 from perada.deploy.flower.transport import FlowerTransport
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,9 @@ import random
 import pytest
 from safetensors.torch import load
 
-from perada.deploy.asking import ask
-from perada.deploy.codec import digest, header_of, pack, spec_of
-from perada.deploy.messages import Answer
-from perada.deploy.records import Record
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Answer, Failure, digest, header_of, pack, spec_of
+from perada.deploy.server.progress import Record
+from perada.deploy.server.rounds import ask
 from perada.federation.cohort import Cohort
 
 from .parties import Parties

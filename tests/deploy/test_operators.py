@@ -8,12 +8,10 @@ from safetensors.torch import load_file
 
 from perada.cli.deploy import shown_rounds
 from perada.cli.main import main
-from perada.deploy.codec import header_of
-from perada.deploy.local import LocalTransport
-from perada.deploy.records import Progress
-from perada.deploy.site_file import Limits, read_site
-from perada.deploy.state import read_state
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure, LocalTransport, header_of
+from perada.deploy.server.progress import Progress
+from perada.deploy.site.file import Limits, read_site
+from perada.deploy.site.state import read_state
 
 from .parties import Parties
 from .test_rounds import Troubled

@@ -8,13 +8,10 @@ import shutil
 import pytest
 import torch
 
-from perada.deploy import records
-from perada.deploy.asking import Terms
-from perada.deploy.codec import digest, header_of, pack, spec_of, unpack
-from perada.deploy.local import LocalTransport
-from perada.deploy.messages import Answer
-from perada.deploy.site_file import Limits
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Answer, Failure, LocalTransport, digest, header_of, pack, spec_of, unpack
+from perada.deploy.server import progress as records
+from perada.deploy.server.progress import Terms
+from perada.deploy.site.file import Limits
 from perada.privacy import ClientPrivacy
 from perada.server.rules import Median
 

@@ -14,7 +14,7 @@ from perada.cli.deployed_recipes import site_recipe
 from perada.cli.main import main
 from perada.data import ByDomain, FederatedDataModule, Images
 from perada.data.partitions.holdout import hold_out
-from perada.deploy.site_file import read_site
+from perada.deploy.site.file import read_site
 
 from .test_classes import naming
 

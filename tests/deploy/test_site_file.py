@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from perada.cli.main import main
-from perada.deploy.site_file import Limits, read_site
-from perada.deploy.state import read_state
+from perada.deploy.site.file import Limits, read_site
+from perada.deploy.site.state import read_state
 
 RECIPE = {
     "trainer": {"max_epochs": 1, "accelerator": "cpu"},
@@ -88,9 +88,9 @@ def test_an_entry_that_cannot_be_used_is_named(entries, message, tmp_path):
 def test_reading_it_needs_no_torch(tmp_path):
     path = write(tmp_path, "a")
     program = (
-        "import sys; from pathlib import Path; from perada.deploy.site_file import read_site; "
-        "import perada.deploy.transport, perada.deploy.messages; "
-        f"from perada.deploy.codec import header_of, pack; read_site(Path({str(path)!r})); header_of(pack({{}})); "
+        "import sys; from pathlib import Path; from perada.deploy.site.file import read_site; "
+        "import perada.deploy.protocol; "
+        f"from perada.deploy.protocol import header_of, pack; read_site(Path({str(path)!r})); header_of(pack({{}})); "
         "sys.exit('torch' in sys.modules or 'flwr' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

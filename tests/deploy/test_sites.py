@@ -13,10 +13,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.files import sync
 from perada.data.one_client import only
-from perada.deploy.codec import digest, header_of, pack, spec_of, unpack
-from perada.deploy.local import LocalTransport
-from perada.deploy.messages import Answer, Malformed, Order
-from perada.deploy.state import Book, read_state
+from perada.deploy.protocol import Answer, LocalTransport, Malformed, Order, digest, header_of, pack, spec_of, unpack
+from perada.deploy.site.state import Book, read_state
 from perada.privacy import Privacy
 from perada.privacy.accounting import history_epsilon
 

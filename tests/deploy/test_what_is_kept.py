@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 
-from perada.deploy import records
-from perada.deploy.codec import TABLE, header_of
-from perada.deploy.local import LocalTransport
-from perada.deploy.state import Book
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import TABLE, Failure, LocalTransport, header_of
+from perada.deploy.server import progress as records
+from perada.deploy.site.state import Book
 
 from .parties import Parties
 from .test_rounds import Troubled
@@ -23,9 +21,9 @@ def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
     progress = records.Progress("ab" * 16, "cd" * 32, 3000, roster=[records.Member(name, None, 0) for name in names])
     progress.records = [records.Record(round, names, names, {}, {"hospital-1": math.inf}) for round in range(3000)]
     progress.history = [{"round": float(round), "a": math.inf, "b": math.nan, "c": 0.1} for round in range(3000)]
-    records.write(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
+    records.write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
     assert (tmp_path / records.STATE).stat().st_size > TABLE
-    found, states = records.read(tmp_path)
+    found, states = records.read_progress(tmp_path)
     assert found.records == progress.records and found.roster == progress.roster
     assert found.history[-1]["a"] == math.inf and math.isnan(found.history[0]["b"]) and found.history[7]["c"] == 0.1
     assert torch.equal(states["global"]["w"], torch.ones(2))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from perada.deploy.flower.messages import packed, unpacked
 from perada.deploy.flower.socket import ask
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message

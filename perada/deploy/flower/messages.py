@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from perada.deploy.flower.socket import CODES
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict

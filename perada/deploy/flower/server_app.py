@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from perada.deploy.flower.transport import FlowerTransport
-from perada.deploy.transport import Transport
+from perada.deploy.protocol import Transport
 
 if TYPE_CHECKING:
     from flwr.app import Context
     from flwr.serverapp import Grid, ServerApp
 
-    from perada.deploy.asking import Terms
+    from perada.deploy.server.progress import Terms
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RunOptions:
 
     def terms(self) -> "Terms":
         """When a round is closed."""
-        from perada.deploy.asking import Terms
+        from perada.deploy.server.progress import Terms
 
         return Terms(self.min_sites, self.sample or None, self.deadline, self.late)
 

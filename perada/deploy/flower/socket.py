@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure
 
 CODES = ("unreachable", "late", "crashed", "refused", "malformed")
 """What may come instead of a reply; all that a site says about a failure."""

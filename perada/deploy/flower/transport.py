@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from perada.deploy.flower.messages import packed, unpacked
 from perada.deploy.flower.socket import MOST
-from perada.deploy.transport import Failure
+from perada.deploy.protocol import Failure
 
 if TYPE_CHECKING:
     from flwr.app import Message

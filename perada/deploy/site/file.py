@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from perada.core.checks import check_choice, check_number, check_options, check_whole
-from perada.deploy.messages import SENDABLE
+from perada.deploy.protocol import SENDABLE
 
 KEYS = ("name", "recipes", "data", "state", "socket", "may_send", "limits", "accelerator")
 PLACES = ("root", "table")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a site's images are test images: this is remembered, so that none changes sides when others come or go."""
+"""The split of a site's images into training and test images, remembered: none changes sides as others come or go."""
 
 import json
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from perada.data.datamodule import FederatedDataModule
 from perada.data.partitions.division import identities_of
 from perada.data.sets.manifest import OwnImages
 
-SIDES = "split.json"
+SPLIT_FILE = "split.json"
 _WORDS = ("train", "test")
 
 
-class Sides(NamedTuple):
+class ImageSplit(NamedTuple):
     """How a site's images are divided."""
 
     images: OwnImages
@@ -27,7 +27,7 @@ class Sides(NamedTuple):
     changed: str  # what the site is told
 
 
-def sides_of(served: FederatedDataModule) -> Sides | None:
+def image_split(served: FederatedDataModule) -> ImageSplit | None:
     """How a client's images are divided; None if this is not perada's to say, or they are no images of one's own."""
     data = served._data
     assert data is not None
@@ -38,7 +38,7 @@ def sides_of(served: FederatedDataModule) -> Sides | None:
     for side, parts in ((False, data.train), (True, data.test)):
         for identities in (identities_of(part, np.arange(length(part))) for part in parts):
             test |= dict.fromkeys([] if identities is None else identities.tolist(), side)
-    return Sides(images, test, changes(images.known, test))
+    return ImageSplit(images, test, changes(images.known, test))
 
 
 def remembered(folder: Path, images: OwnImages) -> dict[str, bool]:
@@ -51,10 +51,10 @@ def remembered(folder: Path, images: OwnImages) -> dict[str, bool]:
     return {key: word == "test" for word in _WORDS for key in found.get(word, [])}
 
 
-def remember(folder: Path, sides: Sides) -> None:
+def remember(folder: Path, split: ImageSplit) -> None:
     """Write the sides into a state folder, whose lock is held."""
-    words = {word: [key for key, test in sides.test.items() if test == (word == "test")] for word in _WORDS}
-    write_atomic(folder / SIDES, json.dumps(_read(folder) | {_name(sides.images): words}).encode(), private=True)
+    words = {word: [key for key, test in split.test.items() if test == (word == "test")] for word in _WORDS}
+    write_atomic(folder / SPLIT_FILE, json.dumps(_read(folder) | {_name(split.images): words}).encode(), private=True)
 
 
 def changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str:
@@ -79,7 +79,7 @@ def _name(images: OwnImages) -> str:
 
 
 def _read(folder: Path) -> dict[str, dict[str, list[str]]]:
-    path = folder / SIDES
+    path = folder / SPLIT_FILE
     try:
         found = json.loads(path.read_bytes())
         if all(isinstance(key, str) for part in found.values() for word in _WORDS for key in part[word]):

@@ -18,17 +18,10 @@ from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
 from perada.data.batches.preparation import Preparation
 from perada.data.one_client import ServerImages
-from perada.deploy import records
-from perada.deploy.asking import PASSING, PAUSE, Terms, ask
-from perada.deploy.closing import close_round
-from perada.deploy.codec import Spec, largest, pack, spec_of
-from perada.deploy.loggers import Loggers
-from perada.deploy.measures import mean_scores
-from perada.deploy.messages import Answer, Kind, Order
+from perada.deploy.protocol import Answer, Kind, Order, Spec, Transport, largest, pack, spec_of
 from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
-from perada.deploy.records import Progress, Record
-from perada.deploy.roster import Roster
-from perada.deploy.transport import Transport
+from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, Terms, read_progress, write_progress
+from perada.deploy.server.rounds import PAUSE, Loggers, ask, close_round, mean_scores
 from perada.federation.server import Server
 from perada.federation.settings import check_rule
 from perada.privacy.rehearsal import check_client_level
@@ -83,11 +76,11 @@ class Coordinator:
         )
         self._check()
         self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
-        if not resume and (folder / records.STATE).exists():
+        if not resume and (folder / STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
         if resume:
-            self.progress, states = records.read(folder)
+            self.progress, states = read_progress(folder)
             if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):
                 raise ValueError(f"{str(folder)!r} holds a run of another recipe or other weights; give its own")
             first = self.server.global_state
@@ -330,7 +323,7 @@ class Coordinator:
 
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)
-        records.write(self.folder, self.progress, self.server.state_dict())
+        write_progress(self.folder, self.progress, self.server.state_dict())
 
 
 def _equal(left: State, right: State) -> bool:

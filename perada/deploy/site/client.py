@@ -12,10 +12,10 @@ from perada.core.batches import AnyBatch
 from perada.core.rounds import RoundPlan
 from perada.core.states import State, expand
 from perada.data.one_client import OneClient
-from perada.deploy.messages import Order
+from perada.deploy.protocol import Order
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
-from perada.deploy.site_file import Limits
-from perada.deploy.state import RunState
+from perada.deploy.site.file import Limits
+from perada.deploy.site.state import RunState
 from perada.engine.ensembles import compare, ensemble
 from perada.federation.cohort import Trained
 from perada.federation.evaluation import Scores

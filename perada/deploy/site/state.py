@@ -11,7 +11,7 @@ from safetensors.torch import load
 from perada.algorithms import Stacks
 from perada.core.files import FolderLock, write_atomic
 from perada.core.states import State
-from perada.deploy.codec import header_of, pack
+from perada.deploy.protocol import header_of, pack
 from perada.privacy.ledgers import Ledger
 
 STATE = "state.safetensors"

@@ -10,11 +10,23 @@ from typing import Any
 
 from perada.algorithms import EnsembleAlgorithm, ensemble_of
 from perada.core.text import printable
-from perada.deploy.client import Client
-from perada.deploy.codec import Spec, digest, header_of, largest, pack, spec_of, table_of, unpack
-from perada.deploy.messages import Answer, Code, Malformed, Order
-from perada.deploy.site_file import Limits
-from perada.deploy.state import Book, RunState
+from perada.deploy.protocol import (
+    Answer,
+    Code,
+    Malformed,
+    Order,
+    Spec,
+    digest,
+    header_of,
+    largest,
+    pack,
+    spec_of,
+    table_of,
+    unpack,
+)
+from perada.deploy.site.client import Client
+from perada.deploy.site.file import Limits
+from perada.deploy.site.state import Book, RunState
 from perada.federation.evaluation import Scores
 
 MEMBERS = 1000
@@ -35,7 +47,7 @@ class SiteWorker:
     Args:
         book: The site's state folder.
         clients: The recipes that the site approves, by digest, with its data.
-        may_send: What of :data:`perada.deploy.messages.SENDABLE` may leave the site beside updates.
+        may_send: What of :data:`perada.deploy.protocol.SENDABLE` may leave the site beside updates.
         limits: Of all that it ever trains; by default those that a site has that says none.
         log: Where reasons go; they never leave the site.
     """

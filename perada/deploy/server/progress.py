@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's side of a run on disk: its states, the sites that take part, and what happened in each round."""
+
+import csv
+import io
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import load
+
+from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.files import write_atomic
+from perada.core.rounds import BatchSize, RoundPlan, make_plan
+from perada.core.states import State
+from perada.deploy.protocol import STEPS, Answer, header_of, pack
+from perada.federation.settings import Settings
+from perada.privacy.client_level import ClientLevel
+
+STATE = "server.safetensors"
+METRICS = "metrics.csv"
+FORMAT = 1
+PASSING = ("late", "unreachable", "crashed", "busy")
+"""Codes after which a site may be asked again in the same round."""
+REPEAT = 10
+"""Rounds after which a site that could not be let in is asked once more; one that did not answer, in the next."""
+
+log = logging.getLogger("perada.deploy")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """When a round is closed.
+
+    Args:
+        min_sites: k, the least number of sites whose answers make a round.
+        sample: m, the sites asked in a round; by default those that the recipe draws, or all.
+        deadline: Seconds that a round may take.
+        late: ``wait`` closes a round when all who were asked have answered, or at the deadline. ``skip`` closes it
+            with the first k, and leaves the others out of the next round.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    min_sites: int = 1
+    sample: int | None = None
+    deadline: float = 600.0
+    late: Literal["wait", "skip"] = "wait"
+
+    def __post_init__(self) -> None:
+        check_whole("min_sites", self.min_sites)
+        check_whole("sample", self.sample, self.min_sites, optional=True, hint=f"min_sites is {self.min_sites}")
+        check_number("deadline", self.deadline, above=0, hint="in seconds")
+        check_choice("late", self.late, ("wait", "skip"))
+
+
+@dataclass
+class Member:
+    """A site of the roster; its place there is its number in the run.
+
+    Attributes:
+        name: As the transport knows it.
+        size: Training images; None where the site does not say.
+        joined: The first round that it could take part in.
+        left: Why it takes part no more; empty if it does.
+        late: The last round in which it did not answer in time, or -1.
+        rounds: Rounds that it took part in.
+        epsilon: Its ε by ledger, as it last said.
+    """
+
+    name: str
+    size: int | None
+    joined: int
+    left: str = ""
+    late: int = -1
+    rounds: int = 0
+    epsilon: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """What happened in a round.
+
+    Attributes:
+        round: Counted from 0.
+        asked: Names of the sites that were sent to.
+        answered: Those of whom the answer counted.
+        failed: Code of each other site.
+        far: Sites whose change was so many times as long as the median.
+        outside: Why sites that were connected did not take part: they have not joined.
+        void: Why the global state stayed as it was; empty if it moved.
+        seconds: From the first message to the new state.
+        up, down: Megabytes of replies and messages.
+    """
+
+    round: int
+    asked: list[str] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    far: dict[str, float] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    void: str = ""
+    seconds: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        run: Its id.
+        recipe: Digest of its recipe.
+        rounds: How many it has.
+        done: Rounds that are over.
+        tuned: Whether the fine-tuning after them is.
+        scored: The round after which models were last scored, or -1.
+        roster: All sites that ever joined, in the order of their numbers.
+        labels: The digest of the classes that all sites have.
+        records: Of each round.
+        history: Metrics of each round.
+        asked: Sites asked in the round that is under way, in their order.
+        lengths: Its phases' steps.
+        plain: Whether the tensors of the global state are laid out row by row.
+        level: Ledger of the privacy of whole clients; None where there is none.
+    """
+
+    run: str
+    recipe: str
+    rounds: int
+    done: int = 0
+    tuned: bool = False
+    scored: int = -1
+    roster: list[Member] = field(default_factory=list)
+    labels: str = ""
+    records: list[Record] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    plain: bool = False
+    level: dict[str, Any] | None = None
+
+
+def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
+    """Write the states of the server and how far it is, all at once, and the metrics beside them."""
+    header = asdict(progress) | {"format": FORMAT, "server": list(states["server"])}
+    header["history"] = [{key: _plain(value) for key, value in row.items()} for row in header["history"]]
+    for record in header["records"]:
+        record["far"] = {name: _plain(times) for name, times in record["far"].items()}
+    tensors = {f"global/{key}": value for key, value in states["global"].items()}
+    for name, state in states["server"].items():
+        tensors |= {f"server/{len(name)}/{name}/{key}": value for key, value in state.items()}
+    if progress.history:  # first: a run that was killed in between writes them again
+        write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
+    write_atomic(folder / STATE, pack(header, tensors), private=True)
+
+
+def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
+    """What :func:`write_progress` wrote.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is damaged.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(folder)!r} holds no deployed run: it has no {STATE}; give the folder of one")
+    content = path.read_bytes()
+    try:
+        header = header_of(content, len(content))
+        if header.pop("format") != FORMAT:
+            raise KeyError(f"another format than {FORMAT}")
+        names, tensors = header.pop("server"), load(content)
+        header["roster"] = [Member(**member) for member in header["roster"]]
+        header["records"] = [Record(**record) for record in header["records"]]
+        header["history"] = [{key: _number(value) for key, value in row.items()} for row in header["history"]]
+        for record in header["records"]:
+            record.far = {name: _number(times) for name, times in record.far.items()}
+        server = {name: _part(tensors, f"server/{len(name)}/{name}/") for name in names}
+        states = {"global": _part(tensors, "global/"), "server": server}
+        return Progress(**header), states
+    except Exception as error:  # whatever a damaged file gives
+        raise ValueError(
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy"
+        ) from error
+
+
+def _plain(value: float) -> float | str | None:
+    """A number for JSON, which knows neither NaN nor infinities."""
+    return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+
+
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _part(tensors: State, prefix: str) -> State:
+    return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _csv(history: list[dict[str, float]]) -> str:
+    """The rounds as a simulation's ``metrics.csv`` has them."""
+    names = sorted({name for row in history for name in row} - {"round", "step"})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["epoch", "round", "step", *names], restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in history:
+        values = {name: value for name, value in row.items() if not math.isnan(value)}
+        writer.writerow({"epoch": int(row["round"]), **values, "round": row["round"]})
+    return text.getvalue()
+
+
+class Roster:
+    """The sites of a run, whose numbers are their places in ``progress.roster``.
+
+    Args:
+        progress: Of the run; sites that join are written into it.
+        terms: When rounds are closed.
+        settings: How rounds go.
+        batch_size: Of the recipe's data.
+        level: Privacy of whole clients, if there is one.
+    """
+
+    def __init__(
+        self, progress: Progress, terms: Terms, settings: Settings, batch_size: BatchSize, level: ClientLevel | None
+    ) -> None:
+        self.progress, self.terms, self.settings = progress, terms, settings
+        self.batch_size, self.level = batch_size, level
+        self._turned_away: dict[str, int] = {}  # the round in which a site was last not let in
+        self.outside: dict[str, str] = {}  # why a site that is connected has not joined
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each site."""
+        return {member.name: number for number, member in enumerate(self.progress.roster)}
+
+    def newcomers(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are to be asked to join now."""
+        progress = self.progress
+        known = set(self.numbers)
+        soon = {name for name, round in self._turned_away.items() if round <= progress.done < round + REPEAT}
+        known |= soon if len(known) >= self.terms.min_sites else set()
+        return sorted(name for name in names if name not in known)
+
+    def admit(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
+        """Let those of the newcomers join who answered as they should."""
+        progress = self.progress
+        for name in sorted({*answers, *failed}):
+            reason = failed.get(name) or self._objection(answers[name])
+            if reason:
+                if reason not in PASSING:
+                    self._turned_away[name] = progress.done
+                self.outside[name] = reason
+                log.warning("site %s does not join: %s", name, reason)
+                continue
+            self.outside.pop(name, None)
+            facts = answers[name].facts
+            progress.labels = facts["labels"]
+            progress.roster.append(Member(name, facts.get("size"), progress.done))
+
+    def _objection(self, answer: Answer) -> str:
+        """Why a site is not let in; empty if it is."""
+        labels, size = answer.facts.get("labels"), answer.facts.get("size")
+        if labels is None or self.progress.labels not in ("", labels):
+            return "it has other classes than the recipe, or the sites before it"
+        if size is None:
+            weighted = self.settings.weighting == "samples"
+            return "weighting='samples' needs its size, which it does not send" if weighted else ""
+        steps = sum(make_plan(0, [0], [size], self.settings.phases, self.batch_size).lengths) if size else 0
+        return "" if 0 < steps <= STEPS else f"it says that it has {size} images, which cannot be"
+
+    def eligible(self, names: Sequence[str]) -> list[int]:
+        """Numbers of the sites that may be asked, of those that are connected."""
+        progress, late = self.progress, self.terms.late == "skip"
+        present = [number for number, member in enumerate(progress.roster) if member.name in names and not member.left]
+        if self.level is not None:
+            present = self.level.affordable(present)
+        ready = [
+            n for n in present if not (late and progress.done > 0 and progress.roster[n].late == progress.done - 1)
+        ]
+        return ready if len(ready) >= self.terms.min_sites else present
+
+    def plan(self, clients: Sequence[int]) -> RoundPlan:
+        """A round of so many of the sites; those that do not say their size count as one image."""
+        sizes = [member.size or 1 for member in self.progress.roster]
+        return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
+
+    def lengths(self, clients: Sequence[int]) -> list[int]:
+        """Steps of each phase of the longest of ``clients``, if all of them say their sizes."""
+        sizes = [self.progress.roster[client].size for client in clients]
+        if self.settings.privacy is not None or any(size is None for size in sizes):
+            return []
+        return list(self.plan(clients).lengths)
+
+    def note(self, record: Record, got: Mapping[int, Answer]) -> None:
+        """Write down who took part, who was late and who is not to be asked any more."""
+        for client, answer in got.items():
+            member = self.progress.roster[client]
+            member.rounds += 1
+            member.epsilon = answer.facts.get("epsilon", member.epsilon)
+        for member in self.progress.roster:
+            code = record.failed.get(member.name)
+            if code in ("exhausted", "unapproved"):
+                member.left = code
+            if code in ("late", "busy"):
+                member.late = record.round

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round of a deployed run: sites are asked, their answers checked and aggregated, and metrics taken and logged."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pytorch_lightning.loggers import Logger
+
+from perada.core.ranks import Ranks
+from perada.core.states import State, stack
+from perada.deploy.protocol import Answer, Failure, Malformed, Spec, Transport, digest, header_of, unpack
+from perada.deploy.recipe import Recipe
+from perada.deploy.server.progress import Member, Record, Roster
+from perada.federation.changes import changes, far
+from perada.federation.metrics import Metric, spread
+from perada.federation.round_report import RoundReport
+from perada.federation.server import Server
+from perada.server import Updates
+from perada.server.distill import ServerData
+
+Got = Mapping[int, tuple[Answer, State]]
+"""Answers and updates by the number of the site."""
+Facts = Mapping[str, Any]
+"""What a site says beside its update (:class:`perada.deploy.protocol.Answer`)."""
+PAUSE = 0.5
+"""Seconds between two attempts."""
+
+log = logging.getLogger("perada.deploy")
+
+
+def ask(
+    transport: Transport,
+    messages: Mapping[str, bytes],
+    enough: int,
+    seconds: float,
+    expected: Spec,
+    record: Record,
+) -> tuple[dict[str, tuple[Answer, State]], dict[str, str]]:
+    """Send messages to sites by name, and take what comes back within so many ``seconds``.
+
+    Args:
+        transport: To the sites.
+        messages: By name.
+        enough: Replies after which there is no need to wait.
+        seconds: To wait at most.
+        expected: The tensors of a reply that is fine.
+        record: Its megabytes are added to.
+
+    Returns:
+        The answers that are what they should be, in the order in which they came, and the codes of all other sites.
+    """
+    answers, failed = {}, {}
+    record.down += sum(map(len, messages.values())) / 1e6
+    found = transport.exchange(messages, enough, max(0.001, seconds))
+    for name in messages:
+        if name not in found:
+            failed[name] = "late"
+    for name, reply in found.items():
+        if name not in messages:
+            continue
+        if isinstance(reply, Failure):
+            failed[name] = reply.code
+            continue
+        record.up += len(reply) / 1e6
+        try:
+            header, state = unpack(reply, expected if header_of(reply).get("code") == "ok" else {})
+            answer = Answer.read(header, digest(messages[name]))
+        except Malformed as error:
+            log.warning("site %s: malformed: %s", name, error)
+            failed[name] = "malformed"
+            continue
+        if answer.code == "ok":
+            answers[name] = answer, state
+        else:
+            failed[name] = answer.code
+    return answers, failed
+
+
+def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerData, record: Record, got: Got) -> None:
+    """Make the next global state of what sites sent, and write the round into the progress."""
+    progress, level, metrics, report = roster.progress, roster.level, dict[str, float](), RoundReport([])
+    broken = [number for name, number in roster.numbers.items() if record.failed.get(name) == "broken"]
+    counted = [*got, *broken] if level is not None else list(got)  # who broke depends on images
+    if counted:
+        plan = roster.plan(counted)
+        everyone = list(range(len(plan.clients)))
+        states = [_row(recipe, got, client) for client in plan.clients]
+        sent = stack(states) if states[0] else {}
+        received = server.sending(plan, len(progress.roster))
+        if level is not None:
+            level.spend(plan.clients)
+            sent = server.privatized(level, sent, received, plan, everyone)
+            metrics |= level.metrics()
+            progress.level = level.state_dict()
+        elif sent:
+            slot = recipe.module.slot.parameters
+            found = changes(slot, sent, received, everyone, everyone, len(everyone), Ranks(), cosines=False)
+            record.far = {progress.roster[client].name: times for client, times in far(found[0], plan).items()}
+        far_off = record.far if recipe.loop.refuse_far else {}
+        rows = [row for row, one in enumerate(plan.clients) if progress.roster[one].name not in far_off]
+        clients = [plan.clients[row] for row in rows]
+        sizes = [progress.roster[client].size or 1 for client in clients]
+        updates = Updates(sent, everyone, len(plan.clients)).part(rows)
+        with recipe.context():
+            given = progress.done, clients, len(progress.roster), updates, sizes, images, report
+            server.close(*given, noisy=level is not None)
+    record.void = "all broke" if not counted else "the new state was not finite" if report.broken_server else ""
+    answers = {client: answer for client, (answer, _) in got.items()}
+    roster.note(record, answers)
+    metrics |= report.metrics | measured(recipe, record, progress.roster, [one.facts for one in answers.values()])
+    progress.history.append({"round": float(progress.done), **metrics})
+    progress.records.append(record)
+    progress.done, progress.asked, progress.lengths = progress.done + 1, [], []
+    for problem in filter(None, [record.void, "the distillation diverged" if report.diverged else ""]):
+        log.warning("round %d: %s", record.round, problem)
+
+
+def _row(recipe: Recipe, got: Got, client: int) -> State:
+    """What a client sent; NaN of one whose training broke, which privacy of whole clients counts as no change."""
+    if client in got:
+        return {key: value.to(recipe.device) for key, value in got[client][1].items()}
+    sent = recipe.template.sent
+    return {key: value * math.nan if value.is_floating_point() else value for key, value in sent.items()}
+
+
+def measured(recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts]) -> dict[str, float]:
+    """Metrics of a round, from the facts of the sites that count in it."""
+    template, algorithm, slot = recipe.template, recipe.loop.algorithm, recipe.module.slot
+    trained = {
+        (role, name)
+        for role, state in template.opened.items()
+        for phase in recipe.loop.phases
+        for name in algorithm.trained(role, phase.name, slot)
+        if name in state
+    }
+    found = {
+        "params/trained": float(sum(template.opened[role][name][0].numel() for role, name in trained)),
+        "params/sent": float(sum(value.numel() for key, value in template.sent.items() if key in slot.parameters)),
+        "comm/up_mb": record.up,
+        "comm/down_mb": record.down,
+        "deploy/asked": float(len(record.asked)),
+        "deploy/answered": float(len(record.answered)),
+    }
+    for role in template.opened:
+        losses = [fact["losses"][role] for fact in facts if role in fact.get("losses", {})]
+        if losses and len(losses) == len(facts):
+            found[f"train/{role}_loss"] = float(torch.tensor(losses).mean())
+    for name in ("release", "server"):
+        spent = [member.epsilon[name] for member in roster if name in member.epsilon]
+        if spent:
+            values = torch.tensor([math.inf if value is None else value for value in spent])
+            found[f"privacy/{name}_epsilon_mean"] = float(values.mean())
+            found[f"privacy/{name}_epsilon_max"] = float(values.max())
+    return found
+
+
+def mean_scores(metrics: Sequence[Metric], facts: Sequence[Facts]) -> dict[str, float]:
+    """Mean scores of the sites' models on their own images, and the global model's accuracy on the images of all."""
+    found: dict[str, float] = {}
+    counts = [fact.get("counts", {}) for fact in facts]
+    sizes = [own.get("personal", own.get("global", [0, 0]))[1] for own in counts]
+    weights = torch.tensor(sizes, dtype=torch.float64) if facts and all(sizes) else None
+    for place, metric in enumerate(metrics):
+        ending = f"_{metric.name}" if place else ""
+        own = [_own_score(fact, metric) for fact in facts]
+        if any(map(math.isfinite, own)):
+            found |= spread(f"personal/local_test{ending}", torch.tensor(own), metric.falls, weights)
+        shared = [one["global"] for one in counts if "global" in one and one["global"][1]]
+        if metric.compute is None and shared:
+            found[f"global/global_test{ending}"] = sum(right for right, _ in shared) / sum(total for _, total in shared)
+    return found
+
+
+def _own_score(facts: Facts, metric: Metric) -> float:
+    """A site's score of the model that it predicts with; NaN where it says none."""
+    for model in ("personal", "global"):
+        if metric.compute is None and model in facts.get("counts", {}):
+            right, total = facts["counts"][model]
+            return right / total if total else math.nan
+        value = facts.get("scores", {}).get(model, {}).get(metric.name)
+        if value is not None:
+            return float(value)
+    return math.nan
+
+
+class Loggers:
+    """Hands metrics of rounds to loggers, by the names that a simulation's have.
+
+    A logger that fails is named and left out from then on: rounds are not lost for it.
+
+    Args:
+        loggers: Of Lightning.
+        history: Metrics of the rounds that there are already. Every start logs all rounds, so each is complete.
+    """
+
+    def __init__(self, loggers: Sequence[Logger] = (), history: Iterable[Mapping[str, float]] = ()) -> None:
+        self._loggers = list(loggers)
+        for row in history:
+            self.log(row)
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """Log metrics of the round ``row["round"]``, which is the step too; what is NaN is left out."""
+        given = {name: value for name, value in row.items() if not math.isnan(value)} | {"epoch": row["round"]}
+        self._each("log_metrics", given, step=int(row["round"]))
+        self._each("save")
+
+    def close(self) -> None:
+        """Have all on disk."""
+        self._each("finalize", "success")
+
+    def _each(self, method: str, *given: object, **named: object) -> None:
+        for logger in list(self._loggers):
+            try:
+                getattr(logger, method)(*given, **named)
+            except Exception as error:  # a disk that is full, a service that is away
+                log.warning("%s is left out: %s (%s)", type(logger).__name__, error, type(error).__name__)
+                self._loggers.remove(logger)
