@@ -43,23 +43,25 @@ class Workers:
     """
 
     def __init__(self, make_cli: MakeCLI, threads: int, jobs: int) -> None:
-        self.workers = [_Worker(make_cli, threads) for _ in range(jobs)]
-        self.free: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self.workers:
-            self.free.put(worker)
+        self.make_cli, self.threads = make_cli, threads
         self.feeders = ThreadPoolExecutor(jobs)
-        # Processes inherit it: libraries read the first as they are imported, Python the other.
-        self.environment = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+        self.own = threading.local()  # the process of each of these threads
+        self.started: list[SpawnProcess] = []
+        self.lock, self.closed = threading.Lock(), False
 
     def __enter__(self) -> "Workers":
         self.before = dict(os.environ)
-        os.environ.update(self.environment)
+        # Processes inherit it: libraries read the first as they are imported, Python the other.
+        os.environ.update({"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1"})
         return self
 
     def __exit__(self, *_: object) -> None:
         self.feeders.shutdown(wait=False, cancel_futures=True)
-        for worker in self.workers:
-            worker.close()
+        with self.lock:
+            self.closed = True
+            for process in self.started:
+                process.kill()
+                process.join()
         os.environ.clear()
         os.environ.update(self.before)
 
@@ -68,10 +70,8 @@ class Workers:
         events: SimpleQueue[Event] = SimpleQueue()
 
         def feed(number: int) -> None:
-            worker = self.free.get()
             events.put((number, None))
-            events.put((number, worker.run(tasks[number])))
-            self.free.put(worker)
+            events.put((number, self._carry_out(tasks[number])))
 
         for number in range(len(tasks)):
             self.feeders.submit(feed, number)
@@ -81,25 +81,16 @@ class Workers:
             left -= event[1] is not None
             yield event
 
-
-class _Worker:
-    """A process, started when it is needed, and again where it has died."""
-
-    def __init__(self, make_cli: MakeCLI, threads: int) -> None:
-        self.make_cli, self.threads = make_cli, threads
-        self.process: SpawnProcess | None = None
-        self.closed = False
-        self.lock = threading.Lock()
-
-    def run(self, task: Task) -> Result:
-        """Hand a task to the process, and wait for its answer."""
+    def _carry_out(self, task: Task) -> Result:
+        """Hand a task to the process of this thread, and wait for its answer; it is started again where it has died."""
         try:
-            self._start()
-            self.pipe.send(task)
-            result: Result = self.pipe.recv()
+            if getattr(self.own, "process", None) is None:
+                self._start()
+            self.own.pipe.send(task)
+            result: Result = self.own.pipe.recv()
             return result
         except (EOFError, OSError):  # it has died, or was stopped
-            process, self.process = self.process, None
+            process, self.own.process = getattr(self.own, "process", None), None
             if process is not None:
                 process.join()
             code = None if process is None else process.exitcode
@@ -109,19 +100,12 @@ class _Worker:
         with self.lock:
             if self.closed:
                 raise OSError("the command was stopped")
-            if self.process is None:
-                self.pipe, other = get_context("spawn").Pipe()
-                self.process = get_context("spawn").Process(target=_serve, args=(other, self.make_cli, self.threads))
-                self.process.start()
-                other.close()  # or its death would not be seen here
-
-    def close(self) -> None:
-        """End the process, whatever it does, and start no other."""
-        with self.lock:
-            self.closed, process = True, self.process
-            if process is not None:
-                process.kill()
-                process.join()
+            context = get_context("spawn")
+            self.own.pipe, other = context.Pipe()
+            self.own.process = context.Process(target=_serve, args=(other, self.make_cli, self.threads))
+            self.own.process.start()
+            self.started.append(self.own.process)
+            other.close()  # or its death would not be seen here
 
 
 def _serve(pipe: Connection, make_cli: MakeCLI, threads: int) -> None:
