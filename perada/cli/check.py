@@ -48,14 +48,16 @@ class _Stop(pl.Callback):
 
 def check(parser: ArgumentParser, words: list[str]) -> None:
     """Print what would be refused and warned of; the exit status is 1 if the recipe cannot be run."""
-    parser.add_argument("recipe", nargs="+", help="Recipe, and others over it. Options of `perada fit` may follow.")
+    parser.add_argument("recipe", nargs="*", help="Recipe, and others over it. Options of `perada fit` may follow.")
     first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     asks = {"-h", "--help"} & {*words}
-    recipes: list[str] = parser.parse_args([*asks] or words[:first]).recipe
-    texts = (path.read_text(encoding="utf-8") for name in recipes for path in recipe_files(name))
-    refused, warned, made = findings(
-        [full_names(yaml.safe_load(text) or {}) for text in texts], spelt_out(words[first:])
-    )
+    names: list[str] = parser.parse_args([*asks] or words[:first]).recipe
+    given = [f"--config={path}" for name in names for path in recipe_files(name)] + spelt_out(words[first:])
+    texts = [Path(word[9:]).read_text(encoding="utf-8") for word in given if word.startswith("--config=")]
+    if not texts:
+        raise ValueError("give a recipe: perada check RECIPE; `perada ls` lists those that ship")
+    recipes = [full_names(yaml.safe_load(text) or {}) for text in texts]
+    refused, warned, made = findings(recipes, [word for word in given if not word.startswith("--config=")])
     for title, lines in (("Refused", refused), ("Warned of", warned)):
         if lines:
             print("\n".join([f"{title} ({len(lines)}):", *(f"- {line}" for line in lines)]), end="\n\n")

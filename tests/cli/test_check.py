@@ -61,9 +61,10 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
 
-def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", [["tiny.yaml", "--rounds", "7"], ["--rounds=7", "--config", "tiny.yaml"]], ids=str)
+def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
     monkeypatch.setattr("perada.federation.federation.Federation.open", None)  # no round can be begun
-    (said,) = checked(capsys, "tiny.yaml", "--rounds", "7")
+    (said,) = checked(capsys, *words)
     assert said == "This can be run: 3 clients, 48 training images, 7 rounds."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
@@ -86,6 +87,11 @@ def test_warnings_of_the_set_up_are_said(capsys):
 def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, says):
     said = checked(capsys, "tiny.yaml", *words, code=1)
     assert said[0] == "Refused (1):" and says in said[1]
+
+
+def test_a_recipe_has_to_be_given():
+    with pytest.raises(ValueError, match="give a recipe: perada check RECIPE; `perada ls` lists those that ship"):
+        main(["check", "--rounds=3"])
 
 
 def test_an_error_of_the_program_is_none_of_the_recipe(monkeypatch):
