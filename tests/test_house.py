@@ -88,6 +88,39 @@ def test_imports_go_upwards(module):
     assert violations(module, path.read_text(), is_package=path.name == "__init__.py") == []
 
 
+def private_names(module: str) -> tuple[set[str], dict[str, int]]:
+    """Names with an underscore that a file gives its own objects, and those that it asks of others, with the line."""
+    own: set[str] = set()
+    asked: dict[str, int] = {}
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                own.add(node.attr)
+            else:
+                asked[node.attr] = node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("perada"):
+            asked |= {alias.name: node.lineno for alias in node.names}
+    return own, {name: line for name, line in asked.items() if re.match("_[^_]", name)}
+
+
+def test_no_file_uses_what_is_private_to_another():
+    """An underscore on an attribute of another library's is that library's business."""
+    found = {module: private_names(module) for module in MODULES}
+    libraries = {"_buffers", "_parameters", "_modules", "_replace", "_fields"}  # of torch's and Python's own classes
+    wrong = [
+        f"{module}:{line}: {name} of {other}"
+        for module, (own, asked) in found.items()
+        for name, line in asked.items()
+        for other, (theirs, _) in found.items()
+        if name in theirs - own - libraries
+    ]
+    assert wrong == []
+
+
 def circle(imports: dict[str, set[str]]) -> list[str]:
     """Modules that import one another in a circle; none where there is none."""
     try:

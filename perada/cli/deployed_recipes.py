@@ -18,9 +18,9 @@ from perada.cli.runs import PeradaCLI, make_cli
 from perada.core.files import Scratch, writing
 from perada.core.text import some
 from perada.data import FederatedDataModule
-from perada.data.one_client import only
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe
+from perada.deploy.site.data import only
 from perada.deploy.site.file import SiteFile
 from perada.deploy.site.split import remembered
 
@@ -78,7 +78,7 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
         options = size | _division_of(said.get("dataset")) | own | names
         own = {"dataset": {"class_path": kind, "init_args": options}, "partition": NOWHERE}
     cli = _parsed(content | {"data": kept | own}, given.accelerator)
-    division = cli.datamodule._division
+    division = cli.datamodule.division
     division.download()
     if isinstance(division.dataset, OwnImages):
         division.dataset.known = remembered(given.state, division.dataset)
@@ -109,7 +109,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     content = _content(text)
     named = _named_classes((content.get("data") or {}).get("dataset"))
     cli = _parsed(content, "auto")
-    data, division = cli.config["data"], cli.datamodule._division
+    data, division = cli.config["data"], cli.datamodule.division
     for option in ("public_fraction", "validation_fraction"):
         if data[option]:
             raise ValueError(
@@ -118,7 +118,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     classes = len(named or ()) or data.num_classes or cli.model.num_classes or division.dataset.num_classes
     if not classes:
         raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
-    public = None if division.public is None else division._public(division.dataset, [])
+    public = None if division.public is None else division.public_images(division.dataset, [])
     multilabel = bool(getattr(division.dataset, "multilabel", False))
     recipe = Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule)
     loggers = [] if folder is None else _loggers(content, folder)

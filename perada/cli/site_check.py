@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from perada.data.one_client import OneClient
 from perada.deploy.protocol import Order
 from perada.deploy.site.client import Client
+from perada.deploy.site.data import OneClient
 from perada.deploy.site.state import RunState
 from perada.results.report import epsilon_text
 

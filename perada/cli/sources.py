@@ -42,5 +42,5 @@ def division_of_recipe(words: Sequence[str]) -> Division:
 
     data = make_cli(words, run=False).datamodule
     data.prepare_data()
-    divided: Division = data._division
+    divided: Division = data.division
     return divided

@@ -109,15 +109,15 @@ class FederatedDataModule(pl.LightningDataModule):
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
         check_holdout(client_validation, evaluate_on)
         self.holdout = client_validation, seed, evaluate_on
-        self._data, self._broken = data, (on_broken, num_workers, evaluate_on == "test")
-        self._division: Division | None = None
+        self.data, self._broken = data, (on_broken, num_workers, evaluate_on == "test")
+        self.division: Division | None = None
         if data is None:
             if dataset is None or partition is None:
                 raise ValueError(
                     f"dataset={dataset} and partition={partition}: give both, for example Digits and Dirichlet, or "
                     "data=FederatedData(...)"
                 )
-            self._division = Division(dataset, partition, *given, seed=seed)
+            self.division = Division(dataset, partition, *given, seed=seed)
         elif dataset is not None or partition is not None or any(given):
             raise ValueError(
                 "data is given together with options that divide a dataset; put the public set and all else into "
@@ -132,17 +132,17 @@ class FederatedDataModule(pl.LightningDataModule):
         self.conditions: list[Condition] = []
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.device_cache_mb, self._num_classes = image_size, device_cache_mb, num_classes
-        self._checked: Checked | None = None
+        self._found: Checked | None = None
         self._record: dict[str, Any] = {}
-        self._preparation = Preparation(None, image_size, crop_padding, flip)
+        self.preparation = Preparation(None, image_size, crop_padding, flip)
         self._schedule = Schedule()
         self._shares: Shares | None = None
         self._features: FeatureCache | None = None
 
     def prepare_data(self) -> None:
         """Fetch missing files if that was asked for."""
-        if self._division is not None:
-            self._division.download()
+        if self.division is not None:
+            self.division.download()
         for shift in self.shifts.values():
             if isinstance(shift, ImageSet):
                 shift.download()
@@ -155,40 +155,41 @@ class FederatedDataModule(pl.LightningDataModule):
             ValueError: If the data cannot be divided as asked, or are not fit for training.
             TypeError: If images or labels are of a type that cannot be used.
         """
-        if self._checked is not None:
+        if self._found is not None:
             return
-        data = self._data
-        if self._division is not None:
-            data, self._record = self._division.share_out()
+        data = self.data
+        if self.division is not None:
+            data, self._record = self.division.share_out()
         assert data is not None
         data, self._record = without_broken(data, self._record, *self._broken)
         if self.holdout[0]:
             data, self._record = hold_out(data, self._record, *self.holdout)
-        if self._data is not None:
+        if self.data is not None:
             data = as_pairs(data, self._num_classes)
         checked = check(data, self._num_classes, self.image_size)
         if self.evaluates_on == "test":
             self.conditions = conditions(self.shifts, checked, self.image_size)
-        self._checked = checked
-        self._preparation.check_shape(self._checked.image[0])
-        self.num_clients, self.train_sizes = len(data.train), self._checked.train.sizes
-        self.num_classes, self.multilabel = self._checked.num_classes, self._checked.multilabel
+        self._found = checked
+        self.preparation.check_shape(self._found.image[0])
+        self.num_clients, self.train_sizes = len(data.train), self._found.train.sizes
+        self.num_classes, self.multilabel = self._found.num_classes, self._found.multilabel
         self.classes = None if data.classes is None else list(data.classes)
         self.client_names = None if data.client_names is None else list(data.client_names)
-        if self._data is not None:
-            test = [length(dataset) for dataset in self._data.test] or [0] * self.num_clients
+        if self.data is not None:
+            test = [length(dataset) for dataset in self.data.test] or [0] * self.num_clients
             sizes = {"train_sizes": list(self.train_sizes), "test_sizes": test, "public_size": self.public_size}
             self._record = {"num_clients": self.num_clients} | sizes | self._record
 
     @property
     def _seed(self) -> int:
-        return self._preparation.seed
+        return self.preparation.seed
 
     @property
-    def _ready(self) -> Checked:
+    def checked(self) -> Checked:
+        """The data, divided and checked."""
         self.setup()
-        assert self._checked is not None
-        return self._checked
+        assert self._found is not None
+        return self._found
 
     def configure_rounds(
         self,
@@ -213,13 +214,13 @@ class FederatedDataModule(pl.LightningDataModule):
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
         """
-        data = self._ready
+        data = self.checked
         schedule = Schedule(clients_per_round, tuple(phases), private, eligible)
         schedule.check_clients(self.num_clients)
         if image is not None:
             data.check_channels(image.input_size[0])
         self._schedule, self._shares = schedule, None
-        self._preparation = replace(self._preparation, image=image, seed=seed, secure=bool(private and private.secure))
+        self.preparation = replace(self.preparation, image=image, seed=seed, secure=bool(private and private.secure))
 
     def plan(self, round: int) -> RoundPlan:
         """Draw a round's clients: a function of the run's seed, the round and who may take part (refused if none)."""
@@ -228,14 +229,14 @@ class FederatedDataModule(pl.LightningDataModule):
     def shares(self, round: int) -> Shares:
         """A round's clients and who trains them: drawn and divided once, when the round is first asked for."""
         if self._shares is None or self._shares.plan.round != round:
-            plan = self._schedule.plan(self._seed, round, self._ready.train.sizes, self.batch_size)
+            plan = self._schedule.plan(self._seed, round, self.checked.train.sizes, self.batch_size)
             at = self.trainer
             self._shares = Shares.of(plan) if at is None else Shares.of(plan, at.world_size, at.global_rank)
         return self._shares
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients, in the given phases or those of every round."""
-        return make_plan(round, clients, self._ready.train.sizes, phases or self._schedule.phases, self.batch_size)
+        return make_plan(round, clients, self.checked.train.sizes, phases or self._schedule.phases, self.batch_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve this process's clients of the trainer's current round; ``len()`` is the round's number of steps."""
@@ -243,7 +244,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
         """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
-        plan, store = self.plan_for(clients, 0), self._served(self._ready.train)
+        plan, store = self.plan_for(clients, 0), self.served(self.checked.train)
         batch = RoundBatches(store, plan, self.batch_size, self._seed)[0]
         for _, reason in batch.failed:
             raise ValueError(reason)
@@ -255,7 +256,7 @@ class FederatedDataModule(pl.LightningDataModule):
         Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
         drawn, by default as :meth:`configure_rounds` was told.
         """
-        store, private = self._served(self._ready.train), private or self._schedule.private
+        store, private = self.served(self.checked.train), private or self._schedule.private
         given = store, plan, self.batch_size, self._seed
         if private is not None:
             return loader(PrivateRoundBatches(*given, private), store, self.num_workers)
@@ -263,7 +264,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
-        return [] if self._ready.test is None else self._in_order(self._ready.test)
+        return [] if self.checked.test is None else self._in_order(self.checked.test)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -280,30 +281,30 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def public_size(self) -> int:
         """Number of public images; 0 if there are none."""
-        return _size(self._ready.public)
+        return _size(self.checked.public)
 
     @property
     def tokens(self) -> bool:
         """Whether samples are texts (L,) of int64 tokens, and no images."""
-        return self._ready.image[1] == torch.int64
+        return self.checked.image[1] == torch.int64
 
     @property
     def augmentation(self) -> tuple[int, bool]:
         """``crop_padding`` and ``flip``."""
-        return self._preparation.crop_padding, self._preparation.flip
+        return self.preparation.crop_padding, self.preparation.flip
 
     def extreme_tokens(self) -> list[int]:
         """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
-        return self._ready.extreme_tokens()
+        return self.checked.extreme_tokens()
 
     @property
     def validation_size(self) -> int:
         """Number of labelled images on the server; 0 if there are none."""
-        return _size(self._ready.server_validation)
+        return _size(self.checked.server_validation)
 
     def check_public_overlap(self) -> None:
         """Refuse images of the server's that clients train on; images in files are all read for it."""
-        self._ready.check_overlap()
+        self.checked.check_overlap()
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.
@@ -315,18 +316,18 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
-        store = self._ready.public
+        store = self.checked.public
         assert store is not None
-        images, _ = self._served(store).take(torch.zeros_like(indices), indices, (self._seed, -2))
+        images, _ = self.served(store).take(torch.zeros_like(indices), indices, (self._seed, -2))
         return self.prepare(send(images, device))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
-        return self._labelled(self._ready.server_validation, device)
+        return self._labelled(self.checked.server_validation, device)
 
     def test_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images that clients are evaluated on, prepared, and their labels, on ``device``; each once."""
-        return self._labelled(self._ready.test, device)
+        return self._labelled(self.checked.test, device)
 
     @property
     def evaluates_on(self) -> EvaluateOn:
@@ -336,8 +337,8 @@ class FederatedDataModule(pl.LightningDataModule):
     @property
     def preprocessing(self) -> Preprocessing:
         """What is done to images before the model sees them, but for random changes."""
-        source = None if self._division is None else self._division.dataset
-        return preprocessing_of(self._ready, self._preparation, getattr(source, "full_scale", None))
+        source = None if self.division is None else self.division.dataset
+        return preprocessing_of(self.checked, self.preparation, getattr(source, "full_scale", None))
 
     def partition_dict(self) -> dict[str, Any]:
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
@@ -346,7 +347,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def class_counts(self) -> dict[str, list[list[int]]]:
         """Images (M, K) of each client and class by ``train`` and ``test``, where no image must be read to know."""
-        return self._ready.class_counts()
+        return self.checked.class_counts()
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
         """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""
@@ -359,7 +360,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def prepare(self, batch: BatchT) -> BatchT:
         """Make a batch on its device ready for the model (see :class:`.Preparation`); the Trainer's are so already."""
-        return self._preparation(batch)
+        return self.preparation(batch)
 
     def use_features(
         self, encode: Callable[[Tensor], Tensor] | None, size: int = 0, image: tuple[int, ...] = ()
@@ -383,16 +384,16 @@ class FederatedDataModule(pl.LightningDataModule):
                 yield self.prepare(send(x, device)), send(y, device)
 
     def _in_order(self, store: Store) -> DataLoader[EvalBatch]:
-        served = self._served(store)
+        served = self.served(store)
         return loader(EvalBatches(served, self.eval_batch_size, self._seed), served, self.num_workers)
 
-    def _served(self, store: Store) -> Samples:
+    def served(self, store: Store) -> Samples:
         """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
         if isinstance(store, MapStore):
             return store
         if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
-        augmented = store is self._ready.train and self._preparation.augments
+        augmented = store is self.checked.train and self.preparation.augments
         return store if self._features is None or augmented else self._features(store)
 
 

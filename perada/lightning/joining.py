@@ -14,7 +14,7 @@ from perada.algorithms.joining import algorithm_of, joining
 from perada.core.checks import check_number, check_whole
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.newcomer import newcomer
+from perada.data.joining import joining_data
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.progress import RoundProgressBar
@@ -103,7 +103,7 @@ def personalize(
     if rounds is None:
         alone = base.inference == "global"
         rounds = 1 if alone else _rounds_of_each(how)
-    own = newcomer(
+    own = joining_data(
         data, name, run.preprocessing, run.info.get("classes"), run.info["num_classes"], run.info["multilabel"]
     )
     assert own.client_names is not None

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from perada import states
+from perada.core import states
 from perada.models.backbones import build_backbone, insert_adapter
 
 

@@ -72,9 +72,9 @@ def test_a_class_that_is_not_among_the_named_ones_is_refused_by_name(hospitals):
 def test_each_hospital_is_a_client(hospitals):
     made = FederatedDataModule(dataset=Images(str(hospitals), size=8), partition=ByDomain("client"), batch_size=4)
     made.setup()
-    sizes = Counter(made._division.dataset.columns["client"])
+    sizes = Counter(made.division.dataset.columns["client"])
     assert (made.num_clients, made.train_sizes) == (4, tuple(sizes[name] for name in HOSPITALS))
-    assert torch.equal(made._checked.train.item(2, 0)[0], made._division.dataset[sum(made.train_sizes[:2])][0])
+    assert torch.equal(made.checked.train.item(2, 0)[0], made.division.dataset[sum(made.train_sizes[:2])][0])
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
             partition=ByDomain("client"),
             client_validation=0.25,
         )
-        record, train = made.partition_dict(), names(made._division.dataset)
-        test = names(made._division.dataset.with_split(False))
+        record, train = made.partition_dict(), names(made.division.dataset)
+        test = names(made.division.dataset.with_split(False))
         held, kept = ([[train[row] for row in own] for own in record[part]] for part in ("client_validation", "train"))
         assert all(held) and all(kept)
         return [{*chain(*held)}, {*chain(*kept)}, {*test}]

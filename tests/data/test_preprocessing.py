@@ -62,7 +62,7 @@ def made(kind, tmp_path):
     if kind == "folder":
         files = ImageFolder(str(folder_of_images(tmp_path)), size=12)
         data = set_up(FederatedDataModule(dataset=files, partition=Dirichlet(2), image_size=18))
-        return data, [path for part in data._ready.test.datasets for path in paths_of(part)]
+        return data, [path for part in data.checked.test.datasets for path in paths_of(part)]
     if kind == "pictures":
         sets = [Pictures(1), Pictures(2)]
         data = FederatedDataModule(FederatedData(sets, sets), image_size=16)

@@ -152,7 +152,7 @@ def test_no_patient_of_chexpert_is_on_two_sides(chexpert):
         dataset=CheXpert(str(root), size=8, test_share=0.2, merge_below=6), client_validation=0.3,
         partition=Dirichlet(3, 5.0, column="category"), validation_fraction=0.1,
     )  # fmt: skip
-    record, columns = made.partition_dict(), made._division.dataset.columns["patient"]
+    record, columns = made.partition_dict(), made.division.dataset.columns["patient"]
     for kept, held in zip(record["train"], record["client_validation"], strict=True):
         assert held
         assert not set(columns[kept]) & set(columns[held])

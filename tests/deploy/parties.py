@@ -8,11 +8,11 @@ import pytorch_lightning as pl
 
 from perada.algorithms import make_algorithm
 from perada.data import FederatedDataModule
-from perada.data.one_client import only
 from perada.deploy.protocol import LocalTransport
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator, Terms
 from perada.deploy.site.client import Client
+from perada.deploy.site.data import only
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import Book
 from perada.deploy.site.worker import SiteWorker

@@ -48,7 +48,7 @@ def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
     data.setup()
     assert (data.num_classes, data.classes) == (3, CLASSES)
     seen = set()
-    images = data._ready.train.datasets[0]
+    images = data.checked.train.datasets[0]
     for image, label in (images[row] for row in range(len(images))):
         bright = float(image.float().mean())
         name = min(BRIGHT, key=lambda one: abs(BRIGHT[one] - bright))

@@ -63,7 +63,7 @@ def served(path):
     worker = worker_of(read_site(path))
     worker.book.close()
     (client,) = worker.clients.values()
-    return [files(client.data._data.test[0]), files(client.data._data.train[0])]
+    return [files(client.data.data.test[0]), files(client.data.data.train[0])]
 
 
 def told(caplog):
@@ -85,10 +85,10 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
         recipe = built(path)
         kept = {part: {own[row].rpartition("/")[2] for row in record[part][client]} for part, own in
                 (("train", train), ("client_validation", train), ("test", test))}  # fmt: skip
-        assert files(recipe.data._data.test[0]) == kept["test"]
-        assert files(recipe.data._data.train[0]) == kept["train"] | kept["client_validation"]
+        assert files(recipe.data.data.test[0]) == kept["test"]
+        assert files(recipe.data.data.train[0]) == kept["train"] | kept["client_validation"]
         assert recipe.data.train_sizes == (len(kept["train"]),)
-        (own,) = hold_out(recipe.data._data, {}, *recipe.data.holdout)[0].train
+        (own,) = hold_out(recipe.data.data, {}, *recipe.data.holdout)[0].train
         assert files(Subset(own.dataset.dataset, np.array(own.dataset.indices)[own.indices])) == kept["train"]
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.files import sync
-from perada.data.one_client import only
 from perada.deploy.protocol import Answer, LocalTransport, Malformed, Order, digest, header_of, pack, spec_of, unpack
+from perada.deploy.site.data import only
 from perada.deploy.site.state import Book, read_state
 from perada.privacy import Privacy
 from perada.privacy.accounting import history_epsilon

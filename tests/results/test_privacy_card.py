@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from perada import FederatedLoop
 from perada.cli import main
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.privacy_card import privacy_card, privacy_lines
@@ -160,15 +161,14 @@ def test_the_program_shows_what_an_export_costs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     record = sample() | whole()
-    program = importlib.import_module("perada.cli.runs")
-    real = program.outcome
+    real = FederatedLoop.outcome
 
     def private(run):
         run.info["privacy"] = copy.deepcopy(record)
         run.metrics["clients"] |= {"privacy/server_epsilon": SERVER, "privacy/release_epsilon": RELEASE}
         return run
 
-    monkeypatch.setattr(program, "outcome", lambda module, loop: private(real(module, loop)))
+    monkeypatch.setattr(FederatedLoop, "outcome", lambda loop, module: private(real(loop, module)))
     main(["fit", "--config", "tiny.yaml"])
     rows = tables(capsys.readouterr().out)
     ends = [row[-2:] for row in rows if row[0].isdigit()]

@@ -85,7 +85,7 @@ class Division:
         return FederatedData(
             train=[Subset(parts[0], own) for own in train_of],
             test=[Subset(parts[1], own) for own in test_of],
-            public=self._public(parts[0], public.tolist()),
+            public=self.public_images(parts[0], public.tolist()),
             server_validation=Subset(parts[0], validation.tolist()) if len(validation) else None,
             num_classes=parts[0].num_classes,
             classes=class_names(split_of(parts[0]), parts[0].classes, parts[0].num_classes),
@@ -104,7 +104,7 @@ class Division:
         counts = [round(len(groups) * share) for share in (self.public_fraction, self.validation_fraction)]
         return whole_groups(groups, counts, np.random.default_rng(derive_seed(self.seed, "hold_out")))
 
-    def _public(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
+    def public_images(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
         """The public set: held-out training images, another set or some of it, or None."""
         if self.public is None:
             return Subset(train, held_out) if held_out else None

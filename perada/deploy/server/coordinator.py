@@ -17,9 +17,9 @@ from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
 from perada.data.batches.preparation import Preparation
-from perada.data.one_client import ServerImages
 from perada.deploy.protocol import Answer, Kind, Order, Spec, Transport, largest, pack, spec_of
 from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
+from perada.deploy.server.images import ServerImages
 from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, Terms, read_progress, write_progress
 from perada.deploy.server.rounds import PAUSE, Loggers, ask, close_round, mean_scores
 from perada.federation.server import Server

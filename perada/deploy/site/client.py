@@ -11,9 +11,9 @@ from perada.algorithms import Broadcast, Stacks, ensemble_of
 from perada.core.batches import AnyBatch
 from perada.core.rounds import RoundPlan
 from perada.core.states import State, expand
-from perada.data.one_client import OneClient
 from perada.deploy.protocol import Order
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
+from perada.deploy.site.data import OneClient
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import RunState
 from perada.engine.ensembles import compare, ensemble

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of one client of a federation whose other clients are elsewhere."""
+"""A site's data: those of one client of a federation whose other clients are elsewhere."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, one_of
-from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, batch_indices, make_plan
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
 from perada.core.states import send
 from perada.data.batches.loaders import RoundBatches, loader
-from perada.data.batches.preparation import Preparation
 from perada.data.batches.private import PrivateRoundBatches
-from perada.data.batches.samples import MapStore, Samples, Store, make_store
+from perada.data.batches.samples import MapStore, Samples
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 
@@ -43,7 +42,7 @@ class OneClient:
     @property
     def tests(self) -> int:
         """Number of test images."""
-        store = self.data._ready.test
+        store = self.data.checked.test
         return 0 if store is None else store.sizes[0]
 
     def plan(self, round: int, phases: Sequence[Phase], lengths: Sequence[int] = ()) -> RoundPlan:
@@ -62,7 +61,7 @@ class OneClient:
     ) -> Iterator[AnyBatch]:
         """The prepared local steps of a plan."""
         store = self._numbered()
-        given = store, plan, self.data.batch_size, self.data._preparation.seed
+        given = store, plan, self.data.batch_size, self.data.preparation.seed
         whole = RoundBatches(*given) if private is None else PrivateRoundBatches(*given, private)
         # Others may take more steps: nothing is done then, and a site may say any number.
         own = Subset(whole, [place for place, (*_, active) in enumerate(active_steps(plan)) if active])
@@ -83,7 +82,7 @@ class OneClient:
             yield self.data.prepare(batch._replace(x=send(batch.x, device), y=send(batch.y, device)))
 
     def _numbered(self) -> Samples:
-        store = self.data._served(self.data._ready.train)
+        store = self.data.served(self.data.checked.train)
         if isinstance(store, MapStore):  # what its datasets draw depends on the number
             numbered = MapStore([], store.labelled, store.size)
             numbered.datasets, numbered.num_classes = {self.number: store.datasets[0]}, store.num_classes  # type: ignore[assignment]  # looked up only
@@ -107,37 +106,3 @@ def _moved(batch: AnyBatch, device: torch.device) -> AnyBatch:
     if isinstance(batch, dict):
         return {name: one._replace(x=send(one.x, device), y=send(one.y, device)) for name, one in batch.items()}
     return batch._replace(x=send(batch.x, device), y=send(batch.y, device))
-
-
-class ServerImages:
-    """The images that a server without clients' data has.
-
-    Args:
-        public: Images for distillation, labels are never read; None for none.
-        preparation: How images become ready for the model; its seed is the run's.
-    """
-
-    def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
-        self.preparation = preparation
-        self.public: Store | None = None
-        if public is not None:
-            self.public = make_store([public], labelled=False, size=preparation.image_size)
-
-    @property
-    def public_size(self) -> int:
-        """Number of public images; 0 if there are none."""
-        return 0 if self.public is None else self.public.sizes[0]
-
-    def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
-        """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
-        return batch_indices(self.public_size, batch_size, steps, self.preparation.seed, "public", round)  # type: ignore[arg-type]
-
-    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Public images, prepared for the model, on ``device``."""
-        assert self.public is not None
-        images, _ = self.public.take(torch.zeros_like(indices), indices, (self.preparation.seed, -2))
-        return self.preparation(send(images, device))
-
-    def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nothing: labelled images of a server's own are not read."""
-        yield from ()

@@ -15,7 +15,7 @@ from perada.data.federated import FederatedData
 from perada.data.preprocessing import Preprocessing
 
 
-def newcomer(
+def joining_data(
     data: FederatedData,
     name: str | None,
     preprocessing: Preprocessing,
