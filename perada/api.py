@@ -139,31 +139,9 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     arguments = dict(locals())
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
     check_whole("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
-    check_options("algorithm_options", {} if algorithm_options is None else algorithm_options, "{'modes': 5}")
-    options = (algorithm_options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
-    if options and isinstance(algorithm, Algorithm):
-        name = next(iter(options))
-        raise ValueError(
-            f"{name}={options[name]!r} cannot be given beside an algorithm that is made already; give it to "
-            f"{type(algorithm).__name__} itself"
-        )
-    chosen, given = make_algorithm(algorithm, **options), data
-    if isinstance(data, FederatedData):
-        classes = num_classes or data.num_classes or (_outputs(backbone) if isinstance(backbone, nn.Module) else None)
-        size = 64 if batch_size is None else batch_size
-        data = FederatedDataModule(data, batch_size=size, image_size=image_size, num_classes=classes)
-    elif not isinstance(data, FederatedDataModule):
-        raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
-    else:
-        for name, value, own in (
-            ("batch_size", batch_size, data.batch_size),
-            ("image_size", image_size, data.image_size),
-        ):
-            if value not in (None, own):
-                raise ValueError(
-                    f"{name}={value!r} cannot be given beside a datamodule, which has its own ({own!r}); set it there"
-                )
-        arguments["image_size"] = data.image_size
+    chosen, given = _algorithm(algorithm, algorithm_options, prox_strength), data
+    data = _datamodule(data, backbone, batch_size, image_size, num_classes)
+    arguments["image_size"] = data.image_size
     fields = {
         full.rpartition(".")[2]: arguments[name]
         for name, full in FULL_NAMES.items()
@@ -200,6 +178,37 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     with plain_data(path, trainer), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)
+
+
+def _algorithm(given: str | Algorithm, options: dict[str, Any] | None, prox_strength: float | None) -> Algorithm:
+    """The algorithm, made by its name with its options, which one that is made already has."""
+    check_options("algorithm_options", {} if options is None else options, "{'modes': 5}")
+    options = (options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
+    if options and isinstance(given, Algorithm):
+        name = next(iter(options))
+        raise ValueError(
+            f"{name}={options[name]!r} cannot be given beside an algorithm that is made already; give it to "
+            f"{type(given).__name__} itself"
+        )
+    return make_algorithm(given, **options)
+
+
+def _datamodule(
+    data: object, backbone: object, batch_size: int | Literal["full"] | None, size: int | None, classes: int | None
+) -> FederatedDataModule:
+    """The data module itself, with options of its own, or one that is made of the clients' data."""
+    if isinstance(data, FederatedData):
+        classes = classes or data.num_classes or (_outputs(backbone) if isinstance(backbone, nn.Module) else None)
+        batch_size = 64 if batch_size is None else batch_size
+        return FederatedDataModule(data, batch_size=batch_size, image_size=size, num_classes=classes)
+    if not isinstance(data, FederatedDataModule):
+        raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
+    for name, value, own in (("batch_size", batch_size, data.batch_size), ("image_size", size, data.image_size)):
+        if value not in (None, own):
+            raise ValueError(
+                f"{name}={value!r} cannot be given beside a datamodule, which has its own ({own!r}); set it there"
+            )
+    return data
 
 
 def _take_over(trainer: pl.Trainer, rounds: int, eval_every: int | None, others: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.api import make_trainer
+from perada.api import argument_texts, make_trainer
 from perada.cli import main
 from perada.cli.runs import make_cli
 from perada.core.digests import check_sealed
@@ -374,6 +374,14 @@ def test_every_default_is_that_of_the_class_that_is_built():
     assert given["eval_every"] is None  # or a trainer's own would be taken for granted
     assert inspect.signature(make_trainer).parameters["eval_every"].default == 1
     assert inspect.signature(perada.FederatedDataModule).parameters["batch_size"].default == 64
+
+
+def test_help_explains_every_argument_and_says_what_the_class_says():
+    said = argument_texts(perada.finetune)
+    assert {*said} - {"**trainer_kwargs"} == {*inspect.signature(perada.finetune).parameters} - {"trainer_kwargs"}
+    assert said["lr_local"] == argument_texts(perada.FederatedClassifier)["lr_local"]
+    assert said["weighting"] == argument_texts(perada.FederatedLoop)["weighting"]
+    assert said["lr_server"] == argument_texts(Distillation)["lr"]
 
 
 def norms():

@@ -698,6 +698,18 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
             ["--tune", "model.lr_local=1,2", "--algorithms", "fedavg", "--choose_by", "personal/local_test_f1_macro"],
             "--choose_by personal/local_test_f1_macro: no such score with this --model.metric; did you mean ",
         ),
+        (
+            ["--vary", "rounds=1,2", "data.seed=0,1", "--rounds", "3"],
+            "--trainer.max_epochs is given for every run, and tuned or var",
+        ),
+        (
+            ["--vary", "rounds=1,2", "data.seed=0,1", "--data.seed=3"],
+            "--data.seed is given for every run, and tuned or varied",
+        ),
+        (
+            ["--tune=lr_local+lr_personal=0.1,1", "--lr_personal=1"],
+            "--model.lr_personal is given for every run, and tuned",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_before_anything_runs(recipe, words, says):
