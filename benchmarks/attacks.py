@@ -22,7 +22,7 @@ from perada.core.seeding import generator
 from perada.core.states import State
 from perada.data import Digits, Dirichlet, FederatedDataModule
 from perada.server import FLTrust, GeometricMedian, Krum, Median, NormClipping, ServerRule, TrimmedMean
-from perada.server.rule_base import Mean
+from perada.server.aggregate import Mean
 
 CLIENTS, CLASSES = 20, 10
 ATTACKS = ("none", "scaled", "reversed", "noise", "constant", "labels")

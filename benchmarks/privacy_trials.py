@@ -37,7 +37,7 @@ from benchmarks.privacy_audit import (
     quiet,
 )
 from perada.core.seeding import derive_seed, generator
-from perada.privacy import clipping, history_epsilon, training
+from perada.privacy import clipping, history_epsilon, protection
 
 HIGH, LOW = 100.0, 0.01
 """Learning rates at which a canary's gradient stands in one step, and in all of them."""
@@ -153,7 +153,7 @@ def _drawn_again(pair: Pair) -> Iterator[None]:
     def again(seed: int, purpose: str, round: int, client: int) -> torch.Generator:
         return generator(seed, "noise" if pair == "roles" else purpose, 0 if pair == "rounds" else round, client)
 
-    with patch.object(training, "generator", again):
+    with patch.object(protection, "generator", again):
         yield
 
 

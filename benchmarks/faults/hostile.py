@@ -26,8 +26,8 @@ from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.cli.main import _tables
 from perada.core.digests import KEY, sealed, write_sums
-from perada.lightning.checkpoint_io import WholeCheckpointIO
-from perada.results.forgetting import forget
+from perada.lightning.checkpoint import WholeCheckpointIO
+from perada.results.clients import forget
 from perada.results.record import read_records
 from perada.studies.report.page import write_page
 

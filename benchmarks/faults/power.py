@@ -21,7 +21,7 @@ from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.core.digests import digest_of
 from perada.federation.store.rows import locate
-from perada.lightning.checkpoint_io import WholeCheckpointIO
+from perada.lightning.checkpoint import WholeCheckpointIO
 from perada.results.checkpoints import newest_whole
 
 CALLS = ("fsync", "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir")

@@ -17,8 +17,7 @@ from torch import Tensor
 from perada.core.options import Options
 from perada.core.rounds import Phase
 from perada.core.states import State, expand
-from perada.server.aggregate import Updates
-from perada.server.rule_base import Aggregation, ServerRule
+from perada.server.aggregate import Aggregation, ServerRule, Updates
 
 Inference = Literal["personal", "global"]
 Stacks = dict[str, State]

@@ -12,8 +12,7 @@ from perada.cli.sources import SOURCE, Source, add_options, division_of, divisio
 from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
-from perada.results.forgetting import NOT_UNDONE, forget
-from perada.results.joined import check_none_lost
+from perada.results.clients import NOT_UNDONE, check_none_lost, forget
 from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import holds_adapters

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of local training, and of evaluation, sees."""
+"""What a step of local training, and of evaluation, sees, and what images must look like for a backbone."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -45,3 +46,12 @@ class EvalBatch(NamedTuple):
     x: Tensor
     y: Tensor
     owner: Tensor
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Images of a backbone: (channels, height, width), each channel in [0, 1] normalised by ``mean`` and ``std``."""
+
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]

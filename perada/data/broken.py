@@ -17,9 +17,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
-from perada.data.batches.decoding import MissingImageError, UnreadableImageError, UnreadableSampleError
 from perada.data.batches.samples import isolated_randomness, length, read_item, tensor_source
-from perada.data.batches.transforms import to_image
+from perada.data.batches.transforms import MissingImageError, UnreadableImageError, UnreadableSampleError, to_image
 from perada.data.federated import FederatedData
 from perada.data.items import IMAGE_KEYS, check_datasets, parts_of
 from perada.data.sets.manifest import ImageFiles

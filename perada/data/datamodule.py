@@ -10,25 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from perada.core.batches import CohortBatch, EvalBatch
+from perada.core.batches import CohortBatch, EvalBatch, ImageConfig
 from perada.core.checks import check_whole
-from perada.core.images import ImageConfig
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan
 from perada.core.states import send
 from perada.data.batches.corrupted import CorruptedStore
 from perada.data.batches.feature_cache import FeatureCache
-from perada.data.batches.loaders import EvalBatches, RoundBatches, loader
+from perada.data.batches.loaders import EvalBatches, PrivateRoundBatches, RoundBatches, Schedule, loader
 from perada.data.batches.preparation import BatchT, Preparation
-from perada.data.batches.private import PrivateRoundBatches
 from perada.data.batches.samples import MapStore, Samples, Store, length
-from perada.data.batches.schedule import Schedule
 from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.items import as_pairs
 from perada.data.options import check_reading, check_types
 from perada.data.partitions.base import Partition
-from perada.data.partitions.division import Division
-from perada.data.partitions.holdout import EvaluateOn, check_holdout, hold_out
+from perada.data.partitions.division import Division, EvaluateOn, check_holdout, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, Shift, ShiftsWhen, as_shifts, conditions

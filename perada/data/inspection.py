@@ -22,10 +22,9 @@ from torch.utils.data import Subset
 from tqdm import tqdm
 
 from perada.core.text import some
-from perada.data.batches.decoding import WHOLE_SCALE
-from perada.data.batches.transforms import to_image
-from perada.data.partitions.apportion import Array
+from perada.data.batches.transforms import WHOLE_SCALE, to_image
 from perada.data.partitions.division import Division
+from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 

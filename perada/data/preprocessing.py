@@ -13,12 +13,19 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from perada.core.batches import ImageConfig
 from perada.core.checks import check_choice, check_number, check_whole
-from perada.core.images import ImageConfig
-from perada.data.batches.decoding import check_full_scale, decode, read_image
 from perada.data.batches.preparation import Preparation
 from perada.data.batches.samples import MapStore
-from perada.data.batches.transforms import check_dtype, is_tokens, prepare_images, resize_uint8
+from perada.data.batches.transforms import (
+    check_dtype,
+    check_full_scale,
+    decode,
+    is_tokens,
+    prepare_images,
+    read_image,
+    resize_uint8,
+)
 from perada.data.federated import Checked
 from perada.data.sets.manifest import ImageFiles
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from perada.engine.frozen_layers import FrozenBatchNorm
 from perada.engine.prefix import Constant, Prefix
 from perada.engine.stacked_layers import (
     FoldContext,
+    FrozenBatchNorm,
     OwnerTwin,
     StackedBatchNorm,
     StackedChannelDropout,

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked twins of the leaf layers that hold trained parameters (:mod:`~perada.engine.fold` builds a model of them).
-
-The stacked model runs C clients as one ordinary forward pass on C·B images, client after client along the batch axis.
-Modules without trained parameters are the very modules of the single model. A leaf module that holds trained
-parameters is replaced by its *twin*: the same parameter names, each tensor with a leading axis C, and a forward that
-splits the batch by client. Outputs and gradients are those of C separate models.
-
-Shape suffixes: R = C·B rows, C clients, B images a client, D features.
-"""
+"""Layers that hold the parameters of many clients, and layers that are frozen."""
 
 import math
 from dataclasses import dataclass
@@ -268,3 +260,45 @@ def drop_rate(module: nn.Module) -> float:
     """Probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
     rate = getattr(module, "p", None)
     return float((getattr(module, "drop_prob", None) if rate is None else rate) or 0.0)
+
+
+_Context = Any  # torch gives it no type
+
+
+class FrozenBatchNorm(nn.Module):
+    """A BatchNorm of which nothing is trained, in evaluation mode: a scale and a shift for each channel.
+
+    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it. The original has running
+    statistics. Its tensors stay its own, so that it can be moved and loaded.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise (B, D, ...)."""
+        norm = self.original[0]
+        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        normalised: Tensor = _Normalise.apply(x, *tensors, norm.eps)
+        return normalised
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch normalisation by running statistics, with a gradient for its input alone."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(weight, mean, var)
+        ctx.eps = eps
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, mean, var = ctx.saved_tensors
+        inputs, *_ = torch.ops.aten.native_batch_norm_backward(
+            gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]
+        )  # in the place of the input the gradient, for its shape: values are not looked at
+        return inputs, None, None, None, None, None

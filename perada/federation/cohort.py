@@ -24,7 +24,7 @@ from perada.core.states import State, clone, prefix
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.engine.losses import client_losses
-from perada.privacy.training import PrivateRound
+from perada.privacy.protection import PrivateRound
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evaluation of all models of a federation: which model runs on which image, and how it is scored."""
+"""Scores of the clients' models and of the global one, and their logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,9 @@ from perada.core.batches import EvalBatch
 from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import send
-from perada.engine.ensembles import ensemble
+from perada.engine.losses import ensemble
 from perada.federation.federation import Federation
-from perada.federation.logits import everywhere_logits, own_logits
-from perada.federation.metrics import Metric, spread
-from perada.federation.tally import Tally
+from perada.federation.metrics import Metric, Tally, spread
 from perada.server.aggregate import double
 
 
@@ -286,3 +285,56 @@ def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
     if count is None or count >= clients:
         return list(range(clients))
     return sorted(torch.randperm(clients, generator=generator(seed, "global test"))[:count].tolist())
+
+
+GROUP = 32
+"""Clients whose states are gathered at once."""
+
+
+def everywhere_logits(
+    federation: Federation, everywhere: Sequence[int], x: Tensor
+) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor]]:
+    """Run personal models of this process on the same images, some at a time.
+
+    Yields:
+        Places in ``everywhere``, the clients there, and the logits (p, B, K) of their models.
+    """
+    owned = set(federation.owned())
+    running = [(place, client) for place, client in enumerate(everywhere) if client in owned]
+    for start in range(0, len(running), GROUP):
+        places, clients = zip(*running[start : start + GROUP], strict=True)
+        yield places, clients, federation.engine.shared_logits(federation.personal_states(clients), x)
+
+
+def shared_logits(federation: Federation, x: Tensor) -> Tensor:
+    """Logits (B, K) of the global model."""
+    average, multilabel = ensemble_of(federation.settings.algorithm).average, federation.settings.training.multilabel
+    return ensemble(federation.engine.shared_logits(federation.members(), x), average, multilabel)
+
+
+def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
+    """Logits (B, K) of each image by its owner's personal model: each image runs once.
+
+    Stretches of one owner's images are stacked with others that are at most twice as long. Logits are zero for images
+    whose owner another process has, and ``None`` where that goes for all.
+    """
+    stretches = [(owner, len(list(rows))) for owner, rows in groupby(batch.owner.tolist())]
+    counts = torch.tensor([count for _, count in stretches])
+    starts, here = counts.cumsum(0) - counts, set(federation.owned())
+    alike: dict[int, list[int]] = {}
+    for place, (owner, count) in enumerate(stretches):
+        if owner in here:
+            alike.setdefault(count.bit_length(), []).append(place)
+    logits = None
+    for places in alike.values():
+        for begin in range(0, len(places), GROUP):
+            part = places[begin : begin + GROUP]
+            step = torch.arange(int(counts[part].max()))
+            rows = starts[part, None] + step.minimum(counts[part, None] - 1)  # the last image fills what is too short
+            real = (step < counts[part, None]).flatten().nonzero().flatten()
+            states = federation.personal_states([stretches[place][0] for place in part])
+            with torch.no_grad():
+                run = federation.engine.logits(states, batch.x[send(rows, batch.x.device)]).flatten(0, 1)
+            logits = run.new_zeros(len(batch.x), *run.shape[1:]) if logits is None else logits
+            logits[send(rows.flatten()[real], run.device)] = run[send(real, run.device)]
+    return logits

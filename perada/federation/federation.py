@@ -13,16 +13,15 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
 from perada.core.states import State, clone, expand, stack, unstack
 from perada.engine.engine import Engine
-from perada.engine.ensembles import compare
-from perada.federation.changes import look_at
+from perada.engine.losses import compare
 from perada.federation.cohort import Cohort
 from perada.federation.diagnostics import Measuring, gradient_norms
-from perada.federation.round_report import RoundReport, gather_outcomes, round_metrics
+from perada.federation.round_report import RoundReport, gather_outcomes, look_at, round_metrics
 from perada.federation.server import Progress, Server
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.site import Site
+from perada.federation.store.kinds import SharedStore
 from perada.federation.store.rows import renumbered
-from perada.federation.store.shared import SharedStore
 from perada.privacy.protection import Protection
 from perada.server import Updates
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from perada.core.batches import EvalBatch
 from perada.core.states import send
-from perada.federation.evaluation import Scores
+from perada.federation.evaluation import Scores, everywhere_logits, shared_logits
 from perada.federation.federation import Federation
-from perada.federation.logits import everywhere_logits, shared_logits
 from perada.federation.metrics import Metric
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes a communication round an epoch of Lightning's: the module, the loop, checkpoints, devices."""
 
+from perada.lightning.callbacks import PredictionFile, RoundLines, RoundProgressBar, round_progress
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.predictions import PredictionFile
-from perada.lightning.progress import RoundLines, RoundProgressBar, round_progress
 
 __all__ = [
     "FederatedClassifier",

@@ -16,7 +16,7 @@ from perada.algorithms import Algorithm, EnsembleAlgorithm
 from perada.algorithms.trial import is_own, try_rounds
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.data import FederatedDataModule
-from perada.engine.fold_check import check_fold
+from perada.engine.engine import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, check_rule

@@ -15,7 +15,6 @@ from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.federation.store import Storage, StoreKind
-from perada.lightning.after_rounds import finish, personalize
 from perada.lightning.checkpoint import RoundCheckpoint, belonging, check_saved, described, grown, resume
 from perada.lightning.checks import (
     check_alone,
@@ -37,8 +36,8 @@ from perada.lightning.run_folder import (
     storage,
     write_description,
 )
+from perada.lightning.scoring import finish, personalize, restore_shifts, score_shifts
 from perada.lightning.setup import set_up_rounds, set_up_trainer
-from perada.lightning.shift_scores import restore_shifts, score_shifts
 from perada.lightning.steps import (
     Failures,
     anyone_left,

@@ -15,14 +15,14 @@ from perada.core.checks import check_number, check_whole
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.joining import joining_data
+from perada.lightning.callbacks import RoundProgressBar
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.progress import RoundProgressBar
 from perada.lightning.results import class_counts
 from perada.lightning.strategies import device_defaults
 from perada.models.backbones import AdaptedModel
 from perada.privacy import Privacy
-from perada.results.joined import Joined
+from perada.results.clients import Joined
 from perada.results.run import Run
 
 SCORE = "personal/local_test"

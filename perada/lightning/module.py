@@ -16,9 +16,8 @@ from perada.core.text import SPREADS
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
 from perada.federation.cohort import ClientOptimizer, LocalTraining
-from perada.federation.evaluation import Evaluation, sample_clients
+from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
-from perada.federation.logits import own_logits, shared_logits
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.models.adapted import make_slot
 from perada.models.backbones import AdaptedModel, AdapterChoice

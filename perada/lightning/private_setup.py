@@ -22,9 +22,8 @@ from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
-from perada.privacy.protection import Protection
+from perada.privacy.protection import PrivateTraining, Protection
 from perada.privacy.rehearsal import check_client_level, check_unsent, rehearse
-from perada.privacy.training import PrivateTraining
 
 MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
 """Metrics, or their first parts, that private training may stop by: clients' images have no part in them."""

@@ -24,7 +24,7 @@ from perada.federation.federation import Federation
 from perada.federation.store import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.steps import rounds_left
-from perada.privacy.journal import JOURNAL, Journal
+from perada.privacy.ledgers import JOURNAL, Journal
 
 
 def run_folder(trainer: pl.Trainer) -> Path | None:

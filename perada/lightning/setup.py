@@ -7,7 +7,7 @@ from perada.algorithms import ensemble_of
 from perada.core.batches import CohortBatch
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
-from perada.lightning.checkpoint_io import write_whole
+from perada.lightning.checkpoint import write_whole
 from perada.lightning.checks import (
     check_batch_norm,
     check_distillation,

@@ -19,7 +19,7 @@ from perada.core.rounds import PrivateSampling
 from perada.data import CohortBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation.federation import Federation
 from perada.federation.round_report import RoundReport
-from perada.lightning.checkpoint_io import REMEDY
+from perada.lightning.checkpoint import REMEDY
 from perada.lightning.module import FederatedClassifier
 from perada.server import ServerRule
 

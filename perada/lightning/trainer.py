@@ -8,10 +8,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger
 
+from perada.lightning.callbacks import round_progress
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.checks import check_precision, check_trainer
 from perada.lightning.federated_loop import FederatedLoop
-from perada.lightning.progress import round_progress
 from perada.lightning.strategies import choose_strategy, device_defaults
 
 

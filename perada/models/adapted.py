@@ -14,8 +14,8 @@ from torch import nn
 from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.blocks import plain_name, reached
 from perada.algorithms.base import Slot
+from perada.core.batches import ImageConfig
 from perada.core.checks import is_of
-from perada.core.images import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
 from perada.models.targets import check_attention, contiguous_only, fill_targets
 

@@ -14,14 +14,13 @@ from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import nn
 
-import perada.models.peft_twins  # noqa: F401  # registers the twins of PEFT's layers
+import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
+from perada.core.batches import ImageConfig
 from perada.core.checks import check_whole
-from perada.core.images import ImageConfig
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
-from perada.models.logits import return_logits
 from perada.models.twins import register_transformers
-from perada.models.unwrapping import IMAGE, unwrapped
+from perada.models.unwrapping import IMAGE, return_logits, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights, require_hub
 
 if TYPE_CHECKING:

@@ -8,8 +8,14 @@ from perada.privacy.accounting import ACCOUNTANTS, calibrate, history_epsilon
 from perada.privacy.clipping import noisy_mean, sensitivity
 from perada.privacy.ledgers import Ledger, Ledgers
 from perada.privacy.options import ClientPrivacy, Privacy
-from perada.privacy.randomness import secure_permutation, secure_uniform
-from perada.privacy.sampling import expected_batch_size, passes, poisson_batches, shuffled_batches
+from perada.privacy.sampling import (
+    expected_batch_size,
+    passes,
+    poisson_batches,
+    secure_permutation,
+    secure_uniform,
+    shuffled_batches,
+)
 
 __all__ = [
     "ACCOUNTANTS",

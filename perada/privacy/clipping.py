@@ -13,7 +13,7 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_number
 from perada.core.states import State
-from perada.privacy.randomness import secure_noise
+from perada.privacy.sampling import secure_noise
 from perada.server.aggregate import double
 
 METHODS = ("flat", "per_layer", "automatic")

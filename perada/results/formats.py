@@ -17,9 +17,9 @@ from torch.export import Dim
 
 from perada.core.checks import check_choice
 from perada.data.sets.images import Photographs
-from perada.results.averaged import Ensemble
+from perada.results.clients import joined_clients
 from perada.results.export import write_section
-from perada.results.joined import joined_clients
+from perada.results.models import Ensemble
 from perada.results.privacy_card import privacy_card
 from perada.results.run import Run
 from perada.results.staging import together

@@ -11,8 +11,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from perada.core.text import printable
+from perada.results.clients import joined_clients
 from perada.results.export import write_section
-from perada.results.joined import joined_clients
 from perada.results.privacy_card import privacy_card
 
 SCORES = {

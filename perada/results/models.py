@@ -3,21 +3,46 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
+from perada.engine.losses import ensemble
 from perada.models.backbones import AdaptedModel
 from perada.models.unwrapping import IMAGE
-from perada.results.averaged import Ensemble
-from perada.results.frames import rounds_frame
 from perada.results.inference import Predictions, client_index, predict
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+Average = Literal["logits", "probabilities"]
+
+
+class Ensemble(nn.Module):
+    """Several networks whose ``logits`` or ``probabilities`` are averaged; the outcome are logits either way."""
+
+    def __init__(self, members: Sequence[nn.Module], average: Average, multilabel: bool) -> None:
+        super().__init__()
+        self.members, self.average, self.multilabel = nn.ModuleList(members), average, multilabel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, ...) to logits (B, K)."""
+        return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
+
+
+def rounds_frame(rounds: Sequence[dict[str, Any]]) -> "DataFrame":
+    """The rounds (see :meth:`perada.Run.history`)."""
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"Run.history needs pandas, which is not installed ({error}); pip install 'perada[report]', or use "
+            "Run.metrics['rounds']"
+        ) from error
+    return pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
 
 
 class Models:
@@ -31,7 +56,7 @@ class Models:
             ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
             "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
             client's test images; ``partition``, images (M, K) of each client and class by ``train`` and ``test``;
-            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.tally.Tally.record` gives.
+            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.metrics.Tally.record` gives.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,

@@ -11,6 +11,7 @@ from perada.algorithms import Algorithm
 from perada.core.digests import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
+from perada.results.clients import Joined, with_joined
 from perada.results.export import (
     BACKBONE_FILE,
     CARD_FILE,
@@ -22,18 +23,17 @@ from perada.results.export import (
     load_adapter,
     load_backbone,
     own_weights,
+    push,
     read_config,
     save_adapter,
     save_backbone,
+    shared_part,
 )
-from perada.results.hub import push, shared_part
-from perada.results.joined import Joined, with_joined
 from perada.results.model_card import Subject, write_card
 from perada.results.models import Models
 from perada.results.privacy_card import is_test_mode, protection
-from perada.results.rebuilding import rebuilt
 from perada.results.report import TEST_MODE
-from perada.results.restore import checkpoint_in, restored
+from perada.results.restore import checkpoint_in, rebuilt, restored
 from perada.results.run_file import RUN_FILE, RunFile, check_files, holds_adapters, read_run, write_run
 from perada.results.staging import finish, together
 

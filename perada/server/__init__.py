@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server does with the clients' updates: averaging and ensemble distillation, as functions of tensors."""
 
-from perada.server.aggregate import Updates, client_weights, mean
+from perada.server.aggregate import Aggregation, Mean, ServerRule, Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
-from perada.server.rule_base import Aggregation, Mean, ServerRule
 from perada.server.rules import (
     SERVER_RULES,
     FedAdagrad,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import check_choice, check_number, check_whole, whole_share
 from perada.core.states import State
-from perada.server.aggregate import client_weights, double, mean
-from perada.server.rule_base import Aggregation, ComposedRule, ServerRule
+from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, client_weights, double, mean
 
 _STEPS = 1000
 _TOLERANCE = 1e-12

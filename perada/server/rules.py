@@ -11,9 +11,8 @@ from torch import Tensor
 
 from perada.core.checks import check_number, whole_share
 from perada.core.states import State
-from perada.server.aggregate import client_weights, mean
+from perada.server.aggregate import Aggregation, ComposedRule, Mean, ServerRule, client_weights, mean
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
-from perada.server.rule_base import Aggregation, ComposedRule, Mean, ServerRule
 
 
 class _Coordinatewise(ServerRule):

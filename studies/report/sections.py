@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from perada.results.joined import joined_clients
+from perada.results.clients import joined_clients
 from perada.results.privacy_card import check_record, privacy_lines
 from perada.results.record import Record
 from perada.results.report import SCORES, epsilon_text, shift_names

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from perada.cli.messages import one_line
 from perada.data import ImageFolder
-from perada.data.batches.decoding import decode
-from perada.data.batches.transforms import to_image
+from perada.data.batches.transforms import decode, to_image
 
 SIDE = 6
 RAMP = np.arange(SIDE * SIDE).reshape(SIDE, SIDE)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import make_store
-from perada.data.overlap import public_overlap
+from perada.data.federated import public_overlap
 
 GREY = torch.arange(6 * 16, dtype=torch.uint8).view(6, 4, 4)
 

@@ -13,7 +13,7 @@ from perada.cli.deploy import worker_of
 from perada.cli.deployed_recipes import site_recipe
 from perada.cli.main import main
 from perada.data import ByDomain, FederatedDataModule, Images
-from perada.data.partitions.holdout import hold_out
+from perada.data.partitions.division import hold_out
 from perada.deploy.site.file import read_site
 
 from .test_classes import naming

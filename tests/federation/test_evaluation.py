@@ -11,8 +11,7 @@ import perada
 from perada.api import make_trainer
 from perada.core.batches import EvalBatch
 from perada.core.ranks import Ranks
-from perada.federation.evaluation import Evaluation, sample_clients
-from perada.federation.logits import own_logits
+from perada.federation.evaluation import Evaluation, own_logits, sample_clients
 from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import perada
-from perada.lightning.checkpoint import find_checkpoint
-from perada.lightning.checkpoint_io import WholeCheckpointIO
+from perada.lightning.checkpoint import WholeCheckpointIO, find_checkpoint
 from perada.results.checkpoints import check_whole_file, newest_whole
 from tests.disks import no_room
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.privacy import clipping, history_epsilon
-from perada.privacy.journal import JOURNAL, Journal, read_journals
+from perada.privacy.ledgers import JOURNAL, Journal, read_journals
 
 from .private_loop import once
 

@@ -259,7 +259,7 @@ def test_fine_tuning_has_noise_that_no_round_has(tmp_path, monkeypatch):
         asked.append((seed, purpose, ids))
         return generator(seed, purpose, *ids)
 
-    monkeypatch.setattr("perada.privacy.training.generator", spy)
+    monkeypatch.setattr("perada.privacy.protection.generator", spy)
     privacy = {"noise_multiplier": 8.0, "delta": DELTA}
     train(FedAvgFT(2.0), privacy, 3, **saving(tmp_path, Cohorts(stop_after=1)))
     train(FedAvgFT(2.0), privacy, 3, ckpt_path=str(tmp_path / "saved.ckpt"), **saving(tmp_path))

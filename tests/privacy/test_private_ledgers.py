@@ -24,7 +24,7 @@ from perada.algorithms import (
     make_algorithm,
 )
 from perada.core.rounds import Phase, make_plan
-from perada.data.batches.private import PrivateRoundBatches
+from perada.data.batches.loaders import PrivateRoundBatches
 from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account, Training
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy import stats
 
-from perada.privacy import randomness
-from perada.privacy.randomness import secure_noise, secure_permutation, secure_uniform
+from perada.privacy import sampling
+from perada.privacy.sampling import secure_noise, secure_permutation, secure_uniform
 
 LEVEL = 1e-6
 N = 200_000
@@ -98,7 +98,7 @@ def test_uniform_is_53_bits_of_the_generators_bytes(counter):
 @pytest.mark.parametrize(("dtype", "draws"), [(torch.float64, 4), (torch.float32, 1)])
 def test_normal_is_a_sum_of_draws_of_box_and_muller(counter, monkeypatch, dtype, draws, block):
     """In float64 half the sum of four draws, in float32 one; both halves of a pair are used."""
-    monkeypatch.setattr(randomness, "_BLOCK", block)
+    monkeypatch.setattr(sampling, "_BLOCK", block)
     found = secure_normal((5, 1), dtype)
     assert found.shape == (5, 1)
     words, expected = iter(counter.given), []

@@ -17,7 +17,7 @@ import perada
 from perada.core.digests import KEY, check_sealed, sealed
 from perada.data.partitions import FromFile
 from perada.data.partitions.base import Split
-from perada.results.forgetting import forget
+from perada.results.clients import forget
 from perada.results.record import read_records
 from perada.results.staging import READY, STAGE, finish
 from tests.digests import undigested

@@ -9,7 +9,7 @@ import torch
 
 import perada
 from perada.cli import main
-from perada.results.forgetting import forget
+from perada.results.clients import forget
 
 SECRET = "hospital-of-the-north"
 
@@ -81,7 +81,7 @@ def test_a_call_that_failed_between_can_be_repeated(copied, tiny, monkeypatch):
         raise OSError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("perada.results.forgetting.shutil.rmtree", fails)
+        patch.setattr("perada.results.clients.shutil.rmtree", fails)
         with pytest.raises(OSError, match="full"):
             forget(copied, SECRET)
     assert (copied / "client_1").is_dir()

@@ -10,7 +10,7 @@ import torch
 
 import perada
 from benchmarks.faults.job import Job, network
-from perada.results.forgetting import forget
+from perada.results.clients import forget
 from perada.results.inference import Predictions
 
 

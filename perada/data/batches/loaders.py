@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets whose items are whole batches, so that any number of workers yields the same ones in the same order."""
+"""Loaders of a round's local steps and of test images: who takes part, and which rows a step sees."""
 
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -8,12 +11,118 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from perada.core.batches import CohortBatch, EvalBatch, no_batch
-from perada.core.rounds import BatchSize, RoundPlan, active_steps, batch_indices
-from perada.core.seeding import generator
+from perada.core.checks import check_whole
+from perada.core.rounds import (
+    BatchSize,
+    Phase,
+    PrivateSampling,
+    RoundPlan,
+    active_steps,
+    batch_indices,
+    make_plan,
+    rows_per_batch,
+    sample_cohort,
+    sampling_rate,
+)
+from perada.core.seeding import derive_seed, generator
 from perada.core.states import send
 from perada.data.batches.corrupted import CorruptedStore
 from perada.data.batches.feature_cache import FeatureStore
 from perada.data.batches.samples import MapStore, Samples, TensorStore
+from perada.privacy.sampling import poisson_batches, shuffled_batches
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all rounds have in common: the options of :meth:`perada.data.FederatedDataModule.configure_rounds`.
+
+    Raises:
+        ValueError: If there are no phases, or ``private`` is for another number of them.
+    """
+
+    clients_per_round: int | None = None
+    phases: tuple[Phase, ...] = (Phase(),)
+    private: PrivateSampling | None = None
+    eligible: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ValueError("there are no phases of local training; give at least one")
+        if self.private is not None and len(self.private.streams) != len(self.phases):
+            raise ValueError(
+                f"private names the streams of {len(self.private.streams)} phases, and there are {len(self.phases)}; "
+                "name those of each phase"
+            )
+
+    def check_clients(self, num_clients: int) -> None:
+        """Refuse to draw more clients than there are."""
+        hint = f"there are {num_clients} clients"
+        check_whole("clients_per_round", self.clients_per_round, most=num_clients, optional=True, hint=hint)
+
+    def plan(self, seed: int, round: int, sizes: Sequence[int], batch_size: BatchSize) -> RoundPlan:
+        """Draw the clients of a round by the run's seed, and count their steps; refused if none may take part."""
+        clients = sample_cohort(seed, round, len(sizes), self.clients_per_round, self.eligible)
+        return make_plan(round, clients, sizes, self.phases, batch_size)
+
+
+class PrivateRoundBatches(Dataset[dict[str, CohortBatch]]):
+    """The cohort batches of one private round: an item has one of them for each stream of its phase, by name.
+
+    A client's batches depend on the stream, the seed, the round and the client, not on the cohort; with
+    ``sampling.secure`` on nothing but a cryptographic generator. So do the datasets' random transforms, which go by an
+    image's place: if they were known, removing an image would visibly change those of all images after it. All batches
+    are drawn when the dataset is made, so every worker serves the same ones. A stream continues from one of its phases
+    to the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
+
+    The arguments are those of :class:`.RoundBatches`, and how each phase of the plan draws. B is the mean number of
+    rows where batches are Poisson samples, the largest where passes are shuffled. A batch may hold no image of a
+    client: its count is then 0. The rows (C, B, ...) are as wide as the largest count, and at least 1.
+
+    Raises:
+        ValueError: If the plan has another number of phases than ``sampling``.
+    """
+
+    def __init__(
+        self, store: Samples, plan: RoundPlan, batch_size: BatchSize, seed: int, sampling: PrivateSampling
+    ) -> None:
+        if len(sampling.streams) != len(plan.steps):
+            raise ValueError(
+                f"streams={sampling.streams} are for {len(sampling.streams)} phases and the plan has "
+                f"{len(plan.steps)}: name the streams of each phase"
+            )
+        self.store, self.plan, self.batch_size, self.seed, self.sampling = store, plan, batch_size, seed, sampling
+        self._items = secrets.randbits(256) if sampling.secure else seed
+        self.walk = list(active_steps(plan))
+        names = {name for phase in sampling.streams for name in phase}
+        drawn = {name: [iter(self._draw(name, row)) for row in range(len(plan.clients))] for name in names}
+        self.indices = [  # of each step, by stream and active client
+            {name: list(map(next, drawn[name][:active])) for name in sampling.streams[phase]}
+            for phase, _, active in self.walk
+        ]
+
+    def __len__(self) -> int:
+        return len(self.walk)
+
+    def __getitem__(self, step: int) -> dict[str, CohortBatch]:
+        return {name: self._batch(name, step) for name in self.indices[step]}
+
+    def _draw(self, name: str, row: int) -> list[Tensor]:
+        """All batches of a stream for the plan's client in ``row``: indices into its images."""
+        taken = (
+            own[row] for own, streams in zip(self.plan.steps, self.sampling.streams, strict=True) if name in streams
+        )
+        client, steps = self.plan.clients[row], sum(taken)
+        size, seed, round, secure = self.store.sizes[client], self.seed, self.plan.round, self.sampling.secure
+        if self.sampling.sampling == "poisson":
+            rate = sampling_rate(size, self.batch_size)
+            return poisson_batches(size, rate, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+        rows = rows_per_batch(size, self.batch_size)
+        return shuffled_batches(size, rows, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+
+    def _batch(self, name: str, step: int) -> CohortBatch:
+        key = self._items, self.plan.round, step, derive_seed(self._items, f"stream/{name}")
+        return cohort_batch(self.store, self.plan, self.walk[step][0], step, self.indices[step][name], key, True)
+
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from perada.core.batches import CohortBatch, EvalBatch
-from perada.core.images import ImageConfig
+from perada.core.batches import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.data.batches.loaders import pad
 from perada.data.batches.transforms import augment, draw_crops, prepare_images

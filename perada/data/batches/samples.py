@@ -15,8 +15,14 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.core.seeding import derive_seed, seed_global
 from perada.core.states import send
-from perada.data.batches.decoding import MissingImageError, UnreadableImageError, UnreadableSampleError
-from perada.data.batches.transforms import check_dtype, resize_uint8, to_image
+from perada.data.batches.transforms import (
+    MissingImageError,
+    UnreadableImageError,
+    UnreadableSampleError,
+    check_dtype,
+    resize_uint8,
+    to_image,
+)
 from perada.data.sets.base import ImageSet
 
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image

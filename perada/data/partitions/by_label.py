@@ -9,8 +9,8 @@ from abc import abstractmethod
 import numpy as np
 
 from perada.core.checks import check_name, check_number, check_whole
-from perada.data.partitions.apportion import Array, apportion, check_enough, deal, even, raise_to_minimum
 from perada.data.partitions.base import Assignment, Partition, Split, partition_rng
+from perada.data.partitions.shares import Array, apportion, check_enough, deal, even, raise_to_minimum
 
 
 class LabelPartition(Partition):

@@ -14,7 +14,7 @@ import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.text import some
-from perada.data.partitions.apportion import Array
+from perada.data.partitions.shares import Array
 from perada.data.sets.manifest import SPLITS, ImageFiles, Manifest, OwnImages, numbered
 
 FIELDS = ("client", "class", "split", "group")

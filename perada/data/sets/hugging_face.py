@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from perada.data.batches.decoding import MissingImageError, read_image
-from perada.data.batches.transforms import resize_uint8
-from perada.data.partitions.apportion import Array
+from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
+from perada.data.partitions.shares import Array
 from perada.data.sets.manifest import SPLITS, Manifest, OwnImages, marked, ordered
 
 if TYPE_CHECKING:

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from perada.core.checks import check_number, check_whole
 from perada.core.text import some
-from perada.data.batches.decoding import UnreadableImageError, check_full_scale, read_image
-from perada.data.batches.transforms import resize_uint8
-from perada.data.partitions.apportion import Array
-from perada.data.partitions.shares import hashed_share
+from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
+from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, class_names
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(

@@ -11,9 +11,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.partitions.apportion import Array
 from perada.data.partitions.by_label import categories
-from perada.data.partitions.shares import of_each_stratum, whole_groups
+from perada.data.partitions.shares import Array, of_each_stratum, whole_groups
 from perada.data.sets.folders import subfolders
 from perada.data.sets.manifest import ImageFiles, Manifest
 from perada.data.sets.readers import find_folder

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from perada.core.text import some
-from perada.data.partitions.apportion import Array
+from perada.data.partitions.shares import Array
 from perada.data.sets.manifest import SPLITS, Manifest, OwnImages, marked, numbered, ordered
 
 LISTED = "\x1f"

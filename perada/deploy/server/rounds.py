@@ -14,9 +14,8 @@ from perada.core.states import State, stack
 from perada.deploy.protocol import Answer, Failure, Malformed, Spec, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, Record, Roster
-from perada.federation.changes import changes, far
 from perada.federation.metrics import Metric, spread
-from perada.federation.round_report import RoundReport
+from perada.federation.round_report import RoundReport, changes, far
 from perada.federation.server import Server
 from perada.server import Updates
 from perada.server.distill import ServerData

@@ -16,7 +16,7 @@ from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.site.data import OneClient
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import RunState
-from perada.engine.ensembles import compare, ensemble
+from perada.engine.losses import compare, ensemble
 from perada.federation.cohort import Trained
 from perada.federation.evaluation import Scores
 from perada.federation.settings import Settings

@@ -11,8 +11,7 @@ from torch.utils.data import Subset
 from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, one_of
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
 from perada.core.states import send
-from perada.data.batches.loaders import RoundBatches, loader
-from perada.data.batches.private import PrivateRoundBatches
+from perada.data.batches.loaders import PrivateRoundBatches, RoundBatches, loader
 from perada.data.batches.samples import MapStore, Samples
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
