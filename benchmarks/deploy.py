@@ -41,7 +41,7 @@ SERVER = """
 import time
 from flwr.app import Message, MessageType
 from flwr.serverapp import ServerApp
-from perada.deploy.flower.messages import packed
+from perada.deploy.flower.transport import packed
 from perada.deploy.flower.transport import FlowerTransport
 
 app = ServerApp()

@@ -29,7 +29,7 @@ from perada.lightning.trainer import make_trainer
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
-from perada.results.checkpoints import plain_data
+from perada.results.restore import plain_data
 from perada.results.run import Run
 from perada.server import Distillation, ServerRule, make_rule
 from perada.server.aggregate import Weighting

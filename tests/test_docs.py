@@ -18,7 +18,7 @@ from perada import algorithms, server
 from perada.algorithms import make_algorithm
 from perada.cli import main
 from perada.cli.recipes import is_comparison
-from perada.experiments.compare import command as comparing
+from perada.compare import command as comparing
 from perada.server import make_rule
 
 ROOT = Path(__file__).parents[1]

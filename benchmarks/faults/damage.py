@@ -16,10 +16,10 @@ import numpy as np
 import perada
 from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
+from perada.compare.results import Results
 from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions.base import Split
-from perada.experiments.compare.results import Results
 from perada.results.record import Record, read_records
 
 Read = Callable[[Path], Any]

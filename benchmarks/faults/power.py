@@ -22,7 +22,7 @@ from benchmarks.faults.outcomes import Campaign
 from perada.core.digests import digest_of
 from perada.federation.store.rows import locate
 from perada.lightning.checkpoint import WholeCheckpointIO
-from perada.results.checkpoints import newest_whole
+from perada.results.restore import newest_whole
 
 CALLS = ("fsync", "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir")
 Tree = dict[str, tuple[int, bytes] | None]

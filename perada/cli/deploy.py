@@ -19,8 +19,8 @@ from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.server.progress import Progress, Terms, read_progress
 from perada.deploy.site.client import Client
+from perada.deploy.site.data import image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
-from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.state import STATE, Book, read_state
 from perada.deploy.site.worker import SiteWorker
 from perada.privacy.ledgers import Ledger

@@ -20,9 +20,8 @@ from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe
-from perada.deploy.site.data import only
+from perada.deploy.site.data import only, remembered
 from perada.deploy.site.file import SiteFile
-from perada.deploy.site.split import remembered
 
 OF_ALL: tuple[str, ...] = (
     "public",

@@ -42,7 +42,7 @@ def recipe_digest(name: str) -> str:
     A ValueError if no site could train it privately as it asks for.
     """
     from perada.cli.deployed_recipes import server_recipe
-    from perada.lightning.private_setup import check_trained_norms
+    from perada.lightning.setup import check_trained_norms
 
     given = server_recipe(name)
     given.recipe.build(given.num_classes, given.multilabel)

@@ -23,8 +23,8 @@ from perada.algorithms import ALGORITHMS
 from perada.api import FULL_NAMES, full_name
 from perada.cli.messages import subclasses
 from perada.cli.recipes import recipe_files
+from perada.compare.entries import class_of, words_of
 from perada.data import ImageSet, Partition
-from perada.experiments.compare.entries import class_of, words_of
 from perada.server import SERVER_RULES
 
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")

@@ -26,8 +26,8 @@ from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import device_defaults
 from perada.lightning.trainer import listed, own_parts
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.checkpoints import plain_data
 from perada.results.report import client_table, mode_line, shift_tables
+from perada.results.restore import plain_data
 
 
 class SaveConfig(SaveConfigCallback):
@@ -197,7 +197,7 @@ def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ())
 
 def compare(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada compare``."""
-    from perada.experiments.compare.command import main as command
+    from perada.compare.command import main as command
 
     command(parser, comparison(words), compared)
 

@@ -20,7 +20,7 @@ from perada.core.files import open_atomic
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
-from perada.results.checkpoints import LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
+from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
 
 REMEDY = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
 """After an error of the disk."""

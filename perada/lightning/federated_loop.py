@@ -53,8 +53,7 @@ from perada.lightning.strategies import check_alike, options_here
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
-from perada.results.checkpoints import CHECKPOINT_KEY, contents, find_clients, restoring
-from perada.results.restore import states_of
+from perada.results.restore import CHECKPOINT_KEY, contents, find_clients, restoring, states_of
 from perada.results.run import Run
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting

@@ -20,8 +20,7 @@ from perada.federation.evaluation import Evaluation, own_logits, sample_clients,
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.models.adapted import make_slot
-from perada.models.backbones import AdaptedModel, AdapterChoice
-from perada.models.spec import ModelSpec, frozen_digest
+from perada.models.backbones import AdaptedModel, AdapterChoice, ModelSpec, frozen_digest
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 

@@ -17,7 +17,7 @@ from perada.federation.evaluation import Evaluation
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import run_folder
 from perada.lightning.steps import federation_of
-from perada.results.checkpoints import restoring
+from perada.results.restore import restoring
 from perada.results.run_file import RunFile, write_run
 
 History = list[dict[str, float]]

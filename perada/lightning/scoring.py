@@ -21,8 +21,8 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.results import run_evaluation
 from perada.lightning.run_folder import run_folder
 from perada.lightning.steps import federation_of, prepared, progress, warn_broken
-from perada.results.checkpoints import restoring
 from perada.results.report import SHIFTS_FILE
+from perada.results.restore import restoring
 
 
 def score_shifts(trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up: all that is checked, in its order, before the first round of a :class:`.FederatedLoop`."""
+"""Set-up: all that is checked, in its order, and the privacy of a run, before the first round."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.algorithms import ensemble_of
+from perada.algorithms import Algorithm, ensemble_of
 from perada.core.batches import CohortBatch
-from perada.data import FederatedDataModule
+from perada.core.rounds import sample_cohort
+from perada.core.seeding import generator
+from perada.core.states import State, expand, get_state
+from perada.data import FederatedDataModule, Phase
+from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.settings import Settings
 from perada.lightning.checkpoint import write_whole
 from perada.lightning.checks import (
@@ -18,9 +27,200 @@ from perada.lightning.checks import (
     use_features,
 )
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.private_setup import check_network, check_private, protect, trial_clients, try_gradients
 from perada.lightning.strategies import share_work
-from perada.privacy.protection import Protection
+from perada.privacy import ClientPrivacy, Privacy, calibrate
+from perada.privacy.account import Account, Training
+from perada.privacy.client_level import ClientLevel
+from perada.privacy.clipping import check_precision
+from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
+from perada.privacy.protection import PrivateTraining, Protection
+from perada.privacy.rehearsal import check_client_level, check_unsent, rehearse
+
+MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
+"""Metrics, or their first parts, that private training may stop by: clients' images have no part in them."""
+
+
+def check_private(
+    settings: Settings, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+) -> None:
+    """Refuse, by a ValueError with the remedy, what would not be private."""
+    distils = bool(settings.distillation.steps)
+    if settings.client_privacy is not None:
+        check_client_level(settings.algorithm, settings.rule, settings.weighting, distils)
+        if settings.client_privacy.delta >= 1 / data.num_clients:
+            rank_zero_warn(
+                f"client_privacy: delta={settings.client_privacy.delta} is not below 1 / {data.num_clients}, the "
+                "number of clients: it allows to show one client in full; give less"
+            )
+    if not settings.private:
+        return
+    if data.tokens:
+        raise ValueError(
+            "privacy: texts cannot be used: networks are tried at set-up on images that are changed, which tokens "
+            "cannot be; leave privacy and client_privacy out"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            "privacy: precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on "
+            "clients' images, which no ledger counts; give precision='bf16-mixed'"
+        )
+    _check_selection(settings, trainer, data)
+    for key, value in get_state(module.model).items():
+        if value.is_floating_point():
+            check_precision(key, value)
+    if (settings.algorithm.distills and distils) or ON_PUBLIC & set(settings.diagnostics):
+        data.check_public_overlap()
+    if settings.privacy is None:
+        return
+    if settings.weighting == "samples":
+        raise ValueError(
+            "privacy: weighting='samples' shows the clients' numbers of images without noise; choose "
+            "weighting='uniform'"
+        )
+    if module.clip_norm is not None:
+        raise ValueError(
+            f"privacy: clip_norm={module.clip_norm} (of the FederatedClassifier) would clip once more, after the "
+            "noise; leave it out: privacy.max_norm clips every image's gradient"
+        )
+    most = max(data.train_sizes)
+    if settings.privacy.delta >= 1 / most:
+        rank_zero_warn(
+            f"privacy: delta={settings.privacy.delta} is not below 1 / {most}, the images of the largest client: it "
+            "allows to show one image in full; give less"
+        )
+
+
+def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDataModule) -> None:
+    """Refuse to choose by clients' images, which no ledger counts."""
+    name = type(settings.algorithm).__name__
+    if ensemble_of(settings.algorithm).compares:
+        raise ValueError(
+            f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
+            "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
+        )
+    if data.evaluates_on == "validation":
+        raise ValueError(
+            "privacy: evaluate_on='validation' scores models on images held out of the clients' private ones, to "
+            "choose by, which no ledger counts; set evaluate_on='test', and choose settings on public data"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and not monitor.startswith(MAY_CHOOSE):
+            raise ValueError(
+                f"privacy: {type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
+                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
+            )
+
+
+def trial_clients(settings: Settings, num_clients: int) -> list[int]:
+    """Whose first batch is tried at set-up: that of one client or, where training is private, of a whole pass."""
+    if not settings.private:
+        return [0]
+    cohort = sample_cohort(settings.seed, 0, num_clients, settings.clients_per_round)
+    return cohort[: settings.clients_per_chunk or num_clients]
+
+
+def check_network(settings: Settings, trainer: pl.Trainer, module: FederatedClassifier, batch: CohortBatch) -> None:
+    """Refuse, by a ValueError, a network in which images, or clients, of a round's first batch do not stand alone."""
+    if not settings.private:
+        return
+    if settings.privacy is not None:
+        check_trained_norms(module)
+        try_gradients(settings.privacy, module, batch)
+    check_products(trainer.strategy.root_device)  # where it will train: now it may be elsewhere
+    device = next(module.model.parameters()).device
+    x, y, states = batch.x.to(device), batch.y.to(device), _near(module, len(batch.clients))
+    if settings.privacy is not None:
+        check_one_image(settings.privacy, module.engine, states, x, y, batch.counts, module.multilabel)
+    elif module.engine.kind == "folded" and len(batch.clients) > 1:
+        check_clients_apart(module.engine, states, x)
+
+
+def check_trained_norms(module: FederatedClassifier) -> None:
+    """Refuse, by a ValueError, BatchNorm in what is privately trained."""
+    trained = [key.removesuffix(".running_var") for key in module.slot.keys if key.endswith("running_var")]
+    if trained:
+        raise ValueError(
+            f"privacy: {trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
+            "gradient then depends on the others of its batch. Choose a residual adapter with norm='group' and "
+            "train_norms=False (adapter_options), which leaves the network's own frozen statistics, lora, bottleneck "
+            "or head, or a backbone with LayerNorm or GroupNorm"
+        )
+
+
+def try_gradients(privacy: Privacy, module: FederatedClassifier, batch: CohortBatch, features: bool = False) -> None:
+    """Refuse, by a ValueError, a model without private gradients of images (2, 2, ...) made of one, or of features."""
+    x = batch.x[0, 0].to(next(module.model.parameters()).device)
+    images = torch.stack([x, 1 - x.flip(-1), 2 * x, x.flip(-1)])
+    images = module.engine.features(images) if features else images
+    y = batch.y[0, 0].to(x.device)
+    x, y = images.view(2, 2, *images.shape[1:]), y.expand(2, 2, *y.shape)
+    check_gradients(privacy, module.engine, _near(module, 2), x, y, module.multilabel)
+
+
+def _near(module: FederatedClassifier, clients: int) -> State:
+    """States (C, ...) near the initial one, all of whose parameters take part."""
+    source = generator(0, "probe")
+    states = {key: value.clone() for key, value in expand(get_state(module.model), clients).items()}
+    for key in module.slot.parameters:
+        noise = torch.randn(states[key].shape, generator=source, dtype=states[key].dtype)
+        states[key] = (states[key] + 0.02 * noise.to(states[key].device)).requires_grad_()
+    return states
+
+
+def protect(
+    settings: Settings, rounds: int | None, data: FederatedDataModule, module: FederatedClassifier
+) -> Protection:
+    """Set up the privacy of a run of so many ``rounds``, ``None`` where that is open.
+
+    A ValueError if what is asked for cannot be kept.
+    """
+    clients, algorithm = data.num_clients, settings.algorithm
+
+    def planned(start: int) -> list[int]:
+        per_round = settings.clients_per_round
+        cohorts = (sample_cohort(settings.seed, r, clients, per_round) for r in range(start, rounds or 0))
+        drawn = Counter(client for cohort in cohorts for client in cohort)
+        return [drawn[client] for client in range(clients)]
+
+    images = None
+    if settings.privacy is not None:
+        initial = ensemble_of(algorithm).initial(module.initial_state)
+
+        def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
+            queries = rehearse(algorithm, module.slot, initial, phases, clients)
+            check_unsent(algorithm, module.slot, initial, phases, queries, clients, rounds)
+            return Training(phases, queries, algorithm.unsent)
+
+        tuning = algorithm.personalization()
+        account = Account(
+            settings.privacy,
+            data.train_sizes,
+            data.batch_size,
+            training(algorithm, settings.phases),
+            None if tuning is None else training(tuning[0], (tuning[1],)),
+            None if rounds is None else planned,
+        )
+        images = PrivateTraining(account, module.engine, module.multilabel, settings.seed)
+    level = None
+    if settings.client_privacy is not None:
+        level = _client_level(settings.client_privacy, settings.seed, planned)
+        level.check(settings.clients_per_round or clients)
+    return Protection(images, level)
+
+
+def _client_level(options: ClientPrivacy, seed: int, planned: Callable[[int], Sequence[int]]) -> ClientLevel:
+    """Privacy of whole clients; with a target, the noise that the client who takes part most often needs."""
+    noise = options.noise_multiplier
+    if noise is None:
+        assert options.target_epsilon is not None
+        if not max(planned(0)):
+            raise ValueError(
+                f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated "
+                "for; give max_epochs (rounds), or noise_multiplier"
+            )
+        noise = calibrate(options.target_epsilon, options.delta, 1.0, max(planned(0)), options.accountant)
+    return ClientLevel(options, noise, seed, planned)
 
 
 def set_up_trainer(trainer: pl.Trainer) -> None:

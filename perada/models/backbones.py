@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen image classifiers by name, by file, or from a network of the caller's own."""
+"""Frozen image classifiers by name, by file, or from a network of the caller's own, and the network of a run."""
 
 import difflib
+import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +19,9 @@ from torch import nn
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.core.batches import ImageConfig
 from perada.core.checks import check_whole
-from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter
+from perada.core.seeding import seeded
+from perada.core.states import State, get_state, to_device, trained_keys
+from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter, reset_parameters
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
 from perada.models.unwrapping import IMAGE, return_logits, unwrapped
@@ -220,16 +224,16 @@ def _set_up(
     """Write classes, size and channels into a transformers configuration; return the image size, if one is known."""
     if num_classes is not None and num_classes != config.num_labels:
         config.num_labels = num_classes
-    for field, value in (("image_size", image_size), ("num_channels", in_chans)):
-        own = getattr(config, field, None)
+    for name, value in (("image_size", image_size), ("num_channels", in_chans)):
+        own = getattr(config, name, None)
         if value is None or own is None or own == value:
             continue
         if weights:
             raise ValueError(
-                f"{field}={value}, but the weights of backbone {name!r} are for {own}: leave it at {own}, or set "
+                f"{name}={value}, but the weights of backbone {name!r} are for {own}: leave it at {own}, or set "
                 "`pretrained: false`"
             )
-        setattr(config, field, value)
+        setattr(config, name, value)
     return image_size if image_size is not None else getattr(config, "image_size", None)
 
 
@@ -275,3 +279,56 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
         said = (said["height"], said["width"]) if "height" in said else said.get("shortest_edge", 224)
     height, width = (said, said) if isinstance(said, int) else cast(tuple[int, int], said)
     return ImageConfig((in_chans, height, width), mean, std)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A backbone with its adapter.
+
+    Attributes:
+        backbone, pretrained, image_size: As :func:`~perada.models.backbones.build_backbone` takes them.
+        num_classes: K.
+        adapter, train_backbone, adapter_options: As :func:`~perada.models.backbones.insert_adapter` takes them.
+        seed: The run's, from which the random initial values of head and adapter are derived.
+    """
+
+    backbone: str | nn.Module
+    num_classes: int | None
+    pretrained: bool | str = True
+    image_size: int | None = None
+    adapter: AdapterChoice = "residual"
+    train_backbone: bool = False
+    adapter_options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def build(self, *index: int) -> AdaptedModel:
+        """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
+        with seeded(self.seed, "model", *index):
+            backbone = build_backbone(
+                self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
+            )
+            return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
+
+    def initial_state(self, adapted: AdaptedModel, index: int) -> State:
+        """The ``index``-th random initialisation of what is trained; that of 0 is that of ``adapted``, which was built.
+
+        Only what is random differs: the adapter and the head, which is drawn anew also where the weights came with one
+        that fits, or all that is trained with ``pretrained=False``.
+        """
+        if index == 0:
+            return get_state(adapted.model)
+        model = self.build(index).model
+        everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
+        with seeded(self.seed, "model", index):
+            reset_parameters(model, "" if everything else f"{adapted.backbone.head}.")
+        return to_device(get_state(model), next(adapted.model.parameters()).device)
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """SHA-256 of all weights that are not trained, with their names, in hexadecimal digits."""
+    trained, digest = set(trained_keys(model)), hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        if key not in trained:
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -11,8 +11,7 @@ from typing import Any
 from perada.core.states import State
 from perada.results.inference import client_index
 from perada.results.privacy_card import joined_record
-from perada.results.run_file import RUN_FILE, read_run, write_run
-from perada.results.staging import finish
+from perada.results.run_file import RUN_FILE, finish, read_run, write_run
 
 ABSENT = {"privacy/client_epsilon": 0.0}
 """Of a client that joined, by the name of the metric; it sent nothing. What is not named is NaN."""

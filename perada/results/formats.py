@@ -22,7 +22,7 @@ from perada.results.export import write_section
 from perada.results.models import Ensemble
 from perada.results.privacy_card import privacy_card
 from perada.results.run import Run
-from perada.results.staging import together
+from perada.results.run_file import together
 
 Format = Literal["onnx", "safetensors", "torch-export"]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}

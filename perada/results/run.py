@@ -34,8 +34,16 @@ from perada.results.models import Models
 from perada.results.privacy_card import is_test_mode, protection
 from perada.results.report import TEST_MODE
 from perada.results.restore import checkpoint_in, rebuilt, restored
-from perada.results.run_file import RUN_FILE, RunFile, check_files, holds_adapters, read_run, write_run
-from perada.results.staging import finish, together
+from perada.results.run_file import (
+    RUN_FILE,
+    RunFile,
+    check_files,
+    finish,
+    holds_adapters,
+    read_run,
+    together,
+    write_run,
+)
 
 
 class Run(Models):

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from perada.cli import main
+from perada.compare.results import Results
 from perada.core.files import write_atomic
-from perada.experiments.compare.results import Results
 from perada.results.inference import Predictions
 from perada.results.run_file import write_json
 from tests.disks import no_room

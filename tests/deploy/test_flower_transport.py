@@ -19,9 +19,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from perada.deploy.flower import transport
 from perada.deploy.flower.client_app import client_app
-from perada.deploy.flower.messages import packed, unpacked
 from perada.deploy.flower.socket import CODES
-from perada.deploy.flower.transport import FlowerTransport
+from perada.deploy.flower.transport import FlowerTransport, packed, unpacked
 from perada.deploy.protocol import Failure
 
 

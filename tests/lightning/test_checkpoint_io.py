@@ -13,7 +13,7 @@ import torch
 
 import perada
 from perada.lightning.checkpoint import WholeCheckpointIO, find_checkpoint
-from perada.results.checkpoints import check_whole_file, newest_whole
+from perada.results.restore import check_whole_file, newest_whole
 from tests.disks import no_room
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}

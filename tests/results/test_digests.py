@@ -19,7 +19,7 @@ from perada.data.partitions import FromFile
 from perada.data.partitions.base import Split
 from perada.results.clients import forget
 from perada.results.record import read_records
-from perada.results.staging import READY, STAGE, finish
+from perada.results.run_file import READY, STAGE, finish
 from tests.digests import undigested
 from tests.disks import no_room
 
@@ -178,7 +178,7 @@ def test_a_flipped_bit_in_the_files_of_a_run_folder_is_named(tiny, tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from perada.results.staging import together
+from perada.results.run_file import together
 
 left, folder = int(sys.argv[1]), Path(sys.argv[2])
 

@@ -9,24 +9,24 @@ import time
 
 import pytest
 
-from perada.results.staging import READY, STAGE, finish, together
+from perada.results.run_file import READY, STAGE, finish, together
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from perada.results import staging
+from perada.results import run_file
 folder, when = Path(sys.argv[1]), sys.argv[2]
 def wait():
     (folder.parent / "there").touch()
     while not (folder.parent / "go").exists():
         time.sleep(0.01)
-move = staging._move
+move = run_file._move
 def moved(folder):
-    if when == "moving" and (folder / staging.READY).exists():
+    if when == "moving" and (folder / run_file.READY).exists():
         wait()
     move(folder)
-staging._move = moved
-with staging.together(folder) as stage:
+run_file._move = moved
+with run_file.together(folder) as stage:
     (stage / "run.json").write_text("new")
     if when == "writing":
         wait()
@@ -71,7 +71,7 @@ def test_who_reads_waits_while_files_are_moved(tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys; from pathlib import Path; from perada.results.staging import finish; "
+            "import sys; from pathlib import Path; from perada.results.run_file import finish; "
             "finish(Path(sys.argv[1])); print((Path(sys.argv[1]) / 'run.json').read_text())",
             str(folder),
         ],

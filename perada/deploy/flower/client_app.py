@@ -9,8 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from perada.deploy.flower.messages import packed, unpacked
 from perada.deploy.flower.socket import ask
+from perada.deploy.flower.transport import packed, unpacked
 from perada.deploy.protocol import Failure
 
 if TYPE_CHECKING:

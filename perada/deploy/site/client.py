@@ -22,7 +22,7 @@ from perada.federation.evaluation import Scores
 from perada.federation.settings import Settings
 from perada.federation.site import Site
 from perada.lightning.checks import check_batch_norm, check_images, keep_clients_apart
-from perada.lightning.private_setup import check_network, check_private, protect
+from perada.lightning.setup import check_network, check_private, protect
 from perada.privacy.account import Row
 from perada.privacy.accounting import ROUNDING, History, history_epsilon
 from perada.privacy.ledgers import Ledger, Ledgers

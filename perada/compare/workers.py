@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
-from perada.experiments.compare.plan import MakeCLI
-from perada.experiments.compare.running import Result, attempt
+from perada.compare.plan import MakeCLI
+from perada.compare.running import Result, attempt
 
 Task = tuple[Sequence[str], bool]
 """Options of ``perada fit``, and whether to score the initial model too."""

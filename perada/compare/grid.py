@@ -9,8 +9,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from perada.api import full_name
+from perada.compare.entries import ENTRIES
 from perada.core.seeding import derive_seed
-from perada.experiments.compare.entries import ENTRIES
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

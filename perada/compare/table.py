@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from perada.compare.plan import CHOSEN_BY, DIAGNOSED, named
+from perada.compare.results import choose, score, shown_score
 from perada.core.text import printable
-from perada.experiments.compare.plan import CHOSEN_BY, DIAGNOSED, named
-from perada.experiments.compare.results import choose, score, shown_score
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table
 
 Records = Sequence[dict[str, Any]]

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from perada.compare.grid import Point
+from perada.compare.plan import CHOSEN_BY, Job
 from perada.core.digests import check_sealed, sealed
 from perada.core.files import write_atomic
-from perada.experiments.compare.grid import Point
-from perada.experiments.compare.plan import CHOSEN_BY, Job
 from perada.results.report import percent
 
 Record = dict[str, Any]

@@ -17,14 +17,14 @@ from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison
 from perada.cli.runs import make_cli
+from perada.compare.entries import ENTRIES, names
+from perada.compare.grid import parse_grid
+from perada.compare.results import Results, choose, score
+from perada.compare.running import epsilons, same_budget
+from perada.compare.table import curve_tables, grid_table, summary
+from perada.compare.workers import Workers
 from perada.core.digests import KEY
 from perada.data import Digits
-from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.grid import parse_grid
-from perada.experiments.compare.results import Results, choose, score
-from perada.experiments.compare.running import epsilons, same_budget
-from perada.experiments.compare.table import curve_tables, grid_table, summary
-from perada.experiments.compare.workers import Workers
 from tests import recipes
 from tests.digests import without
 

@@ -13,8 +13,8 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.api import full_name
-from perada.experiments.compare.entries import ENTRIES, names
-from perada.experiments.compare.grid import (
+from perada.compare.entries import ENTRIES, names
+from perada.compare.grid import (
     Point,
     Range,
     Sampler,
@@ -25,11 +25,11 @@ from perada.experiments.compare.grid import (
     ranged,
     require_optuna,
 )
-from perada.experiments.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
-from perada.experiments.compare.results import Results, choose, score, shown_score
-from perada.experiments.compare.running import Result, quiet
-from perada.experiments.compare.table import NO_POINT, curve_tables, grid_table, summary
-from perada.experiments.compare.workers import CarryOut, Workers, in_process
+from perada.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
+from perada.compare.results import Results, choose, score, shown_score
+from perada.compare.running import Result, quiet
+from perada.compare.table import NO_POINT, curve_tables, grid_table, summary
+from perada.compare.workers import CarryOut, Workers, in_process
 
 TRIALS = 10
 """Settings that are tried where ``--tune`` has a range."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from perada.algorithms import Algorithm
-from perada.experiments.compare.entries import ENTRIES
-from perada.experiments.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, Sampler, ends, points, ranged
+from perada.compare.entries import ENTRIES
+from perada.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, Sampler, ends, points, ranged
 
 MakeCLI = Callable[[Sequence[str]], Any]
 """Builds trainer, model and data from options of ``perada fit``."""
@@ -64,7 +64,7 @@ class Plan:
     Attributes:
         make_cli: See :data:`MakeCLI`.
         recipes: Names or files.
-        algorithms: Keys of :data:`~perada.experiments.compare.entries.ENTRIES`; where empty, each recipe's own.
+        algorithms: Keys of :data:`~perada.compare.entries.ENTRIES`; where empty, each recipe's own.
         seeds: Seeds of the runs; the grid is run with the first.
         grids: The grid of each algorithm, of whose points the best is taken.
         vary: Values of which each makes a row of its own.

@@ -11,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from perada.experiments.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
+from perada.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 from perada.lightning.steps import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
