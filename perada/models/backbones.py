@@ -224,16 +224,16 @@ def _set_up(
     """Write classes, size and channels into a transformers configuration; return the image size, if one is known."""
     if num_classes is not None and num_classes != config.num_labels:
         config.num_labels = num_classes
-    for name, value in (("image_size", image_size), ("num_channels", in_chans)):
-        own = getattr(config, name, None)
+    for option, value in (("image_size", image_size), ("num_channels", in_chans)):
+        own = getattr(config, option, None)
         if value is None or own is None or own == value:
             continue
         if weights:
             raise ValueError(
-                f"{name}={value}, but the weights of backbone {name!r} are for {own}: leave it at {own}, or set "
+                f"{option}={value}, but the weights of backbone {name!r} are for {own}: leave it at {own}, or set "
                 "`pretrained: false`"
             )
-        setattr(config, name, value)
+        setattr(config, option, value)
     return image_size if image_size is not None else getattr(config, "image_size", None)
 
 
