@@ -59,3 +59,12 @@ def test_steps_of_the_ways_name_what_their_files_define():
         defined = {name for file in re.findall(r"`([^`]+)`", where) for name in names_in(ROOT / file)}
         asked = [name for name in re.findall(r"`([A-Za-z]\w+(?:\.\w+)?)`", what) if name not in ("x", "w", "privacy")]
         assert asked and [name for name in asked if name not in defined] == [], (what, where)
+
+
+def test_each_question_has_its_answer_where_the_page_says():
+    rows = [line.split("|")[1:4] for line in architecture().split("## Where is it?\n")[1].split("## ")[0].splitlines()]
+    asked = [row for row in rows if len(row) == 3 and row[0].strip().endswith("?")]
+    assert len(asked) >= 20
+    for question, where, what in asked:
+        (file,), (name,) = re.findall(r"`([^`]+)`", where), re.findall(r"`([^`]+)`", what)
+        assert name in set(names_in(ROOT / file)), question
