@@ -39,7 +39,7 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
         kinds = new_figure(1, 1).canvas.get_supported_filetypes()
         if output.suffix.lower().lstrip(".") not in kinds:
             raise ValueError(
-                f"--output={output} is no kind of picture; end its name in .png, or one of {', '.join(kinds)}"
+                f"--output={output} is not a kind of picture; end its name in .png, or one of {', '.join(kinds)}"
             )
     found = inspect_division(division)
     print(shown(found))

@@ -127,7 +127,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     if not words[0].startswith("-"):
         folder = Path(words[0]) / "config.yaml"
         recipe = f"{folder} --ckpt_path {folder.parent}/checkpoints/last.ckpt" if folder.is_file() else words[0]
-        raise ValueError(f"{words[0]!r} is no option; a recipe is given as {parser.prog} --config {recipe}")
+        raise ValueError(f"{words[0]!r} is not an option; a recipe is given as {parser.prog} --config {recipe}")
     for name in recipe_names(words):
         recipe_files(name)  # refuses one that does not exist before anything slow is imported
     from perada.cli.runs import make_cli
@@ -208,7 +208,7 @@ def _tables(path: Path) -> str:
             records = Results(path).records
             return "\n\n".join(filter(None, [curve_tables(records), summary(records)]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(path)!r} is no file of `perada compare` ({error!r}); give another") from error
+            raise ValueError(f"{str(path)!r} is not a file of `perada compare` ({error!r}); give another") from error
     from perada.results.report import run_report
 
     return run_report(path)

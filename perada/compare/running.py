@@ -29,7 +29,7 @@ class Stopwatch(pl.Callback):
         self.seconds = self._since = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start, or go on."""
+        """Start, or resume."""
         self._since = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -110,7 +110,7 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
 
 
 def check_name(name: str, value: object, optional: bool = False) -> None:
-    """Refuse, by a ValueError, what is no text of at least one letter (a path will do), or ``None`` if optional.
+    """Refuse, by a ValueError, what is not text of at least one letter (a path will do), or ``None`` if optional.
 
     >>> check_name("column", ["domain"])
     Traceback (most recent call last):
@@ -145,7 +145,7 @@ def _ending(hint: str) -> str:
 
 
 def check_options(name: str, value: object, hint: str) -> None:
-    """Refuse, by a ValueError, what is no dictionary of options by name; ``hint`` is an example.
+    """Refuse, by a ValueError, what is not a dictionary of options by name; ``hint`` is an example.
 
     >>> check_options("adapter_options", 3, "{'r': 8}")
     Traceback (most recent call last):

@@ -47,7 +47,7 @@ def without_broken(
 
     Raises:
         ValueError: If there are any, and they are refused; the message lists all.
-        TypeError: If something is no map-style dataset.
+        TypeError: If something is not a map-style dataset.
     """
     check_datasets(data)
     data = data if tested else replace(data, test=[])

@@ -91,7 +91,7 @@ class _Part:
 
 
 def check_datasets(data: FederatedData) -> None:
-    """Refuse what is no map-style dataset, before any is opened.
+    """Refuse what is not a map-style dataset, before any is opened.
 
     Raises:
         TypeError: If a client's or the server's dataset is a DataLoader, a dict of datasets or a stream, or the
@@ -219,7 +219,7 @@ def _check_words(parts: list[_Part], first: _Part) -> None:
         if part.labelled and length(part.dataset) and not isinstance(part.label, str):
             label = "" if part.label is None else f" such as {part.label!r}"
             raise ValueError(
-                f"{part.who} has labels that are no words{label}, and {first.who} has words such as {first.label!r}: "
+                f"{part.who} has labels that are not words{label}, and {first.who} has words such as {first.label!r}: "
                 "give words to all, or numbers to all"
             )
         if part.labels is not None and not all(isinstance(label, str) for label in part.labels):

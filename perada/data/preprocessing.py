@@ -118,8 +118,8 @@ class Preprocessing:
 
         Raises:
             FileNotFoundError: If a file does not exist.
-            ValueError: If a file is no image, or an image does not fit.
-            TypeError: If something is no image.
+            ValueError: If a file is not an image, or an image does not fit.
+            TypeError: If something is not an image.
         """
         ready = [self._one(image) for image in images]
         floats = [x for x, image in zip(ready, images, strict=True) if _is_float(image)]
@@ -149,7 +149,7 @@ class Preprocessing:
 
     @property
     def last_size(self) -> int | None:
-        """Height and width to which images are resized once they are no whole numbers any more, if they are."""
+        """Height and width to which images are resized once they are not whole numbers any more, if they are."""
         return next((height for height, _, rounded in self.resize if not rounded), None)
 
     def _one(self, image: Any) -> Tensor:  # noqa: ANN401

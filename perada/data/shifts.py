@@ -116,7 +116,7 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
     """The shifts by name, with objects for the short forms.
 
     Raises:
-        ValueError: If a name cannot be used, or a value is no shift.
+        ValueError: If a name cannot be used, or a value is not a shift.
     """
     for name in given:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.startswith(TAKEN) or name.endswith(SPREADS):
@@ -135,8 +135,8 @@ def _as_shift(name: str, value: Given) -> Shift | ImageSet:
     if isinstance(value, list) or value in (*GROUPS, *GROUPS["all"]):
         return Corruptions(value)
     raise ValueError(
-        f"shifts: {name}={value!r} is no shift; give {LABEL_SHIFT!r}, a kind of corruption ({', '.join(GROUPS)} or one "
-        "of them), Corruptions, or an ImageSet with the same classes"
+        f"shifts: {name}={value!r} is not a shift; give {LABEL_SHIFT!r}, a kind of corruption ({', '.join(GROUPS)} or "
+        "one of them), Corruptions, or an ImageSet with the same classes"
     )
 
 

@@ -243,7 +243,7 @@ def header_of(message: bytes, most: int = TABLE) -> dict[str, Any]:
 
 
 def table_of(message: bytes) -> dict[str, Any]:
-    """What a message says of its tensors, unchecked; Malformed if it is no message."""
+    """What a message says of its tensors, unchecked; Malformed if it is not a message."""
     return _parts(message)[1]
 
 
@@ -294,7 +294,7 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     try:
         state: State = load(message)
     except (SafetensorError, ValueError, RuntimeError) as error:
-        raise Malformed(f"it is no safetensors file ({error})") from None
+        raise Malformed(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
         _check_values(name, value)
     return header, {name: state[name] for name in expected}
@@ -311,7 +311,7 @@ def _parts(message: bytes, most: int = TABLE) -> tuple[dict[str, Any], dict[str,
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise Malformed(f"its table cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise Malformed("its header is no dictionary")
+        raise Malformed("its header is not a dictionary")
     return header, table
 
 

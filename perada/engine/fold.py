@@ -40,7 +40,7 @@ RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
 }
 """Layers that draw random numbers: replaced whenever their drop rate is positive, trained or not."""
 OWNER_TWINS: dict[type[nn.Module], type[OwnerTwin]] = {}
-"""Layers whose trained parameters are in children that are no layers."""
+"""Layers whose trained parameters are in children that are not layers."""
 ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 """Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
 

@@ -33,7 +33,7 @@ def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: 
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
-    """True where a row holds an image, (C, B), and is no padding.
+    """True where a row holds an image, (C, B), and is not padding.
 
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]

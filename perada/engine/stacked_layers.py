@@ -87,7 +87,7 @@ class Twin(nn.Module):
 
 
 class OwnerTwin(nn.Module):
-    """Base of the twins of layers whose trained parameters are in children that are no layers: it makes them layers.
+    """Base of the twins of layers whose trained parameters are in children that are not layers: it makes them layers.
 
     Args:
         original: The layer of the single model.

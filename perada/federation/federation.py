@@ -224,7 +224,7 @@ class Federation:
         self.rounds_done = saved["rounds_done"]
         self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
         self.server.load_state_dict(saved)
-        numbers = saved.get("numbers")  # of the former clients, where a run goes on with more
+        numbers = saved.get("numbers")  # of the former clients, where a run resumes with more
         if numbers is None:
             self.store.load_state_dict(saved["clients"])
         else:

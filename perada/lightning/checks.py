@@ -98,7 +98,7 @@ def check_weighting(weighting: Weighting, rule: ServerRule) -> None:
 
 
 def check_robust(max_failures: object, refuse_far: object, client_privacy: object) -> None:
-    """Refuse, by a ValueError, what is no limit of failures, and leaving out clients whom privacy counts."""
+    """Refuse, by a ValueError, what is not a limit of failures, and leaving out clients whom privacy counts."""
     check_whole("max_failures", max_failures, 0, optional=True, hint="no limit by default")
     check_choice("refuse_far", refuse_far, [False, True])
     if refuse_far and client_privacy is not None:

@@ -120,12 +120,14 @@ def _from_timm(
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
-        raise ValueError(f"backbone {name!r} is no timm model: {hint} (transformers models are written 'hf:NAME')")
+        raise ValueError(f"backbone {name!r} is not a timm model: {hint} (transformers models are written 'hf:NAME')")
     try:
         config = timm.get_pretrained_cfg(name)
     except RuntimeError as error:  # an unknown tag after the dot
         known = ", ".join(timm.list_pretrained(f"{name.partition('.')[0]}.*")) or "none"
-        raise ValueError(f"backbone {name!r} is no timm model: the pretrained ones of this kind are {known}") from error
+        raise ValueError(
+            f"backbone {name!r} is not a timm model: the pretrained ones of this kind are {known}"
+        ) from error
     size = image_size if config is not None and config.fixed_input_size else None  # timm leaves out what is None
     options: dict[str, Any] = {"in_chans": in_chans, "num_classes": num_classes, "img_size": size}
     overlay = _timm_weights(name, config, pretrained)

@@ -94,7 +94,7 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
     for keys, what in ((missing, "lacks"), (wrong, "has another shape for"), (extra, "has, unlike the backbone,")):
         if keys:
             raise ValueError(
-                f"pretrained={source!r} is no file for {type(model).__name__} as built here: it {what} {keys[0]!r} "
+                f"pretrained={source!r} is not a file for {type(model).__name__} as built here: it {what} {keys[0]!r} "
                 f"({len(keys)} such tensors): check the backbone's name, or set `pretrained: false`"
             )
     model.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)

@@ -116,7 +116,7 @@ class Account:
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
         """Those of ``clients`` who stay within ``max_epsilon`` and ``target_epsilon`` if they train once more.
 
-        A target can be passed where a run goes on: with other options, or fine-tuning again after it was stopped early.
+        A target can be passed where a run is resumed: with other options, or fine-tuning again after an early stop.
         """
         limits = (self.options.max_epsilon, self.options.target_epsilon)
         limit = min((given for given in limits if given is not None), default=None)
@@ -188,7 +188,7 @@ class Account:
         steps = [phase.local_steps(size, self.batch_size) for phase in training.phases]
         asked_in = list(zip(steps, training.queries, strict=True))
         sent = {stream: not tuning and stream not in training.unsent for asked in training.queries for stream in asked}
-        if self.options.sampling == "shuffle":  # a stream goes on from one of its phases to the next
+        if self.options.sampling == "shuffle":  # a stream continues from one of its phases to the next
             rows = rows_per_batch(size, self.batch_size)
             looks = {stream: max(asked.get(stream, 0) for asked in training.queries) for stream in sent}
             taken = {stream: sum(own for own, asked in asked_in if stream in asked) for stream in sent}

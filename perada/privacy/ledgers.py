@@ -172,7 +172,7 @@ class Journal:
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
     """The entries of one run, and of those resumed from it, by their ``id``; a line that was cut off was never begun.
 
-    A ValueError if a whole line of a file is no entry.
+    A ValueError if a whole line of a file is not an entry.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in paths:

@@ -182,7 +182,7 @@ def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
         try:
             same = set(found) == set(own) if isinstance(found, list) and isinstance(own, list) else found == own
         except (TypeError, RecursionError):  # lists within lists
-            return f"{name} is a list of what is no name, of the run it is {own}"
+            return f"{name} is a list of what is not a name, of the run it is {own}"
         if not same:
             return f"{name} is {found}, of the run it is {own}"
     return None

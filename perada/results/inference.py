@@ -167,7 +167,7 @@ def find_images(source: Path, column: str = "path") -> tuple[list[str], list[Pat
 
     Raises:
         FileNotFoundError: If it does not exist, or a folder holds no images.
-        ValueError: If it is no table (CSV, TSV, Parquet), has no such column, or a row has no path.
+        ValueError: If it is not a table (CSV, TSV, Parquet), has no such column, or a row has no path.
         ModuleNotFoundError: If pyarrow is not installed, and the table is of Parquet.
     """
     if source.is_dir():

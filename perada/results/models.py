@@ -208,7 +208,7 @@ class Models:
         Raises:
             FileNotFoundError: If a file does not exist.
             ValueError: If a file or an image cannot be used, the client does not exist, or there is no global model.
-            TypeError: If something is no image.
+            TypeError: If something is not an image.
         """
         preprocessing = self.preprocessing
         number = None if client is None else self.number(client)

@@ -133,7 +133,7 @@ def _guarded(path: Path, read: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # 
 def _of_json(folder: Path, path: Path) -> Record:
     record: Record = _guarded(path, lambda content: _run(folder, content))
     record.config, logged = _config(folder), folder / "metrics.csv"
-    if logged.is_file():  # rounds after the last evaluation of a run that goes on, or was ended
+    if logged.is_file():  # rounds after the last evaluation of a run that is under way, or was stopped
         record.rounds += [row for row in rounds_of_csv(logged) if row["round"] >= len(record.rounds)]
     return record
 
@@ -222,7 +222,7 @@ def _config(folder: Path) -> str:
 def _numbers(values: Any) -> list[float]:  # noqa: ANN401  # whatever a file holds
     """Numbers, of which JSON knows neither NaN, which is null, nor infinity, which is a word."""
     if not isinstance(values, list):
-        raise TypeError(f"{str(values)[:40]!r} is no list of numbers")
+        raise TypeError(f"{str(values)[:40]!r} is not a list of numbers")
     return [math.nan if value is None else float(value) for value in values]
 
 

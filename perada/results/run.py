@@ -288,8 +288,8 @@ def _checkpoint(path: Path) -> Path:
             "the client"
         )
     raise FileNotFoundError(
-        f"{str(path)!r} is no finished run: it has neither adapters beside a {RUN_FILE} nor a whole checkpoint; give a "
-        "folder that `perada fit` or Run.save wrote"
+        f"{str(path)!r} is not a finished run: it has neither adapters beside a {RUN_FILE} nor a whole checkpoint; "
+        "give a folder that `perada fit` or Run.save wrote"
     )
 
 

@@ -227,7 +227,7 @@ def _check_info(read: RunFile) -> None:
     info = read.info
     for name, digest in read.files.items():
         if not isinstance(digest, str) or not _IN_FOLDER.fullmatch(name):
-            raise ValueError(f"files names {name!r}, which is no file of a saved run")
+            raise ValueError(f"files names {name!r}, which is not a file of a saved run")
     check_whole("num_classes", info["num_classes"])
     check_whole("built_for", info.get("built_for"), optional=True)
     if info.get("privacy"):

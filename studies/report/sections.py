@@ -29,7 +29,7 @@ class Table:
         header: Names of the columns.
         rows: Words, whole numbers, and scores from 0 to 1, which the page shows in %. A column ``± …`` stands in the
             cells of the one before.
-        plain: Columns whose numbers are no scores.
+        plain: Columns whose numbers are not scores.
     """
 
     name: str

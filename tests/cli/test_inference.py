@@ -210,7 +210,9 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     image = ["--images", str(tmp_path / "a.png")]
     config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
-    with pytest.raises(FileNotFoundError, match=r"is no finished run: it has neither adapters beside a run.json nor"):
+    with pytest.raises(
+        FileNotFoundError, match=r"is not a finished run: it has neither adapters beside a run.json nor"
+    ):
         main(["predict", str(tmp_path), *image])
     with pytest.raises(FileNotFoundError, match=r"--output=.*: there is no folder"):
         main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])

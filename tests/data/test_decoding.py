@@ -60,7 +60,7 @@ def test_deep_images_are_scaled(tmp_path, values, name, full_scale, white):
 )
 def test_values_that_do_not_fit_the_scale_are_named(tmp_path, values, says):
     images = ImageFolder(folder(tmp_path, Image.fromarray(values), "deep.tif"), size=2, full_scale=4095)
-    with pytest.raises(ValueError, match=rf"train/a/deep\.tif is no image that can be read \(its values are {says}"):
+    with pytest.raises(ValueError, match=rf"train/a/deep\.tif is not a readable image \(its values are {says}"):
         images[0]
     with pytest.raises(ValueError, match=r"full_scale=0 cannot be used; give a finite number above 0"):
         ImageFolder(str(tmp_path), full_scale=0)
@@ -107,11 +107,11 @@ def test_a_truncated_file_is_one_line_with_its_path(tmp_path, workers):
     path = tmp_path / "train" / "a" / "x.png"
     path.write_bytes(path.read_bytes()[:-1000])
     loader = DataLoader(ImageFolder(root, size=8), num_workers=workers)
-    with pytest.raises(ValueError, match="is no image that can be read") as error:
+    with pytest.raises(ValueError, match="is not a readable image") as error:
         list(loader)
     line = one_line(error.value)
     assert str(error.value) == line
-    assert re.fullmatch(rf"{path} is no image that can be read \(.+\): fix it or take it out of the folder", line)
+    assert re.fullmatch(rf"{path} is not a readable image \(.+\): fix it or take it out of the folder", line)
     path.unlink()
     with pytest.raises(FileNotFoundError) as missing:
         list(loader)

@@ -310,7 +310,7 @@ GOOD = PIXELS, CLASSES
         ((PIXELS, CLASSES.bool()), r"labels bool \(6,\)"),
         ((PIXELS, CLASSES[:, None]), r"labels int64 \(6, 1\)"),
         ((PIXELS, torch.zeros(6, 2, 2)), r"labels float32 \(6, 2, 2\); return whole"),
-        ((PIXELS, np.array(["cat"] * 6)), "labels as <U3 array, which is no tensor of numbers"),
+        ((PIXELS, np.array(["cat"] * 6)), "labels as <U3 array, which is not a tensor of numbers"),
         ((None, CLASSES), "no images, so Own must define __len__ and __getitem__, which read them one by one"),
     ],
 )

@@ -134,7 +134,7 @@ def test_an_image_that_is_cut_short_is_named_by_its_row(tmp_path):
     images = HuggingFace(str(tmp_path / "cut"))
     places = [(row, re.search(r"\[(\d+)\]", images.manifest.paths[row])) for row in range(len(images))]
     row, place = next((row, place) for row, place in places if int(place[1]) % 2)
-    with pytest.raises(ValueError, match=r"is no image that can be read .*: take the row out") as error:
+    with pytest.raises(ValueError, match=r"is not a readable image .*: take the row out") as error:
         images[row]
     assert str(error.value).startswith(f"{tmp_path / 'cut'}, train{place[0]}, ")
 

@@ -64,7 +64,7 @@ def test_every_fault_is_found(damaged):
     assert (found.train.tolist(), found.test.tolist()) == ([[3, 2], [3, 0]], [[2, 1], [0, 0]])
     assert found.images.tolist() == [[5, 3], [3, 0]]
     (broken,) = found.broken
-    assert broken.startswith(f"{damaged}/train/a/y/10.png is no image that can be read")
+    assert broken.startswith(f"{damaged}/train/a/y/10.png is not a readable image")
     path = f"{damaged}/{{}}.png".format
     assert found.leaks == [(path("test/a/x/9"), path("train/b/x/3"))]
     assert found.shared == [(path("train/b/x/8"), path("train/a/x/1"))]
@@ -142,7 +142,7 @@ def test_what_is_no_source_is_named(tmp_path, source, message):
     options = ["--path=x"] * (source != "saved")
     with pytest.raises(FileNotFoundError, match=message):
         main(["data", "inspect", str(tmp_path / source), *options])
-    with pytest.raises(ValueError, match=r"--output=x\.foo is no kind of picture; end its name in \.png, or one of"):
+    with pytest.raises(ValueError, match=r"--output=x\.foo is not a kind of picture; end its name in \.png, or one of"):
         main(["data", "inspect", str(tmp_path), "--output=x.foo"])
 
 

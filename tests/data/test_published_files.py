@@ -205,16 +205,16 @@ def test_files_that_are_missing_or_no_images_are_named(tmp_path):
         file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(FileNotFoundError, match=r"patient00001/.*jpg does not exist: fetch it again from https://stan"):
         images[0]
-    with pytest.raises(ValueError, match=r"patient00002/.*jpg is no image that can be read \(.+\): fetch it again"):
+    with pytest.raises(ValueError, match=r"patient00002/.*jpg is not a readable image \(.+\): fetch it again"):
         images[len(images) - 1]
     (tmp_path / "CheXpert-v1.0-small" / "train.csv").write_bytes(b"\xff\xd8")
-    with pytest.raises(ValueError, match=r"train\.csv is no table in UTF-8 \(.*\): fetch"):
+    with pytest.raises(ValueError, match=r"train\.csv is not a table in UTF-8 \(.*\): fetch"):
         len(CheXpert(str(tmp_path)))
     for name in ("a", "b"):
         write_jpeg(tmp_path / "folder" / "train" / name / "0.jpg", (1, 2, 3))
         write_jpeg(tmp_path / "folder" / "test" / name / "0.jpg", (1, 2, 3))
     (tmp_path / "folder" / "train" / "a" / "0.jpg").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a/0\.jpg is no image .*: fix it or take it out of the folder"):
+    with pytest.raises(ValueError, match=r"a/0\.jpg is not a readable image .*: fix it or take it out of the folder"):
         ImageFolder(str(tmp_path / "folder"))[0]
 
 

@@ -120,7 +120,7 @@ def test_nothing_is_written_over(app):
 
 @pytest.mark.parametrize("name", ["", "Chest", "9", "a/b", "a_b", "a" * 42])
 def test_names_that_no_app_can_have(tmp_path, name):
-    with pytest.raises(ValueError, match="is no name of an app; give"):
+    with pytest.raises(ValueError, match="is not a name of an app; give"):
         write_app(tmp_path / "app", name, "", "", "localhost")
 
 
@@ -167,14 +167,14 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             Link(where, given)
-    with pytest.raises(FileNotFoundError, match="is no file; give the"):
+    with pytest.raises(FileNotFoundError, match="is not a file; give the"):
         Link("link.example.org:8000", tmp_path / "none.crt")
 
 
 def test_the_command_refuses_what_is_no_app(tmp_path, app):
     authority = certificate(tmp_path)
     words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
-    with pytest.raises(FileNotFoundError, match="is no app; give the folder `app`"):
+    with pytest.raises(FileNotFoundError, match="is not an app; give the folder `app`"):
         main(["deploy", "run", str(app), *words])
     with pytest.raises(ValueError, match="min_sites=0 cannot be used"):
         main(["deploy", "run", str(app / "app"), *words, "--min-sites", "0"])
@@ -250,7 +250,7 @@ def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_refused(tmp
         Link("localhost:8000", soon)
     monkeypatch.undo()
     soon.write_text("no certificate")
-    with pytest.raises(ValueError, match="is no certificate; give one in PEM"):
+    with pytest.raises(ValueError, match="is not a certificate; give one in PEM"):
         Link("localhost:8000", soon)
 
 

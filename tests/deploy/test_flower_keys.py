@@ -86,7 +86,7 @@ def test_openssh_reads_a_sites_keys(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "St-Marys", "../up", "a b", "-a", "a.", "x" * 65, "a\n"])
 def test_names_that_cannot_be_a_sites(name):
-    with pytest.raises(ValueError, match="is no name of a site; give"):
+    with pytest.raises(ValueError, match="is not a name of a site; give"):
         check_site_name(name)
 
 

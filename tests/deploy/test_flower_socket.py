@@ -266,7 +266,7 @@ def test_places_where_no_socket_can_be(path):
     with pytest.raises(ValueError, match="has no folder; make"):
         Listener(path.parent / "none" / "site.sock")
     path.write_text("notes")
-    with pytest.raises(ValueError, match="is no socket; remove it"):
+    with pytest.raises(ValueError, match="is not a socket; remove it"):
         Listener(path)
     assert path.read_text() == "notes"
     path.unlink()
@@ -276,7 +276,7 @@ def test_places_where_no_socket_can_be(path):
     path.parent.chmod(0o700)
     target = path.with_name("elsewhere")
     path.symlink_to(target)
-    with pytest.raises(ValueError, match="is no socket; remove it"):
+    with pytest.raises(ValueError, match="is not a socket; remove it"):
         Listener(path)
     assert not target.exists()
 

@@ -104,8 +104,8 @@ def test_a_folders_own_normalisation_counts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("resnet81", 4), {}, ValueError, r"'resnet81' is no timm model: did you mean resnet18"),
-        (("zzzz", 4), {}, ValueError, r"'zzzz' is no timm model: see timm\.list_models"),
+        (("resnet81", 4), {}, ValueError, r"'resnet81' is not a timm model: did you mean resnet18"),
+        (("zzzz", 4), {}, ValueError, r"'zzzz' is not a timm model: see timm\.list_models"),
         (("resnet18", 0), {}, ValueError, r"num_classes=0 cannot be used"),
         ((3,), {}, TypeError, r"backbone is a int: give a timm name"),
         (("resnet18", 4), {}, FileNotFoundError, r"'resnet18': HF_HUB_OFFLINE is set .*`pretrained: false`"),
@@ -117,7 +117,7 @@ def test_a_folders_own_normalisation_counts(tmp_path):
             ("resnet18.nobody", 4),
             {"pretrained": False},
             ValueError,
-            r"'resnet18\.nobody' is no .* are .*resnet18\.a1_in1k",
+            r"'resnet18\.nobody' is not a .* are .*resnet18\.a1_in1k",
         ),
     ],
 )

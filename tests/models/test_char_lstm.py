@@ -88,7 +88,7 @@ def test_what_the_lstm_cannot_have_is_refused(tmp_path):
         build_backbone("char_lstm")
     with pytest.raises(ValueError, match="adapter 'residual' does not fit backbone 'char_lstm_16'"):
         insert_adapter(build_backbone("char_lstm_16", pretrained=False), "residual")
-    with pytest.raises(ValueError, match="backbone 'char_lstm_0' is no timm model"):
+    with pytest.raises(ValueError, match="backbone 'char_lstm_0' is not a timm model"):
         build_backbone("char_lstm_0", pretrained=False)
 
 

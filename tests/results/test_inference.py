@@ -129,7 +129,7 @@ def test_several_labels(tiny):
 
 def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(ValueError, match=r"broken.png is no image that can be read"):
+    with pytest.raises(ValueError, match=r"broken.png is not a readable image"):
         run.predict([tmp_path / "broken.png"])
     with pytest.raises(FileNotFoundError, match=r"missing.png does not exist"):
         run.predict("missing.png")
@@ -167,7 +167,7 @@ def test_images_are_listed(tmp_path):
             find_images(table)
     table.write_bytes(b"path\n\xff\xfe\n")
     with pytest.raises(
-        ValueError, match=r"table.csv is no table in UTF-8 \(.*: correct the table, and save it in UTF-8"
+        ValueError, match=r"table.csv is not a table in UTF-8 \(.*: correct the table, and save it in UTF-8"
     ):
         find_images(table)
     with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):

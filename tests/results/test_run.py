@@ -237,7 +237,7 @@ def with_other_shapes(tensors):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove("run.json"), "is no finished run: it has neither adapters"),
+        (remove("run.json"), "is not a finished run: it has neither adapters"),
         (write("run.json", "{"), "run.json' is broken"),
         (write("run.json", '{"num_clients": 5}'), "run.json' is broken"),
         (write("run.json", '{"format": 99, "num_clients": 5, "info": {}, "metrics": {}}'), "format 99"),

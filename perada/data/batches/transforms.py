@@ -20,7 +20,7 @@ _DEEP = ("F", "I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
 def check_full_scale(full_scale: float | None) -> None:
-    """Refuse what is no number above zero."""
+    """Refuse what is not a number above zero."""
     check_number("full_scale", full_scale, above=0, optional=True, hint="the value of white, such as 4095 of 12 bits")
 
 
@@ -64,7 +64,7 @@ def read_image(
 
     Raises:
         MissingImageError: If it does not exist.
-        UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
+        UnreadableImageError: If it is not an image, is cut short, or has values that cannot be scaled.
     """
     try:
         with Image.open(path) as image:
@@ -78,7 +78,7 @@ def read_image(
         Image.DecompressionBombError,
     ) as error:  # what Pillow raises depends on the format
         reason = " ".join(str(error).split())
-        raise UnreadableImageError(f"{name or path} is no image that can be read ({reason}): {remedy}") from None
+        raise UnreadableImageError(f"{name or path} is not a readable image ({reason}): {remedy}") from None
 
 
 def _scaled(values: np.ndarray[Any, Any], mode: str, full_scale: float | None) -> np.ndarray[Any, Any]:
@@ -94,7 +94,7 @@ def _scaled(values: np.ndarray[Any, Any], mode: str, full_scale: float | None) -
 
 
 class UnreadableImageError(ValueError):
-    """A file that is no image, or a broken one; the message is one line, from a worker process too."""
+    """A file that is not an image, or a broken one; the message is one line, from a worker process too."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_without_traceback(message))

@@ -204,7 +204,7 @@ def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assign
     Raises:
         ValueError: If ``split`` takes other arguments, returns something else than rows for each client, a row that
             there is not, or one twice; or if it refuses the data.
-        TypeError: If rows are no whole numbers.
+        TypeError: If rows are not whole numbers.
     """
     who = f"{type(partition).__name__}.split"
     try:
@@ -237,7 +237,7 @@ def _rows(who: str, part: str, given: Any, size: int) -> list[Array]:  # noqa: A
         if own.ndim != 1:
             what = f"the number {own.item()!r}" if own.ndim == 0 else f"an array of shape {own.shape}"
             raise ValueError(
-                f"{who} returned {what} as the {part} rows of client {client}, which are no list; {_RETURN}"
+                f"{who} returned {what} as the {part} rows of client {client}, which are not a list; {_RETURN}"
             )
         if len(own) and not np.issubdtype(own.dtype, np.integer):
             mask = " (np.flatnonzero makes rows of a mask)" if own.dtype == bool else ""

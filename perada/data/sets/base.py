@@ -199,7 +199,7 @@ def _tensor(who: str, what: str, given: Any) -> Tensor:  # noqa: ANN401
     except (TypeError, ValueError):  # words, lists of unequal lengths
         kind = f"{given.dtype} array" if isinstance(given, np.ndarray) else type(given).__name__
         raise TypeError(
-            f"{who}: _load returned {what} as {kind}, which is no tensor of numbers; return a tensor"
+            f"{who}: _load returned {what} as {kind}, which is not a tensor of numbers; return a tensor"
         ) from None
 
 
@@ -208,7 +208,7 @@ def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[A
 
     Raises:
         ValueError: If a column has not one value for each image.
-        TypeError: If they are no mapping.
+        TypeError: If they are not a mapping.
     """
     if callable(columns):
         raise TypeError(f"{who}: columns is a method, which nobody calls; put @property above it")

@@ -78,7 +78,7 @@ class Images(OwnImages):
     ``{client}/{class}/*`` reads ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
     fields are ``{client}``, ``{class}`` (which is needed), ``{split}`` and ``{group}``; a field is a folder's name or a
     part of a name, as short as possible. ``*`` and ``?`` stand for any letters of one name, ``**`` for any folders too.
-    What begins with a dot and what is no image is passed over.
+    What begins with a dot and what is not an image is passed over.
 
     The columns ``client`` and ``group`` are those of the fields. A split is called ``train``, ``test`` or ``val`` (or
     ``training``, ``testing``, ``valid``, ``validation``, ``dev``). ``val`` is the test split where there is no other,

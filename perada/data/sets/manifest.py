@@ -99,7 +99,7 @@ class ImageFiles(ImageSet):
 
         Raises:
             MissingImageError: If it does not exist.
-            UnreadableImageError: If it is no image, is cut short, or has values that cannot be scaled.
+            UnreadableImageError: If it is not an image, is cut short, or has values that cannot be scaled.
         """
         remedy = f"fetch it again from {self._source}" if self._source else "fix it or take it out of the folder"
         return resize_uint8(read_image(path, remedy, self.mode, self.full_scale), self.size)

@@ -104,7 +104,7 @@ def map_npy(path: Path, shape: tuple[int, ...], source: str, whole: bool = False
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no array of that shape and type, or is cut short. Nothing in it is run.
+        ValueError: If it is not an array of that shape and type, or is cut short. Nothing in it is run.
     """
     expected = f"an array {shape} of {'whole numbers' if whole else 'unsigned bytes'} is expected"
     try:

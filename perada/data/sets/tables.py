@@ -227,7 +227,7 @@ def read_table(path: Path) -> tuple[dict[str, Array], Array]:
         _check_header(path, parquet.read_schema(path).names)
         content = parquet.read_table(path)
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no table ({' '.join(str(error).split())}): correct the table") from None
+        raise ValueError(f"{path} is not a table ({' '.join(str(error).split())}): correct the table") from None
     if not len(content):
         raise ValueError(f"{path} has no rows: correct the table")
     columns = {
@@ -261,15 +261,15 @@ def read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, A
     """The columns of a text file and the rows' numbers; empty lines are passed over.
 
     Raises:
-        ValueError: If it is no table, a row has another number of fields than the header, or there are no rows.
+        ValueError: If it is not a table, a row has another number of fields than the header, or there are no rows.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark at its start
             rows = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no table in UTF-8 ({error}): {remedy}") from None
+        raise ValueError(f"{path} is not a table in UTF-8 ({error}): {remedy}") from None
     except csv.Error as error:
-        raise ValueError(f"{path} is no table ({error}): {remedy}") from None
+        raise ValueError(f"{path} is not a table ({error}): {remedy}") from None
     if not rows:
         raise ValueError(f"{path} is empty: {remedy}")
     header = rows[0][1]

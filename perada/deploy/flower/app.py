@@ -45,7 +45,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
 def check_target(folder: Path, name: str) -> None:
     """Refuse a name that no app can have, by a ValueError, and a folder that has something, by a FileExistsError."""
     if not re.fullmatch(_APP, name):
-        raise ValueError(f"{name!r} is no name of an app; give small letters, digits and dashes, a letter first")
+        raise ValueError(f"{name!r} is not a name of an app; give small letters, digits and dashes, a letter first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{str(folder)!r} is there already; give another folder")
 

@@ -33,11 +33,11 @@ def check_site_name(name: str) -> None:
     >>> check_site_name("st-marys")
     >>> check_site_name("../etc")
     Traceback (most recent call last):
-    ValueError: '../etc' is no name of a site; give up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'
+    ValueError: '../etc' is not a name of a site; give up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no name of a site; give up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'"
+            f"{name!r} is not a name of a site; give up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'"
         )
 
 
@@ -71,7 +71,7 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
         The day on which it expires.
 
     Raises:
-        ValueError: If a host is none, or ``days`` is no number of days.
+        ValueError: If a host is none, or ``days`` is not a number of days.
         FileExistsError: If there is a certificate already.
     """
     check_hosts(hosts)
@@ -103,7 +103,7 @@ def expiry(file: Path) -> datetime.date:
     try:
         last: datetime.datetime = x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
     except ValueError:
-        raise ValueError(f"{str(file)!r} is no certificate; give one in PEM, such as ca.crt") from None
+        raise ValueError(f"{str(file)!r} is not a certificate; give one in PEM, such as ca.crt") from None
     return last.date()
 
 

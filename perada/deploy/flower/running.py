@@ -63,7 +63,7 @@ class Link:
         if self.authority is None:
             raise ValueError(f"link={self.where!r} is an address; give its certificate with --root-certificates ca.crt")
         if not self.authority.is_file():
-            raise FileNotFoundError(f"{str(self.authority)!r} is no file; give the ca.crt of the server's keys")
+            raise FileNotFoundError(f"{str(self.authority)!r} is not a file; give the ca.crt of the server's keys")
         warn_of_expiry(self.authority)
 
     @contextmanager
@@ -86,14 +86,14 @@ def write_connection(home: Path, name: str, address: str, authority: Path) -> No
 
 
 def check_app(app: Path) -> None:
-    """Refuse a folder that is no app of perada's.
+    """Refuse a folder that is not an app of perada's.
 
     Raises:
         FileNotFoundError: If there is no such folder, or it is not what `perada deploy init` wrote.
         ImportError: If Flower is not installed.
     """
     if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
-        raise FileNotFoundError(f"{str(app)!r} is no app; give the folder `app` that `perada deploy init` wrote")
+        raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
     check_flower()
 
 

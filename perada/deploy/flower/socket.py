@@ -59,8 +59,8 @@ def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[by
     ``most`` bytes are read, within so many ``seconds``.
 
     Raises:
-        FrameError: ``malformed`` if it is no frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if the
-            other side ended before it was whole.
+        FrameError: ``malformed`` if it is not a frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if
+            the other side ended before it was whole.
         OSError: If the connection fails; TimeoutError if the time is over.
     """
     end = time.monotonic() + seconds
@@ -124,7 +124,7 @@ def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int =
         return Failure("crashed")
     except OSError:
         return Failure("unreachable")
-    except Exception:  # a frame too long for its head, a name that is no text: nothing of it may leave
+    except Exception:  # a frame too long for its head, a name that is not text: nothing of it may leave
         return Failure("malformed")
 
 
@@ -257,7 +257,7 @@ def _bound(path: Path) -> socket.socket:
         raise ValueError(f"{str(folder)!r} of the socket can be written to by others; chmod 700 it")
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ValueError(f"{str(path)!r} is there and is no socket; remove it, or give another path")
+            raise ValueError(f"{str(path)!r} is there and is not a socket; remove it, or give another path")
         with socket.socket(socket.AF_UNIX) as other:
             try:
                 other.connect(os.fspath(path))

@@ -127,7 +127,7 @@ class ImageSplit(NamedTuple):
 
 
 def image_split(served: FederatedDataModule) -> ImageSplit | None:
-    """How a client's images are divided; None if this is not perada's to say, or they are no images of one's own."""
+    """How a client's images are divided; None if this is not perada's to say, or they are not images of one's own."""
     data = served.data
     assert data is not None
     images = data.train[0].dataset if isinstance(data.train[0], Subset) else None
