@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
+from tqdm import tqdm
+
 from perada.compare.plan import MakeCLI
 from perada.compare.running import Result, attempt
 
@@ -22,6 +24,8 @@ Event = tuple[int, Result | None]
 CarryOut = Callable[[Sequence[Task]], Generator[Event]]
 """Runs tasks, and yields starts and results as they come."""
 SILENT = "--trainer.enable_progress_bar=false"
+ENDS = 10.0
+"""Seconds in which a process that has nothing to do must end."""
 
 
 def in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
@@ -46,7 +50,7 @@ class Workers:
         self.make_cli, self.threads = make_cli, threads
         self.feeders = ThreadPoolExecutor(jobs)
         self.own = threading.local()  # the process of each of these threads
-        self.started: list[SpawnProcess] = []
+        self.started: list[tuple[Connection, SpawnProcess]] = []
         self.lock, self.closed = threading.Lock(), False
 
     def __enter__(self) -> "Workers":
@@ -55,13 +59,21 @@ class Workers:
         os.environ.update({"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1"})
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.feeders.shutdown(wait=False, cancel_futures=True)
         with self.lock:
             self.closed = True
-            for process in self.started:
-                process.kill()
-                process.join()
+            for pipe, process in self.started:
+                if kind is None:
+                    pipe.close()  # by which it ends
+                else:
+                    process.kill()
+        if kind is not None:
+            self.feeders.shutdown()  # their threads wait for the processes too, and two must not at once
+        for process in [process for _pipe, process in self.started]:
+            process.join(ENDS)
+            process.kill()
+            process.join()
         os.environ.clear()
         os.environ.update(self.before)
 
@@ -104,7 +116,7 @@ class Workers:
             self.own.pipe, other = context.Pipe()
             self.own.process = context.Process(target=_serve, args=(other, self.make_cli, self.threads))
             self.own.process.start()
-            self.started.append(self.own.process)
+            self.started.append((self.own.pipe, self.own.process))
             other.close()  # or its death would not be seen here
 
 
@@ -112,6 +124,7 @@ def _serve(pipe: Connection, make_cli: MakeCLI, threads: int) -> None:
     """Run what comes in, and answer each; what runs print goes to standard error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
     os.dup2(2, 1)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
     with suppress(EOFError, BrokenPipeError):  # whoever asked is gone
         while True:
             args, start = pipe.recv()
