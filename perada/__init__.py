@@ -74,7 +74,7 @@ class _AfterPeft(MetaPathFinder):
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (load(module), importlib.import_module("perada.adapters"))  # type: ignore[assignment, method-assign]
+            spec.loader.exec_module = lambda module: (load(module), importlib.import_module("perada.adapters"))  # type: ignore[assignment, method-assign]  # as a loader has it
         return spec
 
 

@@ -218,7 +218,7 @@ def _take_over(trainer: pl.Trainer, rounds: int, eval_every: int | None, others:
     """
     if others:
         raise ValueError(f"{sorted(others)} cannot be used beside trainer=; set them in the trainer itself")
-    if any(isinstance(callback, FederatedLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if any(isinstance(callback, FederatedLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set by Lightning
         raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         if trainer.max_epochs not in (None, -1, 1000, rounds):  # 1000 is Lightning's default

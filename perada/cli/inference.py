@@ -122,14 +122,13 @@ def open_run(path: Path) -> Run:
 
 
 def _own_algorithm(config: Path) -> Algorithm | None:
-    """The algorithm that a run's ``config.yaml`` names, if it is none of perada's; nothing else in it is made."""
+    """The algorithm that a run's ``config.yaml`` names, if it or its base is not perada's; nothing else is made."""
     content = yaml.safe_load(config.read_text(encoding="utf-8"))
     try:
         asked = content["federated"].get("algorithm")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{str(config)!r} is not the config.yaml of a run ({error}); give a run's folder") from None
-    name = asked.get("class_path", "") if isinstance(asked, dict) else asked or ""
-    if "." not in name or name.startswith("perada."):
+    if all("." not in name or name.startswith("perada.") for name in _classes_in(asked)):
         return None
     import_named([str(config)])
     parser = ArgumentParser(exit_on_error=False)
@@ -140,3 +139,13 @@ def _own_algorithm(config: Path) -> Algorithm | None:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the algorithm in {str(config)!r} cannot be made again ({reason}); correct it") from error
     return made
+
+
+def _classes_in(asked: object) -> list[str]:
+    """The class paths of a section of a recipe, and of what is in it."""
+    if isinstance(asked, str):
+        return [asked]
+    if not isinstance(asked, dict):
+        return []
+    own = [str(asked["class_path"])] if "class_path" in asked else []
+    return own + [name for one in asked.values() if isinstance(one, dict) for name in _classes_in(one)]

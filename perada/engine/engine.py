@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many states through one model, forwards and backwards, and whether folding them into one batch changes any."""
+"""The forward pass of many states through one model: folded into one batch, or one client after another.
+
+Both give a tensor of logits (C, B, K) that can be differentiated with respect to the stacked states, so everything
+above (algorithms, optimisers, evaluation) is written once. The loop is the oracle of the folded engine, and what runs
+when a trained layer has no stacked twin, or when :func:`check_fold` finds that a network mixes the images of a batch:
+its layers keep clients apart, but what stands between them in a network's own ``forward`` may not. ``h - h.mean(0)``
+takes the mean over everyone's images, ``if h.mean() > 0`` decides for all.
+"""
 
 import copy
 import warnings

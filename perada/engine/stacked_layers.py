@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that hold the parameters of many clients, and layers that are frozen."""
+"""Stacked twins of the leaf layers that hold trained parameters (:mod:`~perada.engine.fold` builds a model of them).
+
+The stacked model runs C clients as one ordinary forward pass on C·B images, client after client along the batch axis.
+Modules without trained parameters are the very modules of the single model; a frozen BatchNorm has a twin that keeps
+less for the backward pass. A leaf module that holds trained parameters is replaced by its *twin*: the same parameter
+names, each tensor with a leading axis C, and a forward that splits the batch by client. Outputs and gradients are those
+of C separate models.
+
+Shape suffixes: R = C·B rows, C clients, B images a client, D features.
+"""
 
 import math
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import run_folder
 from perada.lightning.steps import federation_of
 from perada.results.restore import restoring
-from perada.results.run_file import RunFile, write_run
+from perada.results.run_file import write_fitted
 
 History = list[dict[str, float]]
 Step = Callable[[EvalBatch, int], None]
@@ -82,11 +82,15 @@ class Measured:
             return
         secret = federation.protection.test_mode  # the noise follows from the seed
         info = run_info(module, data, algorithm, None if secret else federation.settings.seed)
-        metrics, models = metrics_of(module, data, history, self), len(federation.global_models())
-        more = {"train_sizes": list(data.train_sizes), "command": [] if secret else self.command}
-        shared = not federation.personalized
+        content = {
+            "num_clients": data.num_clients,
+            "train_sizes": list(data.train_sizes),
+            "command": [] if secret else self.command,
+            "info": info,
+            "metrics": metrics_of(module, data, history, self),
+        }
         folder.mkdir(parents=True, exist_ok=True)
-        write_run(folder, RunFile(info, metrics, data.num_clients, models, shared, in_checkpoints=True, more=more))
+        write_fitted(folder, content)
 
 
 def rounded(values: list[float]) -> list[float]:

@@ -143,7 +143,7 @@ def share_work(trainer: pl.Trainer) -> None:
     """Leave the batches as the datamodule gives them, and the logged values as they are on every process."""
     # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
     trainer._accelerator_connector.use_distributed_sampler = False
-    trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]  # of Lightning, whose own hangs
     # Every process logs the same values, those of all clients.
     warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed setting")
 

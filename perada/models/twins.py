@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked twins of timm's layers, of ours and of PEFT's, registered when this module is imported."""
+"""Stacked twins of timm's layers, of ours, and of what PEFT trains in its own; registered when this is imported.
+
+PEFT keeps the parameters of IA3 and VeRA in dictionaries that are not layers. In the fold, a dictionary becomes a layer
+that scales, and the PEFT layer around it one that calls this. DoRA's magnitudes are a layer already.
+"""
 
 import sys
 from typing import Any, ClassVar

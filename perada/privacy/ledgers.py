@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledgers of what was spent, and the journal by which no round is forgotten that was begun."""
+"""Ledgers of what clients spent, and the journal of private rounds, written before they are trained.
+
+A checkpoint knows the rounds up to its own. What was begun after it, and was lost with the process, has been drawn from
+the generator all the same: whoever resumes draws again, and both are counted. No crash makes a ledger forget a round.
+"""
 
 import json
 import math

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How private batches are drawn, and from which generator."""
+"""Batches of a client's images, Poisson samples and shuffled passes, and draws from a cryptographic generator.
+
+Amplification by subsampling is proved for Poisson samples. The generator is for training whose randomness nobody may
+foretell: OpenSSL's, AES-256 in counter mode by default, which the operating system seeds and which starts anew in a
+forked process. None of its draws follows from the run's seed or can be repeated, and torch's generators are not
+touched. A number that is out of its range is a ValueError.
+"""
 
 import math
 import ssl

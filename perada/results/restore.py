@@ -6,7 +6,7 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
@@ -212,7 +212,8 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         info, belongs = saved["info"], saved["belongs"]
         algorithm = algorithm_of(info["training"]["algorithm"]) if algorithm is None else algorithm
         spec = _spec(path, info, backbone)
-    adapted = spec.build()
+    with plain_data(str(path)) if backbone is None else nullcontext():
+        adapted = spec.build()
     slot = make_slot(adapted.model, adapted.backbone.head)
     trained = {key: list(adapted.model.state_dict()[key].shape) for key in slot.keys}
     for what, remedy, here in (

@@ -236,7 +236,7 @@ class Run(Models):
     ) -> "Run":
         """Read a run: what :meth:`save` wrote, what a fit left in its folder, or one of its checkpoints.
 
-        Of a fit's folder the newest whole checkpoint counts. Clients' states are read from it when they are asked for.
+        Of a fit's folder the newest whole checkpoint counts. The folder stays as it is.
 
         Args:
             folder: The run's folder, such as ``lightning_logs/version_0``, or a checkpoint file.

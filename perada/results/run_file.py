@@ -114,6 +114,8 @@ def _move(folder: Path) -> None:
 
 
 RUN_FILE = "run.json"
+IN_CHECKPOINTS = "in_checkpoints"
+"""Entry of the file of a fit, whose states are in its checkpoints."""
 FORMAT = 1
 _OWN = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
 """What perada reads in a folder."""
@@ -131,8 +133,6 @@ class RunFile:
         global_models: States that the global model averages.
         shared: Whether clients have no states of their own.
         files: Digests of the tensors' files, by their paths in the folder.
-        in_checkpoints: Whether the states are in the folder's checkpoints, as a fit leaves them.
-        more: What a fit says besides: ``train_sizes``, and its ``command``.
     """
 
     info: dict[str, Any]
@@ -141,8 +141,6 @@ class RunFile:
     global_models: int
     shared: bool
     files: dict[str, str] = field(default_factory=dict)
-    in_checkpoints: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 def write_run(folder: Path, content: RunFile) -> None:
@@ -155,10 +153,13 @@ def write_run(folder: Path, content: RunFile) -> None:
         "info": content.info,
         "metrics": content.metrics,
         "files": content.files,
-        "in_checkpoints": content.in_checkpoints,
-        **content.more,
     }
     write_json(folder / RUN_FILE, written)
+
+
+def write_fitted(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the file of a fit that is under way or over, whose states are in the folder's checkpoints."""
+    write_json(folder / RUN_FILE, {"format": FORMAT, IN_CHECKPOINTS: True, **content})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -184,24 +185,42 @@ def read_run(folder: Path) -> RunFile:
         raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
     check_links(folder, _OWN)
     try:
-        saved = check_sealed(json.loads(path.read_text(encoding="utf-8")))
+        saved = _content(path)
         if saved["format"] != FORMAT:
             raise KeyError(f"format {saved['format']}, this version reads {FORMAT}")
         metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
         models, shared = saved.get("global_models", 1), saved.get("shared", False)
-        files, live = dict(saved.get("files", {})), bool(saved.get("in_checkpoints"))
-        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files, live)
+        files = dict(saved.get("files", {}))
+        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files)
         check_whole("num_clients", read.num_clients, most=10_000_000)
         check_whole("global_models", read.global_models, most=10_000_000)
         _check_info(read)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{str(path)!r} is broken ({type(error).__name__}: {error}); save it again") from error
+        raise _broken(path, error) from error
     return read
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content = check_sealed(json.loads(path.read_text(encoding="utf-8")))
+    if not isinstance(content, dict):
+        raise TypeError(f"it holds a {type(content).__name__}")
+    return content
+
+
+def _broken(path: Path, error: Exception) -> ValueError:
+    what = f"{str(path)!r} is broken ({type(error).__name__}: {error})"
+    return ValueError(f"{what}; save it again, or give a checkpoint of the run")
 
 
 def holds_adapters(folder: Path) -> bool:
     """Whether a folder has a run's adapters as PEFT folders, and not in checkpoints."""
-    return (folder / RUN_FILE).is_file() and not read_run(folder).in_checkpoints
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return False
+    try:
+        return not _content(path).get(IN_CHECKPOINTS)
+    except (ValueError, TypeError) as error:
+        raise _broken(path, error) from error
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:

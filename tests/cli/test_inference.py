@@ -197,6 +197,30 @@ def test_a_fits_folder_is_the_run(tmp_path, made, given):
             perada.Run.load(folder)
 
 
+def test_an_algorithm_of_ones_own_within_another_is_made_again_from_the_recipe(tmp_path, monkeypatch):
+    (tmp_path / "my_algorithms_within.py").write_text("from perada.algorithms import FedAvg\nclass Own(FedAvg): pass\n")
+    monkeypatch.chdir(tmp_path)
+    base = {"class_path": "my_algorithms_within.Own"}
+    recipe = RECIPE | {"data": RECIPE["data"] | {"dataset": "Digits", "train_limit": 60, "test_limit": 30}}
+    recipe["federated"] = {"local_steps": 1} | {"algorithm": {"class_path": "FedEnsemble", "init_args": {"base": base}}}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    main(["fit", "--config", "recipe.yaml", "--federated.algorithm.init_args.modes=2"])
+    run = open_run(Path("lightning_logs/version_0"))
+    assert len(run.states("global")) == 2
+
+
+@pytest.mark.parametrize("changed", [{"adapter_options": {"train_backbone": True}}, {"num_classes": "ten"}])
+def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path, changed):
+    _, folder = made_in_python(tmp_path, rounds=1)
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["perada"]["info"] |= changed
+    torch.save(saved, checkpoint)
+    with pytest.raises(ValueError, match=r"last.ckpt' does not hold what perada writes|cannot be used") as error:
+        perada.Run.load(folder)
+    assert "\n" not in str(error.value)
+
+
 def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
     privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
     _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)

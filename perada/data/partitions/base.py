@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of partitions, and the checks of what they give."""
+"""The base of partitions, and checks of what they give; those by label are in :mod:`perada.data.partitions.by_label`.
+
+Shape suffixes: M clients, K classes, N samples.
+"""
 
 import inspect
 import json

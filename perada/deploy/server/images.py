@@ -34,7 +34,7 @@ class ServerImages:
 
     def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
         """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
-        return batch_indices(self.public_size, batch_size, steps, self.preparation.seed, "public", round)  # type: ignore[arg-type]
+        return batch_indices(self.public_size, batch_size, steps, self.preparation.seed, "public", round)  # type: ignore[arg-type]  # "full" is the only text
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
         """Public images, prepared for the model, on ``device``."""

@@ -92,7 +92,7 @@ class OneClient:
         if isinstance(store, MapStore):  # what its datasets draw depends on the number
             numbered = MapStore([], store.labelled, store.size)
             numbered.datasets, numbered.num_classes = {self.number: store.datasets[0]}, store.num_classes  # type: ignore[assignment]  # looked up only
-            numbered.sizes = {self.number: self.size}  # type: ignore[assignment]
+            numbered.sizes = {self.number: self.size}  # type: ignore[assignment]  # likewise
             return numbered
         return _Numbered(store, self.number)  # type: ignore[return-value]  # its sizes are looked up only
 
