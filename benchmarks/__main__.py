@@ -26,6 +26,7 @@ from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
 from benchmarks.round import round_profile, round_resnet, round_vit
 from benchmarks.server import distillation, evaluation
+from benchmarks.small_maps import small_maps
 from perada.results.report import table
 
 BENCHMARKS = {
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "round_vit": round_vit,
     "round_profile": round_profile,
     "cohort_step": cohort_step,
+    "small_maps": small_maps,
     "distillation": distillation,
     "evaluation": evaluation,
     "ranks": ranks,
@@ -91,6 +93,7 @@ def about(device: str) -> dict[str, Any]:
         "machine": torch.cuda.get_device_name()
         if device == "cuda"
         else f"{platform.machine()}, {os.cpu_count()} cores",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "commit": commit.stdout.strip(),

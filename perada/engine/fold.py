@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d
 from perada.engine.prefix import Constant, Prefix
 from perada.engine.stacked_layers import (
     FoldContext,
-    FrozenBatchNorm,
     OwnerTwin,
     StackedBatchNorm,
     StackedChannelDropout,
@@ -76,18 +76,21 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
 
     def visit(module: nn.Module, path: str) -> nn.Module:
         if id(module) not in seen:
-            seen[id(module)] = replace(module, path)
+            made = replace(module, path)
+            if prefix is not None and path in prefix.shapes:
+                made = Constant(made, path, prefix)
+            seen[id(module)] = made
         return seen[id(module)]
 
     def replace(module: nn.Module, path: str) -> nn.Module:
         kind = type(module)
-        if prefix is not None and path in prefix.shapes:
-            return Constant(module, path, prefix)
         if draws(module):
             return RANDOM_TWINS[kind](module, context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if kind in BATCH_NORMS and not trained and module._buffers["running_var"] is not None:
             return FrozenBatchNorm(module)
+        if isinstance(module, nn.Conv2d) and kind is nn.Conv2d and not trained and not hooked(module):
+            return FrozenConv2d(module)
         if random_only or not trained:
             trained = set()
         elif kind in TWINS and trained == {n for n, p in module.named_parameters() if p.requires_grad}:
@@ -108,6 +111,11 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
         return module if same else shell(module, children)
 
     return Fold(visit(model, ""), context, frozenset(rows), missing)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something is done before or after a module's own pass, such as weights that are made anew."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def draws(module: nn.Module) -> bool:

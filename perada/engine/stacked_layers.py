@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.seeding import Streams
+from perada.engine.frozen_layers import is_small_map, joining_taps
 
 
 @dataclass
@@ -132,7 +133,7 @@ class StackedLinear(Twin):
 
 
 class StackedConv2d(Twin):
-    """C convolutions on one batch: a batched matrix product for 1×1, one native call per client otherwise."""
+    """C convolutions on one batch: a batched matrix product for 1×1 kernels and maps, or one native call per client."""
 
     weight: Tensor
 
@@ -144,6 +145,11 @@ class StackedConv2d(Twin):
             out = conv._conv_forward(x_R, self.weight, None)
             return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
         x_CB = _per_client(x_R, self.context.clients)
+        if x_R.shape[2:] == (1, 1) and conv.kernel_size != (1, 1) and is_small_map(conv, x_R):
+            tap = joining_taps(conv, x_R.shape[2:])
+            if tap.shape[:2] == (1, 1) and tap >= 0:  # all others fall on padding
+                out = _batched_linear(x_CB.flatten(2), self.weight.flatten(3)[..., int(tap)], bias)
+                return out.flatten(0, 1)[..., None, None]
         shape = conv.kernel_size, conv.stride, conv.groups
         if shape == ((1, 1), (1, 1), 1) and conv.padding in ((0, 0), "valid"):  # a linear map of the pixels
             pixels = x_CB.permute(0, 1, 3, 4, 2)
@@ -269,45 +275,3 @@ def drop_rate(module: nn.Module) -> float:
     """Probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
     rate = getattr(module, "p", None)
     return float((getattr(module, "drop_prob", None) if rate is None else rate) or 0.0)
-
-
-_Context = Any  # torch gives it no type
-
-
-class FrozenBatchNorm(nn.Module):
-    """A BatchNorm of which nothing is trained, in evaluation mode: a scale and a shift for each channel.
-
-    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it. The original has running
-    statistics. Its tensors stay its own, so that it can be moved and loaded.
-    """
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise (B, D, ...)."""
-        norm = self.original[0]
-        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
-        normalised: Tensor = _Normalise.apply(x, *tensors, norm.eps)
-        return normalised
-
-
-class _Normalise(torch.autograd.Function):
-    """Batch normalisation by running statistics, with a gradient for its input alone."""
-
-    @staticmethod
-    def forward(
-        ctx: _Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-    ) -> Tensor:
-        ctx.save_for_backward(weight, mean, var)
-        ctx.eps = eps
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-
-    @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, mean, var = ctx.saved_tensors
-        inputs, *_ = torch.ops.aten.native_batch_norm_backward(
-            gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]
-        )  # in the place of the input the gradient, for its shape: values are not looked at
-        return inputs, None, None, None, None, None

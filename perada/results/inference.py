@@ -21,6 +21,7 @@ from perada.core.text import FORMULA, cell_text, some
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import read_table
+from perada.engine.fold import fold
 
 _TABLES = (".csv", ".tsv", ".parquet")
 
@@ -84,7 +85,7 @@ def predict(
     given = as_list(images)
     if not given:
         raise ValueError("there are no images; give one at least")
-    model = model.to(_usable(device)).eval()
+    model = fold(model.to(_usable(device)), random_only=True).model.eval()  # whose frozen layers are faster
     rows, known = [], []
     with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
         for start in range(0, len(given), batch_size):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from perada.core.states import train_mode
+from perada.engine import Engine
 from perada.engine.fold import fold
 
 
@@ -56,3 +58,138 @@ def test_a_folded_frozen_batch_norm_follows_the_model():
 def test_a_norm_without_running_statistics_stays_as_it_is():
     norm = nn.BatchNorm2d(3, track_running_stats=False).requires_grad_(False)
     assert fold(nn.Sequential(norm)).model[0] is norm
+
+
+SHAPES = [
+    # in, out, kernel, stride, padding, dilation, (H, W): all are matrix products
+    (5, 4, 3, 1, 1, 1, (1, 1)),
+    (5, 4, 3, 1, 1, 1, (2, 2)),
+    (5, 4, 3, 2, 1, 1, (2, 2)),
+    (5, 4, 3, 1, 2, 2, (2, 2)),
+    (5, 4, 3, 2, 2, 1, (1, 3)),
+    (5, 4, 5, 1, 2, 1, (3, 3)),
+    (5, 4, (5, 3), (2, 1), (2, 0), (1, 1), (2, 3)),
+    (5, 4, 5, 1, "same", 1, (3, 4)),
+    (5, 4, (4, 3), 1, "same", 1, (2, 2)),  # one row of padding above, two below
+    (5, 4, 1, 2, 0, 1, (1, 1)),
+    (5, 4, 7, 2, 3, 1, (4, 5)),
+]
+PLAIN = [
+    (5, 4, 3, 1, 1, 1, (3, 3), {}),
+    (5, 4, 3, 1, 1, 1, (8, 8), {}),
+    (6, 4, 3, 1, 1, 1, (2, 2), {"groups": 2}),
+    (5, 4, 3, 1, 1, 1, (2, 2), {"padding_mode": "circular"}),
+]
+
+
+def products(function):
+    """Numbers of multiplications of convolutions and of matrix products in a call."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    counts = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
+    convolved = sum(value for key, value in counts.items() if "conv" in key)
+    return convolved, sum(counts.values()) - convolved
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_frozen_convolution_of_a_small_map_is_a_matrix_product_with_the_same_outputs_and_gradients(
+    shape, memory_format, bias
+):
+    *sizes, dilation, map_size = shape
+    conv = nn.Conv2d(*sizes, dilation, bias=bias, dtype=torch.float64).requires_grad_(False)
+    x = torch.randn(6, 5, *map_size, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    ours, theirs = frozen(x), conv(x)
+    assert ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(theirs)
+    got, wanted = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (ours, theirs))
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    convolved, multiplied = products(lambda: frozen(x.detach()))
+    assert convolved == 0 < multiplied
+
+
+@pytest.mark.parametrize("shape", PLAIN, ids=str)
+def test_other_convolutions_stay_convolutions(shape):
+    *sizes, dilation, map_size, options = shape
+    conv = nn.Conv2d(*sizes, dilation, **options).requires_grad_(False)
+    x = torch.randn(2, sizes[0], *map_size)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    assert torch.equal(frozen(x), conv(x))
+    if "padding_mode" not in options:
+        assert products(lambda: frozen(x))[1] == 0
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_small_maps_under_autocast_have_the_error_of_bfloat16_and_its_dtype(memory_format):
+    conv = nn.Conv2d(64, 64, 3, padding=1).requires_grad_(False)
+    x = torch.randn(32, 64, 2, 2).to(memory_format=memory_format)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = frozen(x), conv(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    exact = conv(x)
+    assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
+    torch.testing.assert_close(frozen(x), exact)  # back in single precision, by a matrix of its own
+    with torch.autocast("cpu", torch.bfloat16):
+        assert frozen(x.double().float()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fold(nn.Sequential(conv.double()), random_only=True).model(x.double()).dtype == torch.float64
+
+
+def test_the_matrix_of_a_small_map_follows_the_weights():
+    conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
+    frozen, x = fold(nn.Sequential(conv), random_only=True).model, torch.randn(2, 3, 2, 2)
+    with torch.inference_mode():
+        torch.testing.assert_close(frozen(x), conv(x))
+    again = x.clone().requires_grad_()
+    frozen(again).sum().backward()  # not with a tensor of inference mode
+    conv.load_state_dict({key: torch.randn_like(value) for key, value in conv.state_dict().items()})
+    torch.testing.assert_close(frozen(x), conv(x))
+    conv.double()
+    torch.testing.assert_close(frozen(x.double()), conv(x.double()))
+    conv.weight.data = torch.randn_like(conv.weight)
+    torch.testing.assert_close(frozen(x.double()), conv(x.double()))
+    assert frozen(x.new_zeros(0, 3, 2, 2).double()).shape == (0, 2, 2, 2)
+    assert frozen[0].weight is conv.weight
+    assert list(frozen.state_dict()) == list(frozen.named_parameters()) == []
+
+
+def test_no_more_than_two_matrices_of_a_layer_are_kept():
+    conv = nn.Conv2d(3, 2, 5, padding=2).requires_grad_(False)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    for side in (1, 2, 3, 2, 1):
+        x = torch.randn(2, 3, side, side)
+        torch.testing.assert_close(frozen(x), conv(x))
+    assert len(frozen[0]._kept) == 2
+
+
+def test_a_convolution_whose_weights_a_hook_makes_stays_as_it_is():
+    conv = nn.Conv2d(3, 2, 3).requires_grad_(False)
+    conv.register_forward_pre_hook(lambda module, given: None)
+    assert fold(nn.Sequential(conv)).model[0] is conv
+
+
+@pytest.mark.parametrize("options", [(3, 1, 1, 1), (3, 2, 1, 1), (5, 1, 4, 2), ((5, 3), 1, (2, 1), 1)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_trained_convolutions_of_one_pixel_are_one_batched_product(options, bias):
+    conv = nn.Conv2d(5, 4, *options, bias=bias, dtype=torch.float64)
+    engine = Engine(nn.Sequential(conv), "folded")
+    states = {
+        key: torch.randn(3, *value.shape, dtype=torch.float64) for key, value in engine.model.state_dict().items()
+    }
+    x = torch.randn(3, 6, 5, 1, 1, dtype=torch.float64)
+    for value in states.values():
+        value.requires_grad_()
+    ours = engine.logits(states, x)
+    theirs = Engine(nn.Sequential(conv), "loop").logits(states, x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(ours)
+    for got, wanted in zip(
+        *(torch.autograd.grad((o * weights).sum(), list(states.values())) for o in (ours, theirs)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert products(lambda: engine.logits(states, x))[0] == 0

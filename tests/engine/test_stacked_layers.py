@@ -112,11 +112,13 @@ def test_twin_equals_separate_modules(name, together, counts, trained):
 
 
 def test_frozen_modules_are_shared_and_the_single_model_stays_as_it_is():
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Linear(2, 2)), nn.Flatten(), nn.Linear(4, 2))
     model[0].requires_grad_(False)
     before = dict(model.named_modules())
     folded = fold(model).model
-    assert folded[0] is model[0]
+    assert folded[0][1] is model[0][1]
+    assert folded[0][2] is model[0][2]
+    assert folded[0][0].weight is model[0][0].weight
     assert folded[2] is not model[2]
     assert dict(model.named_modules()) == before
     assert type(model[2]) is nn.Linear

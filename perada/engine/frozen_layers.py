@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen layers, computed in less time or memory than torch's own; :mod:`~perada.engine.fold` puts them in place.
+
+Each computes what its original does, whose tensors stay where they are: nothing that is saved or exported knows of it,
+and a model that is moved or loaded anew takes it along.
+
+**Convolutions of small maps.** At 32×32, the last stages of a ResNet convolve maps of 2×2 and of a single pixel, where
+most taps of a kernel fall on padding. Such a convolution is a linear map of the whole image: for each output and input
+position the tap that joins them, or zero. As one matrix product it takes between a quarter and two thirds of the time
+(``python -m benchmarks small_maps``).
+"""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LARGEST_WORK = 0.5
+"""Multiplications of the matrix product, as a share of the convolution's nominal ones, up to which it is taken.
+
+At 0.44 (3×3 on 2×2) and 0.36 (5×5 on 3×3) it is faster by 1.5 to 3.4 in both precisions; at 0.64 (5×5 on 4×4) the
+convolution is ahead by 1.1, at 1 (3×3 on 3×3) by 1.4 to 1.7. A map of one pixel is always a product, which is faster by
+2.2 to 4. Grouped convolutions stay, since their products are too small.
+"""
+
+
+class Frozen(nn.Module):
+    """Base of the layers that stand for one of which nothing is trained.
+
+    Whatever else is asked of it, such as its weight by the adapter around it, is the original's.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever it is there
+        """An attribute of the original."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"][0], name)
+
+
+class FrozenConv2d(Frozen):
+    """A frozen convolution, which on a CPU is a matrix product where the map is small.
+
+    The matrix is made once for each size of map, dtype and memory format, of which the last two are kept: each has at
+    most 1.8 times as many numbers as a kernel of 3×3. It is made anew when the weights have changed. Compiled passes
+    run the plain layer, whose weights a compiler rearranges by itself.
+    """
+
+    def __init__(self, original: nn.Conv2d) -> None:
+        super().__init__(original)
+        self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, in, H, W) to (B, out, H', W')."""
+        conv: nn.Conv2d = self.original[0]
+        if torch.compiler.is_compiling() or not is_small_map(conv, x):
+            return conv(x)  # type: ignore[no-any-return]  # a tensor
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+        last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        matrix, bias = self._matrix(conv, x.shape[2:], dtype, last)
+        rows = (x.permute(0, 2, 3, 1) if last else x).flatten(1)
+        out, size = F.linear(rows.to(dtype), matrix, bias), output_size(conv, x.shape[2:])
+        channels = conv.out_channels
+        return out.view(-1, *size, channels).permute(0, 3, 1, 2) if last else out.view(-1, channels, *size)
+
+    def _matrix(
+        self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = [value for value in (conv.weight, conv.bias) if value is not None]
+        key = (size, dtype, last, *((id(value), value.data_ptr(), value._version) for value in tensors))
+        if key not in self._kept:
+            # Not in inference mode, whose tensors cannot be part of a later training step.
+            with torch.inference_mode(False), torch.no_grad():
+                matrix, bias = small_map_matrix(conv, size, last)
+                self._kept[key] = matrix.to(dtype), None if bias is None else bias.to(dtype)
+            for old in list(self._kept)[:-2]:
+                del self._kept[old]
+        return self._kept[key]
+
+
+def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
+    """Whether a convolution of images (B, in, H, W) is faster as a matrix product. Nothing but CPUs was measured."""
+    if x.dim() != 4 or x.device.type != "cpu" or conv.groups != 1 or conv.padding_mode != "zeros":
+        return False
+    pixels, taps = x.shape[2] * x.shape[3], conv.kernel_size[0] * conv.kernel_size[1]
+    fits = x.shape[1] == conv.in_channels and min(output_size(conv, x.shape[2:])) > 0
+    return fits and 0 < pixels <= max(1, LARGEST_WORK * taps)
+
+
+def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
+    """Height and width of what a convolution makes of a map of this ``size``."""
+    left, right, top, bottom = conv._reversed_padding_repeated_twice
+    padded = size[0] + top + bottom, size[1] + left + right
+    spans = [dilation * (kernel - 1) + 1 for dilation, kernel in zip(conv.dilation, conv.kernel_size, strict=True)]
+    height, width = ((padded[axis] - spans[axis]) // conv.stride[axis] + 1 for axis in (0, 1))
+    return height, width
+
+
+def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
+    """Which tap of the kernel, in order of its rows, joins output and input positions (H', W', H, W); -1 for none."""
+    height, width = output_size(conv, size)
+    left, _, top, _ = conv._reversed_padding_repeated_twice
+    taps = torch.full((height, width, *size), -1)
+    for row, column, down, right in itertools.product(range(height), range(width), *map(range, conv.kernel_size)):
+        y = row * conv.stride[0] - top + down * conv.dilation[0]
+        x = column * conv.stride[1] - left + right * conv.dilation[1]
+        if 0 <= y < size[0] and 0 <= x < size[1]:
+            taps[row, column, y, x] = down * conv.kernel_size[1] + right
+    return taps
+
+
+def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> tuple[Tensor, Tensor | None]:
+    """A convolution of maps (H, W) as a matrix (H'·W'·out, H·W·in) and a bias (H'·W'·out).
+
+    Rows and columns are in the order of the memory of a map: of (C, H, W), or of (H, W, C) if ``channels_last``.
+    """
+    height, width = output_size(conv, size)
+    matrix = F.pad(conv.weight.flatten(2), (0, 1))[:, :, joining_taps(conv, size)]  # (out, in, H', W', H, W)
+    bias = None if conv.bias is None else conv.bias.expand(height, width, -1)
+    if channels_last:
+        matrix = matrix.permute(2, 3, 0, 4, 5, 1)
+    else:
+        matrix = matrix.permute(0, 2, 3, 1, 4, 5)
+        bias = None if bias is None else bias.permute(2, 0, 1)
+    return matrix.reshape(height * width * conv.out_channels, -1), None if bias is None else bias.reshape(-1)
+
+
+_Context = Any  # torch gives it no type
+
+
+class FrozenBatchNorm(Frozen):
+    """A BatchNorm of which nothing is trained, in evaluation mode: a scale and a shift for each channel.
+
+    Autograd keeps a BatchNorm's input, though only the gradient of a weight needs it. The original has running
+    statistics.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise (B, D, ...)."""
+        norm = self.original[0]
+        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        normalised: Tensor = _Normalise.apply(x, *tensors, norm.eps)
+        return normalised
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch normalisation by running statistics, with a gradient for its input alone."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(weight, mean, var)
+        ctx.eps = eps
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, mean, var = ctx.saved_tensors
+        inputs, *_ = torch.ops.aten.native_batch_norm_backward(
+            gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]
+        )  # in the place of the input the gradient, for its shape: values are not looked at
+        return inputs, None, None, None, None, None
