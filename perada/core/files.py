@@ -40,8 +40,8 @@ def sync(paths: Iterable[Path]) -> None:
         for path in chosen:
             _sync(path)
         return
-    with ThreadPoolExecutor(min(_TOGETHER, len(chosen))) as pool:
-        list(pool.map(_sync, chosen))
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        list(pool.map(_sync_all, (chosen[lane::_TOGETHER] for lane in range(_TOGETHER))))
 
 
 def sync_tree(folder: Path) -> None:
@@ -235,6 +235,11 @@ def _locked(path: Path, flags: int, wait: bool = False) -> int | None:
 def _lock(handle: int, wait: bool = False) -> None:
     if fcntl is not None:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _sync_all(paths: Iterable[Path]) -> None:
+    for path in paths:
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -104,6 +104,14 @@ def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
     return height, width
 
 
+def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
+    """The tap (row, column) on the only pixel of a map, where the output has one pixel too and a tap falls on it."""
+    left, _, top, _ = conv._reversed_padding_repeated_twice
+    (row, over), (column, beside) = divmod(top, conv.dilation[0]), divmod(left, conv.dilation[1])
+    joined = not (over or beside) and row < conv.kernel_size[0] and column < conv.kernel_size[1]
+    return (row, column) if joined and output_size(conv, torch.Size((1, 1))) == (1, 1) else None
+
+
 def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
     """Which tap of the kernel, in order of its rows, joins output and input positions (H', W', H, W); -1 for none."""
     height, width = output_size(conv, size)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.seeding import Streams
-from perada.engine.frozen_layers import is_small_map, joining_taps
+from perada.engine.frozen_layers import is_small_map, pixel_tap
 
 
 @dataclass
@@ -145,11 +145,10 @@ class StackedConv2d(Twin):
             out = conv._conv_forward(x_R, self.weight, None)
             return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
         x_CB = _per_client(x_R, self.context.clients)
-        if x_R.shape[2:] == (1, 1) and conv.kernel_size != (1, 1) and is_small_map(conv, x_R):
-            tap = joining_taps(conv, x_R.shape[2:])
-            if tap.shape[:2] == (1, 1) and tap >= 0:  # all others fall on padding
-                out = _batched_linear(x_CB.flatten(2), self.weight.flatten(3)[..., int(tap)], bias)
-                return out.flatten(0, 1)[..., None, None]
+        tap = pixel_tap(conv) if x_R.shape[2:] == (1, 1) and is_small_map(conv, x_R) else None
+        if tap is not None and conv.kernel_size != (1, 1):  # all other taps fall on padding
+            out = _batched_linear(x_CB.flatten(2), self.weight[..., tap[0], tap[1]], bias)
+            return out.flatten(0, 1)[..., None, None]
         shape = conv.kernel_size, conv.stride, conv.groups
         if shape == ((1, 1), (1, 1), 1) and conv.padding in ((0, 0), "valid"):  # a linear map of the pixels
             pixels = x_CB.permute(0, 1, 3, 4, 2)

@@ -115,14 +115,18 @@ def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
 
 
 def write_section(path: Path, section: str) -> None:
-    """Put a section of Markdown, or none, at the end of a file, instead of what an earlier call put there."""
+    """Put a section of Markdown, or none, at the end of a file, as :func:`with_section` does."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    new = with_section(text, section)
+    if new != text:
+        path.write_text(new, encoding="utf-8")
+
+
+def with_section(text: str, section: str) -> str:
+    """A text with a section of Markdown, or none, at its end, instead of what an earlier call put there."""
     ours = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
     rest = "\n\n".join(filter(None, ours.split(text)))
-    if section:
-        rest = f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip()
-    if rest != text:
-        path.write_text(rest, encoding="utf-8")
+    return f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip() if section else rest
 
 
 def load_adapter(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model card of an exported adapter: what it is for, on what data it was trained, its scores, how it is loaded."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from perada.core.text import printable
 from perada.results.clients import joined_clients
-from perada.results.export import write_section
+from perada.results.export import with_section
 from perada.results.privacy_card import privacy_card
 
 SCORES = {
@@ -49,18 +51,25 @@ def write_card(path: Path, of: Subject, blank: bool) -> None:
 
     Of a file that somebody wrote before (not ``blank``) only the header's fields and what perada wrote are replaced.
     """
-    card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else ModelCard("---\n---\n")
-    before = card.data.to_dict()
-    fields = before | header(of)
-    if of.license == Subject.license:  # nobody said it now
-        fields["license"] = before.get("license", of.license)
-    if not (fields.get("base_model") and "/" in fields["base_model"]):
-        fields.pop("base_model", None)
-    card.data = type(card.data)(**fields)
+    text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
+    headed = _headed(text, json.dumps(header(of)), blank)
+    path.write_text(with_section(headed, card_text(of)), encoding="utf-8")
+
+
+@lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
+def _headed(text: str, fields: str, blank: bool) -> str:
+    """A card with these fields, in JSON, in its header, and without its text if that is ``blank``."""
+    card, new = ModelCard(text, ignore_metadata_errors=True), json.loads(fields)
+    before = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
+    merged = before | new
+    if new["license"] == Subject.license:  # nobody said it now
+        merged["license"] = before.get("license", Subject.license)
+    if not (merged.get("base_model") and "/" in merged["base_model"]):
+        merged.pop("base_model", None)
+    card.data = type(card.data)(**merged)
     if blank:
         card.text = ""
-    path.write_text(str(card).rstrip() + "\n", encoding="utf-8")
-    write_section(path, card_text(of))
+    return str(card).rstrip() + "\n"
 
 
 def header(of: Subject) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 import errno
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -94,18 +95,20 @@ def _move(folder: Path) -> None:
     """Put the files in their places."""
     ready, changed = folder / READY, {folder}
     moved = [] if ready.is_symlink() else sorted(ready.rglob("*"))
-    places = {path: folder / path.relative_to(ready) for path in moved}
-    for path in (ready, folder / STAGE, *moved, *(places[path] for path in moved if path.is_dir())):
+    new = {path for path in moved if path.parent == ready and path.is_dir() and not os.path.lexists(folder / path.name)}
+    places = {path: folder / path.relative_to(ready) for path in moved if new.isdisjoint(path.parents)}
+    folders = [target for path, target in places.items() if path not in new and path.is_dir()]
+    for path in (ready, folder / STAGE, *moved, *folders):
         if path.is_symlink():
             raise ValueError(
                 f"{str(path)!r} is a link to {str(path.resolve())!r}, and files of the run would be moved there; "
                 "delete the link, or save the run into another folder"
             )
+    for target in folders:
+        target.mkdir(exist_ok=True)
+        changed.add(target)
     for path, target in places.items():
-        if path.is_dir():
-            target.mkdir(exist_ok=True)
-            changed.add(target)
-        else:
+        if target not in changed:  # a file, or a folder that is not there yet
             path.replace(target)
     if ready.is_dir():
         sync(changed)  # before the last trace of what is to be moved goes
