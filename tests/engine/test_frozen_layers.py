@@ -4,6 +4,7 @@
 import copy
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from perada.core.states import train_mode
 from perada.engine import Engine
 from perada.engine.fold import fold
+from perada.engine.frozen_layers import FrozenConv2d
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -193,3 +195,19 @@ def test_trained_convolutions_of_one_pixel_are_one_batched_product(options, bias
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert products(lambda: engine.logits(states, x))[0] == 0
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "regnetx_002", "mobilenetv3_small_050"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_networks_of_timm_have_the_same_logits_and_gradients_of_their_images(name, memory_format):
+    model = timm.create_model(name, num_classes=3).double().eval().requires_grad_(False)
+    for value in model.parameters():
+        if value.dim() == 1:  # else the last norm of a block is zero, and what is before it does not count
+            nn.init.uniform_(value, 0.3, 1.2)
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
+    frozen = fold(model, random_only=True).model.eval()
+    ours, theirs = frozen(x), model(x)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()))
+    got, wanted = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
+    assert any(isinstance(layer, FrozenConv2d) and layer._kept for layer in frozen.modules())
