@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen convolutions of small maps: torch's own against a matrix product, by shape and precision."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,7 +57,6 @@ def _product(conv: nn.Conv2d, x: Tensor) -> Callable[[Tensor], Tensor]:
     """The convolution of maps of the size of ``x`` as a product, whatever it costs."""
     matrix, _ = small_map_matrix(conv, x.shape[2:], channels_last=True)
     size = (*output_size(conv, x.shape[2:]), conv.out_channels)
-    assert math.prod(size) == len(matrix)
     return lambda x: F.linear(x.permute(0, 2, 3, 1).flatten(1), matrix).view(-1, *size).permute(0, 3, 1, 2)
 
 

@@ -40,8 +40,9 @@ def sync(paths: Iterable[Path]) -> None:
         for path in chosen:
             _sync(path)
         return
-    with ThreadPoolExecutor(_TOGETHER) as pool:
-        list(pool.map(_sync_all, (chosen[lane::_TOGETHER] for lane in range(_TOGETHER))))
+    lanes = min(_TOGETHER, len(chosen))
+    with ThreadPoolExecutor(lanes) as pool:
+        list(pool.map(_sync_all, (chosen[lane::lanes] for lane in range(lanes))))
 
 
 def sync_tree(folder: Path) -> None:

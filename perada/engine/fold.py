@@ -89,7 +89,7 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if kind in BATCH_NORMS and not trained and module._buffers["running_var"] is not None:
             return FrozenBatchNorm(module)
-        if isinstance(module, nn.Conv2d) and kind is nn.Conv2d and not trained and not hooked(module):
+        if type(module) is nn.Conv2d and not trained:
             return FrozenConv2d(module)
         if random_only or not trained:
             trained = set()
@@ -111,11 +111,6 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
         return module if same else shell(module, children)
 
     return Fold(visit(model, ""), context, frozenset(rows), missing)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether something is done before or after a module's own pass, such as weights that are made anew."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def draws(module: nn.Module) -> bool:

@@ -24,6 +24,8 @@ At 0.44 (3×3 on 2×2) and 0.36 (5×5 on 3×3) it is faster by 1.5 to 3.4 in bot
 convolution is ahead by 1.1, at 1 (3×3 on 3×3) by 1.4 to 1.7. A map of one pixel is always a product, which is faster by
 2.2 to 4. Grouped convolutions stay, since their products are too small.
 """
+LARGEST_MATRIX = 4
+"""Numbers of the matrix, as a multiple of the convolution's weights, up to which it is made."""
 
 
 class Frozen(nn.Module):
@@ -47,23 +49,25 @@ class Frozen(nn.Module):
 class FrozenConv2d(Frozen):
     """A frozen convolution, which on a CPU is a matrix product where the map is small.
 
-    The matrix is made once for each size of map, dtype and memory format, of which the last two are kept: each has at
-    most 1.8 times as many numbers as a kernel of 3×3. It is made anew when the weights have changed. Compiled passes
-    run the plain layer, whose weights a compiler rearranges by itself.
+    The matrix is made once for each size of map, dtype and memory format, of which the last two are kept. It is made
+    anew when the weights have changed, but for changes by ``weight.data.copy_()`` and its like, of which torch tells
+    nothing. Compiled passes run the plain layer, whose weights a compiler rearranges by itself, and so does a layer
+    with hooks.
     """
 
     def __init__(self, original: nn.Conv2d) -> None:
         super().__init__(original)
         self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
+        self._weights: tuple[object, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, in, H, W) to (B, out, H', W')."""
         conv: nn.Conv2d = self.original[0]
-        if torch.compiler.is_compiling() or not is_small_map(conv, x):
+        half = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, conv.weight.dtype)
+        dtype = torch.get_autocast_dtype(x.device.type) if half else x.dtype
+        other = not half and conv.weight.dtype != dtype  # an error, which is torch's to raise
+        if other or torch.compiler.is_compiling() or is_hooked(conv) or not is_small_map(conv, x):
             return conv(x)  # type: ignore[no-any-return]  # a tensor
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         matrix, bias = self._matrix(conv, x.shape[2:], dtype, last)
         rows = (x.permute(0, 2, 3, 1) if last else x).flatten(1)
@@ -75,7 +79,11 @@ class FrozenConv2d(Frozen):
         self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, last: bool
     ) -> tuple[Tensor, Tensor | None]:
         tensors = [value for value in (conv.weight, conv.bias) if value is not None]
-        key = (size, dtype, last, *((id(value), value.data_ptr(), value._version) for value in tensors))
+        weights = tuple((id(value), value.data_ptr(), value._version) for value in tensors)
+        if weights != self._weights:  # a later tensor may have the address of an earlier one
+            self._kept.clear()
+            self._weights = weights
+        key = (size, dtype, last)
         if key not in self._kept:
             # Not in inference mode, whose tensors cannot be part of a later training step.
             with torch.inference_mode(False), torch.no_grad():
@@ -86,13 +94,20 @@ class FrozenConv2d(Frozen):
         return self._kept[key]
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something is done before or after a module's own pass, such as weights that are made anew."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
 def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
     """Whether a convolution of images (B, in, H, W) is faster as a matrix product. Nothing but CPUs was measured."""
     if x.dim() != 4 or x.device.type != "cpu" or conv.groups != 1 or conv.padding_mode != "zeros":
         return False
+    height, width = output_size(conv, x.shape[2:])
+    if x.shape[1] != conv.in_channels or min(height, width, *x.shape[2:]) < 1:
+        return False
     pixels, taps = x.shape[2] * x.shape[3], conv.kernel_size[0] * conv.kernel_size[1]
-    fits = x.shape[1] == conv.in_channels and min(output_size(conv, x.shape[2:])) > 0
-    return fits and 0 < pixels <= max(1, LARGEST_WORK * taps)
+    return pixels <= max(1, LARGEST_WORK * taps) and pixels * height * width <= LARGEST_MATRIX * taps
 
 
 def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:

@@ -71,14 +71,17 @@ SHAPES = [
     (5, 4, 3, 2, 2, 1, (1, 3)),
     (5, 4, 5, 1, 2, 1, (3, 3)),
     (5, 4, (5, 3), (2, 1), (2, 0), (1, 1), (2, 3)),
-    (5, 4, 5, 1, "same", 1, (3, 4)),
+    (5, 4, (3, 5), 1, "same", 1, (2, 3)),
     (5, 4, (4, 3), 1, "same", 1, (2, 2)),  # one row of padding above, two below
     (5, 4, 1, 2, 0, 1, (1, 1)),
     (5, 4, 7, 2, 3, 1, (4, 5)),
+    (5, 4, 3, 1, 2, 1, (1, 1)),  # nine pixels of one
 ]
 PLAIN = [
     (5, 4, 3, 1, 1, 1, (3, 3), {}),
     (5, 4, 3, 1, 1, 1, (8, 8), {}),
+    (5, 4, 7, 1, 3, 1, (4, 5), {}),  # a matrix eight times as large as the weights
+    (5, 4, 3, 1, 40, 1, (1, 1), {}),  # 700 times
     (6, 4, 3, 1, 1, 1, (2, 2), {"groups": 2}),
     (5, 4, 3, 1, 1, 1, (2, 2), {"padding_mode": "circular"}),
 ]
@@ -169,10 +172,39 @@ def test_no_more_than_two_matrices_of_a_layer_are_kept():
     assert len(frozen[0]._kept) == 2
 
 
-def test_a_convolution_whose_weights_a_hook_makes_stays_as_it_is():
-    conv = nn.Conv2d(3, 2, 3).requires_grad_(False)
-    conv.register_forward_pre_hook(lambda module, given: None)
-    assert fold(nn.Sequential(conv)).model[0] is conv
+def test_a_convolution_with_a_hook_runs_it_whenever_it_was_registered():
+    conv, seen = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False), []
+    x = torch.randn(2, 3, 1, 1)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    plain = frozen(x)
+    handle = conv.register_forward_hook(lambda module, given, out: seen.append(1) or out + 1)
+    torch.testing.assert_close(frozen(x), plain + 1)
+    assert seen
+    handle.remove()
+    torch.testing.assert_close(frozen(x), plain)
+
+
+def test_images_of_another_number_format_are_refused_as_by_torch():
+    conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
+    frozen = fold(nn.Sequential(conv), random_only=True).model
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(RuntimeError) as theirs:
+            conv(torch.randn(2, 3, 1, 1, dtype=dtype))
+        with pytest.raises(RuntimeError) as ours:
+            frozen(torch.randn(2, 3, 1, 1, dtype=dtype))
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_a_matrix_does_not_outlive_its_weights():
+    conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
+    frozen, x = fold(nn.Sequential(conv), random_only=True).model, torch.randn(2, 3, 1, 1)
+    one, two = (torch.randn_like(conv.weight) for _ in range(2))
+    for weight in (one, two):
+        conv.weight.data = weight
+        torch.testing.assert_close(frozen(x), conv(x))
+    one.data.fill_(3.0)  # as another tensor that has got the address of the first
+    conv.weight.data = one
+    torch.testing.assert_close(frozen(x), conv(x))
 
 
 @pytest.mark.parametrize("options", [(3, 1, 1, 1), (3, 2, 1, 1), (5, 1, 4, 2), ((5, 3), 1, (2, 1), 1)], ids=str)
