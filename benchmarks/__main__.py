@@ -20,11 +20,12 @@ from benchmarks.deploy import deploy
 from benchmarks.federation_size import federation_size
 from benchmarks.few_shot import few_shot
 from benchmarks.growth import growth
+from benchmarks.limit import limit
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.privacy_trials import privacy_trials
 from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
-from benchmarks.round import round_profile, round_resnet, round_vit
+from benchmarks.round import round_last_stage, round_lite0, round_profile, round_resnet, round_vit
 from benchmarks.server import distillation, evaluation
 from benchmarks.small_maps import small_maps
 from perada.results.report import table
@@ -32,6 +33,9 @@ from perada.results.report import table
 BENCHMARKS = {
     "round_resnet": round_resnet,
     "round_vit": round_vit,
+    "round_lite0": round_lite0,
+    "round_last_stage": round_last_stage,
+    "limit": limit,
     "round_profile": round_profile,
     "cohort_step": cohort_step,
     "small_maps": small_maps,

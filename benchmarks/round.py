@@ -24,6 +24,7 @@ RESNET = Workload()
 VIT = Workload(
     "vit_small_patch16_224", "lora", {}, side=224, clients=8, sampled=4, batch=8, steps=1, public=8, public_batch=8
 )
+LITE0 = replace(RESNET, backbone="tf_efficientnet_lite0", side=64, sampled=4, batch=32, public=128, public_batch=32)
 VIT_GPU = replace(VIT, sampled=8, batch=32, steps=4, public=128, public_batch=32)
 
 
@@ -74,6 +75,18 @@ def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[
     """ViT-S/16 with LoRA at 224×224; on a CPU 4 clients a round with batches of 8, on a GPU 8 with batches of 32."""
     work = VIT if device.type == "cpu" else VIT_GPU
     yield from _compare(replace(work, backbone="test_vit", side=160) if quick else work, device, repeats)
+
+
+def round_lite0(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """EfficientNet-Lite0 with residual adapters, 64×64, 20 clients, 4 a round, batches of 32."""
+    small = replace(LITE0, backbone="test_efficientnet", clients=4, sampled=2, batch=8, public=16, public_batch=8)
+    yield from _compare(small if quick else LITE0, device, repeats)
+
+
+def round_last_stage(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """As round_resnet, with adapters in the last stage alone: perada keeps the outputs of what stands before it."""
+    small = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16, steps=2, public=32, public_batch=16)
+    yield from _compare(replace(small if quick else RESNET, options={"last_blocks": 2}), device, repeats)
 
 
 class SecondRound(pl.Callback):

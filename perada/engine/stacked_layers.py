@@ -155,7 +155,12 @@ class StackedConv2d(Twin):
             out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
             return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
         biases = [None] * len(x_CB) if bias is None else bias
-        return torch.cat([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
+        return _joined([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    """The clients' outputs (B, ...) as one batch (R, ...); that of a single client is not copied."""
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -213,7 +218,7 @@ class StackedBatchNorm(Twin):
             )
             out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
-        return torch.cat(outputs)
+        return _joined(outputs)
 
 
 class StackedLayerNorm(Twin):
