@@ -68,16 +68,21 @@ def _of_classes(lines: list[str]) -> list[str]:
             line += "; it must be in the current folder, on PYTHONPATH, or installed"
         if line.startswith("Import path does not correspond to ") and value:
             line = f"{value} is not {line.removeprefix('Import path does not correspond to ')}; give one"
-        kept.append(_abstract(abstract[1] or value) if abstract else line)
+        if abstract:  # what else it might have been says nothing
+            return [*kept, _abstract(abstract[1] or value)]
+        kept.append(line)
     return kept
 
 
 def _abstract(path: str) -> str:
-    """That a class lacks methods, by name where it can be found."""
+    """Why no object of a class can be made: it is a base of others, or lacks methods, by name where it can be found."""
     module, _, name = path.rpartition(".")
-    missing = sorted(getattr(getattr(sys.modules.get(module), name, None), "__abstractmethods__", ()))
-    if not missing:
+    kind = getattr(sys.modules.get(module), name, None)
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if not isinstance(kind, type) or not missing:
         return f"{path or 'the class'} is abstract; give a class that has all its methods"
+    if known := sorted({found.__name__ for found in subclasses(kind)}):
+        return f"{path} is a base class, of which no object can be made; name one of its subclasses: {', '.join(known)}"
     return (
         f"{path} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)}, which its base class asks for; add it"
     )

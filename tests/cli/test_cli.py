@@ -483,7 +483,11 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         (
             (*FIT, "--data.dataset=perada.data.ImageSet"),
-            "error: data.dataset: perada.data.ImageSet lacks the method _load, which its base class asks for; add it",
+            "error: data.dataset: perada.data.ImageSet is a base class, of which no object can be made; name one",
+        ),
+        (
+            (*FIT, "--trainer.logger.save_dir=logs"),
+            "error: trainer.logger: pytorch_lightning.loggers.Logger is a base class, of which no object can be made",
         ),
         (
             (*FIT, "--data.dataset=none.yaml"),
@@ -512,6 +516,14 @@ def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
     assert message in says
     assert "\n" not in says
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
+    Path("unfinished.py").write_text("from perada.data import ImageSet\nclass Unfinished(ImageSet): pass\n")
+    monkeypatch.syspath_prepend(str(folder))
+    says = perada_says(monkeypatch, capsys, *FIT, "--data.dataset=unfinished.Unfinished")
+    end = "data.dataset: unfinished.Unfinished lacks the method _load, which its base class asks for; add it"
+    assert says == f"perada: error: {end}"
 
 
 @pytest.mark.parametrize(("number", "status", "said"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
