@@ -38,7 +38,7 @@ class Naive:
     ) -> None:
         self.format = torch.channels_last if bf16 else torch.contiguous_format
         self.workload, self.data, self.device, self.bf16 = workload, data, device, bf16
-        self.model = model.to(device).to(memory_format=self.format)  # type: ignore[call-overload]  # torch has no such overload
+        self.model = model.to(device).to(memory_format=self.format)
         self.keys = frozenset(trained_keys(model))
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.first = self.global_state = self._copy_out()
@@ -115,7 +115,7 @@ class Naive:
 
     def _batches(self, dataset: object, indices: Tensor) -> Iterator[list[Tensor]]:
         pinned = self.device.type == "cuda"
-        for batch in DataLoader(dataset, batch_sampler=indices.tolist(), pin_memory=pinned):  # type: ignore[arg-type]  # lists are samplers enough
+        for batch in DataLoader(dataset, batch_sampler=indices.tolist(), pin_memory=pinned):
             x, *rest = (tensor.to(self.device, non_blocking=True) for tensor in batch)
             yield [x.contiguous(memory_format=self.format), *rest]
 

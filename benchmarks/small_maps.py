@@ -32,7 +32,7 @@ def small_maps(device: torch.device, repeats: int, quick: bool) -> Iterator[dict
     for channels, out, kernel, stride, side in SHAPES[:2] if quick else SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, bias=False, device=device, dtype=dtype)
-            conv = conv.requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no such overload
+            conv = conv.requires_grad_(False).to(memory_format=torch.channels_last)
             x = torch.randn(8 if quick else 512, channels, side, side, device=device, dtype=dtype)
             x = x.to(memory_format=torch.channels_last).requires_grad_()
             product = _product(conv, x)

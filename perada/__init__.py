@@ -45,7 +45,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever is asked for
+def __getattr__(name: str) -> object:
     """Import a public name or a module when it is first used, so that ``import perada`` alone takes no time."""
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -120,7 +120,7 @@ def divided(root: Path) -> list[list[int]]:
     return [own.tolist() for part in FromFile(str(root / "partition.json")).split(split, split, 0) for own in part]
 
 
-def _shown(read: Any) -> object:  # noqa: ANN401  # whatever was read
+def _shown(read: object) -> object:
     """What counts of it, in types that can be compared."""
     if isinstance(read, perada.Run):
         states = [{key: value.tolist() for key, value in state.items()} for state in read.states("personal")]

@@ -184,7 +184,7 @@ def _changed(draw: random.Random, root: Path, place: Path, outside: Path) -> str
     return where
 
 
-def _put(draw: random.Random, content: Any, values: tuple[Any, ...]) -> str:  # noqa: ANN401  # any JSON
+def _put(draw: random.Random, content: dict[str, Any] | list[Any], values: tuple[Any, ...]) -> str:
     """Replace something at a random depth, or a name, or add an entry; say what."""
     at, where = content, ""
     while True:

@@ -50,7 +50,7 @@ class Recorder:
         self._note()
 
     def _recording(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401  # as os has it
+        def call(*args: object, **options: object) -> object:
             with self.lock:
                 self._note()
                 result = real(*args, **options)
