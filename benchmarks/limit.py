@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What share of the machine's speed a round reaches: model FLOP utilisation of its parts.
+"""What share of the machine's speed a round reaches, of what the model needs and of what is really computed.
 
-Utilisation as Chowdhery et al. define it (PaLM, 2022, appendix B): the floating-point operations that the model needs,
-however they are computed, for each second, as a share of the peak. The peak is the best speed of a plain matrix product
-in the same run, and not a figure of the maker's. A model whose frozen weights have no gradient needs fewer operations
-than three forward passes: torch's counter says how many.
+Model FLOP utilisation as Chowdhery et al. define it (PaLM, 2022, appendix B): the floating-point operations that the
+model needs, however they are computed, for each second, as a share of the peak. Hardware utilisation counts those that
+are computed: fewer, where a convolution of a small map is a matrix product. The peak is the best speed of a plain
+matrix product in the same run, and not a figure of the maker's. Where weights are frozen, a training step needs fewer
+operations than three forward passes: torch's counter says how many. It knows products, convolutions and attention.
 """
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.round import LITE0, RESNET, VIT, VIT_GPU, Turns
+from benchmarks.round import LITE0, RESNET, SMALL, VIT, VIT_GPU, Turns
 from benchmarks.timing import clock
 from benchmarks.workload import Workload
 
@@ -24,31 +24,35 @@ COUNTED = 4  # images in the passes whose operations are counted
 
 
 def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Utilisation of local training, the server and the round: ResNet-18, EfficientNet-Lite0 and ViT-S."""
-    works: tuple[Workload, ...] = (RESNET, LITE0, VIT if device.type == "cpu" else VIT_GPU)
-    if quick:
-        works = (replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16, public=32, public_batch=16),)
-    for work in works:
-        needed = operations(work)
+    """Local training, the server and the round: ResNet-18, EfficientNet-Lite0 and ViT-S."""
+    size = 256 if quick else 2048
+    for work in (SMALL,) if quick else (RESNET, LITE0, VIT if device.type == "cpu" else VIT_GPU):
+        needed, computed = operations(work), _computed(work, device)
         for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
-            before = best_product(device, dtype, 256 if quick else 2048)
+            before = best_product(device, dtype, size)
             turns = Turns({}, device)
             work.finetune(work.data(), device, rounds=1 + repeats, precision=precision, callbacks=[turns])
-            peak = max(before, best_product(device, dtype, 256 if quick else 2048))
-            seconds = {part: statistics.median(times) for part, times in turns.seconds["perada"].items()}
-            yield {
+            peak = max(before, best_product(device, dtype, size))
+            row: dict[str, Any] = {
                 "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",
                 "precision": precision,
                 "peak, GFLOP/s": round(peak / 1e9),
-                **{f"{part}, GFLOP": round(count / 1e9, 1) for part, count in needed.items()},
-                **{f"{part}, seconds": round(seconds[part], 3) for part in needed},
-                **{f"{part}, at the peak": round(count / peak, 3) for part, count in needed.items()},
-                **{f"{part}, utilisation": round(count / peak / seconds[part], 3) for part, count in needed.items()},
             }
+            for part, times in turns.seconds["perada"].items():
+                seconds = statistics.median(times)
+                row |= {
+                    f"{part}, GFLOP": round(needed[part] / 1e9, 4),
+                    f"{part}, computed": round(computed[part] / 1e9, 4),
+                    f"{part}, seconds": round(seconds, 4),
+                    f"{part}, seconds at the peak": round(needed[part] / peak, 4),
+                    f"{part}, utilisation": round(needed[part] / peak / seconds, 3),
+                    f"{part}, hardware utilisation": round(computed[part] / peak / seconds, 3),
+                }
+            yield row
 
 
 def operations(work: Workload) -> dict[str, float]:
-    """Floating-point operations of the parts of a round, each image passed as often as the algorithm asks.
+    """Floating-point operations that the parts of a round need, each image passed as often as the algorithm asks.
 
     Locally that is both roles of each client; at the server, each public image through each teacher once, and the
     student's steps.
@@ -62,6 +66,14 @@ def operations(work: Workload) -> dict[str, float]:
     local = 2 * work.sampled * work.batch * work.steps * trained
     server = work.sampled * work.public * passed + work.passes * work.public * trained
     return {"local": local, "server": server, "round": local + server}
+
+
+def _computed(work: Workload, device: torch.device) -> dict[str, float]:
+    """Floating-point operations of the parts of perada's second round, in single precision."""
+    with FlopCounterMode(display=False) as counter:
+        turns = Turns({}, device, lambda _: counter.get_total_flops())
+        work.finetune(work.data(), device, rounds=2, callbacks=[turns])
+    return {part: counts[0] for part, counts in turns.seconds["perada"].items()}
 
 
 def best_product(device: torch.device, dtype: torch.dtype, size: int) -> float:

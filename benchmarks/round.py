@@ -5,6 +5,7 @@ perada runs as a user runs it, by :func:`perada.finetune`. At the end of each of
 turn, with the same clients and images.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ VIT = Workload(
     "vit_small_patch16_224", "lora", {}, side=224, clients=8, sampled=4, batch=8, steps=1, public=8, public_batch=8
 )
 LITE0 = replace(RESNET, backbone="tf_efficientnet_lite0", side=64, sampled=4, batch=32, public=128, public_batch=32)
+SMALL = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16, steps=2, public=32, public_batch=16)
 VIT_GPU = replace(VIT, sampled=8, batch=32, steps=4, public=128, public_batch=32)
 
 
@@ -32,17 +34,20 @@ class Turns(pl.Callback):
     """Times the rounds of perada, and lets the other ways run theirs between them.
 
     Attributes:
+        read: Gives the time in seconds, or another figure that grows.
         seconds: Of each way and each part of a round, a number for each round after the first.
     """
 
-    def __init__(self, others: dict[str, Way], device: torch.device) -> None:
-        self.others, self.device = others, device
+    def __init__(
+        self, others: dict[str, Way], device: torch.device, read: Callable[[torch.device], float] = clock
+    ) -> None:
+        self.others, self.device, self.read = others, device, read
         self.seconds: dict[str, dict[str, list[float]]] = {name: {} for name in ("perada", *others)}
         self.began = self.trained = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Go before the loop, which closes the round at the end of its last batch."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        callbacks: list[pl.Callback] = trainer.callbacks
         callbacks.sort(key=lambda callback: callback is not self)
 
     def on_train_batch_end(
@@ -50,25 +55,24 @@ class Turns(pl.Callback):
     ) -> None:
         """Note the end of the last local step."""
         if trainer.is_last_batch:
-            self.trained = clock(self.device)
+            self.trained = self.read(self.device)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the end of the round, and run the others'."""
-        ended = clock(self.device)
+        ended = self.read(self.device)
         own = {"local": self.trained - self.began, "server": ended - self.trained, "round": ended - self.began}
-        data: pl.LightningDataModule = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
+        data: pl.LightningDataModule = trainer.datamodule
         for name in ("perada", *self.others):
             parts = own if name == "perada" else self.others[name](data, trainer.current_epoch)
             for part, value in parts.items() if trainer.current_epoch else ():  # the first is to warm up
                 self.seconds[name].setdefault(part, []).append(value)
-        self.began = clock(self.device)
+        self.began = self.read(self.device)
 
 
 def round_resnet(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """ResNet-18 with residual adapters, 32×32, 20 clients, 8 a round, batches of 64."""
-    small = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16, steps=2, public=32, public_batch=16)
     for passes in (3,) if quick else (3, 10):
-        yield from _compare(replace(small if quick else RESNET, passes=passes), device, repeats)
+        yield from _compare(replace(SMALL if quick else RESNET, passes=passes), device, repeats)
 
 
 def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -79,14 +83,12 @@ def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[
 
 def round_lite0(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """EfficientNet-Lite0 with residual adapters, 64×64, 20 clients, 4 a round, batches of 32."""
-    small = replace(LITE0, backbone="test_efficientnet", clients=4, sampled=2, batch=8, public=16, public_batch=8)
-    yield from _compare(small if quick else LITE0, device, repeats)
+    yield from _compare(replace(SMALL, backbone="test_efficientnet") if quick else LITE0, device, repeats)
 
 
 def round_last_stage(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """As round_resnet, with adapters in the last stage alone: perada keeps the outputs of what stands before it."""
-    small = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16, steps=2, public=32, public_batch=16)
-    yield from _compare(replace(small if quick else RESNET, options={"last_blocks": 2}), device, repeats)
+    yield from _compare(replace(SMALL if quick else RESNET, options={"last_blocks": 2}), device, repeats)
 
 
 class SecondRound(pl.Callback):
@@ -102,15 +104,15 @@ class SecondRound(pl.Callback):
 
 def round_profile(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """The operations that take the most time of perada's second round, without what they call."""
-    work = replace(RESNET, backbone="test_resnet", clients=4, sampled=2, batch=16) if quick else RESNET
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    for precision in ("32-true", "bf16-mixed"):
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    for work, precision in itertools.product((SMALL,) if quick else (RESNET, LITE0), ("32-true", "bf16-mixed")):
         profiler = profile(activities=activities)
         work.finetune(work.data(), device, rounds=2, precision=precision, callbacks=[SecondRound(profiler)])
-        on_gpu = device.type == "cuda"
         times = {e.key: e.self_device_time_total if on_gpu else e.self_cpu_time_total for e in profiler.key_averages()}
         for name in sorted(times, key=lambda name: -times[name])[:15]:
             yield {
+                "model": work.backbone,
                 "precision": precision,
                 "operation": name,
                 "share": round(times[name] / sum(times.values()), 3),

@@ -12,6 +12,7 @@ import timm
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.limit import operations
 from benchmarks.naive import Naive
 from benchmarks.round import Turns
 from benchmarks.workload import Workload
@@ -44,6 +45,27 @@ def test_the_naive_round_computes_what_perada_computes():
     assert moved > 0.01
 
 
+def test_operations_of_a_round():
+    """Counted layer by layer for a trained head, whose step has one product more than a forward pass."""
+    work = Workload("test_resnet", "head", clients=5, sampled=3, batch=4, steps=2, public=8, passes=5, classes=7)
+    model, counts = work.module().model, []
+
+    def count(layer, inputs, out):
+        each = layer.weight[0].numel()  # multiplications for one number of the output
+        counts.append(2 * out.numel() * each)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear)]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    model(torch.randn(1, 3, 32, 32))
+    for hook in hooks:
+        hook.remove()
+    passed, trained = sum(counts), sum(counts) + counts[-1]
+    found = operations(work)
+    assert found["local"] == 2 * 3 * 4 * 2 * trained
+    assert found["server"] == 3 * 8 * passed + 5 * 8 * trained
+    assert found["round"] == found["local"] + found["server"]
+
+
 @pytest.mark.slow
 def test_every_benchmark_runs(tmp_path):
     """Each in its quick mode, as the command runs it."""
@@ -67,11 +89,17 @@ def test_every_benchmark_runs(tmp_path):
             "growth",
             "deploy",
             "attacks",
+            "limit",
         )
         assert ratios or row["benchmark"] in without
     early, late, _ = (row for row in rows if row["benchmark"] == "growth")
     assert early["rounds"] < late["rounds"] and early["open files"] == late["open files"]
     assert late["resident MB"] < early["resident MB"] + 20
+    for row in (row for row in rows if row["benchmark"] == "limit"):
+        for kind in ("GFLOP", "computed", "seconds"):
+            parts = [row[f"{part}, {kind}"] for part in ("local", "server", "round")]
+            assert min(parts) > 0 and parts[2] == pytest.approx(parts[0] + parts[1], abs=3e-4)
+        assert row["round, computed"] <= row["round, GFLOP"]  # a ResNet at 32×32 ends in maps of one pixel
     whole = [row for row in rows if row["benchmark"] == "round_resnet"]
     assert [row["precision"] for row in whole] == ["32-true", "bf16-mixed"]
     for row in whole:
