@@ -82,14 +82,15 @@ class Watch:
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if self.on and event in ("open", "os.rename", "os.remove", "shutil.move", "os.link", "os.system", "exec"):
+            follows = event == "open" and not (args[2] or 0) & os.O_NOFOLLOW
             for one in args[:2]:
-                if isinstance(one, str | os.PathLike) and self._leads(event, os.fspath(one)):
+                if isinstance(one, str | os.PathLike) and self._leads(follows, os.fspath(one)):
                     self.seen.append(f"{event} {os.path.basename(os.fspath(one))}")
 
-    def _leads(self, event: str, path: str | bytes) -> bool:
-        """Whether a path is of the folder; all but what opens a file do not follow a link at its end."""
+    def _leads(self, follows: bool, path: str | bytes) -> bool:
+        """Whether a path is of the folder; only what opens a file ``follows`` a link at its end, if it may."""
         folder, name = os.path.split(os.fsdecode(path))
-        real = os.path.realpath(path) if event == "open" else os.path.join(os.path.realpath(folder), name)
+        real = os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
         return os.fsdecode(real).startswith(self.root)
 
     def _content(self) -> dict[Path, bytes]:

@@ -158,7 +158,7 @@ def clear(paths: Iterable[Path]) -> None:
         if fcntl is None or path.is_symlink():
             continue
         with suppress(OSError):  # it is locked, another user's, or gone
-            handle = _locked(path, os.O_RDONLY)
+            handle = _locked(path)
             assert handle is not None
             try:
                 if path.is_dir():
@@ -180,7 +180,7 @@ class Scratch:
         while True:
             self.path, handle = Path(tempfile.mkdtemp(prefix=PREFIX)), None
             try:
-                handle = _locked(self.path, os.O_RDONLY)
+                handle = _locked(self.path)
             except (FileNotFoundError, BlockingIOError):  # another process took it for one that was left
                 continue
             except OSError:  # a file system without locks
@@ -208,10 +208,10 @@ def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
     """Lock a folder, if it is there, until the end; whether nobody else has it, for whom one may ``wait``."""
     handle, alone = None, True
     try:
-        handle = _locked(folder, os.O_RDONLY, wait)
+        handle = _locked(folder, wait)
     except BlockingIOError:
         alone = False
-    except OSError:  # it is gone, or on a file system without locks
+    except OSError:  # it is gone, a link, or on a file system without locks
         pass
     try:
         yield alone
@@ -220,11 +220,14 @@ def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
             os.close(handle)
 
 
-def _locked(path: Path, flags: int, wait: bool = False) -> int | None:
-    """A handle of a file or folder that is locked until it is closed; a BlockingIOError if somebody else's is open."""
+def _locked(path: Path, wait: bool = False) -> int | None:
+    """A handle of a file or folder that is locked until it is closed; a BlockingIOError if somebody else's is open.
+
+    What a link leads to is not opened, which is an OSError.
+    """
     if fcntl is None:
         return None
-    handle = os.open(path, flags)
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         _lock(handle, wait)
     except OSError:

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from perada.core.files import PREFIX, Scratch, clear, open_atomic
+from perada.core.files import PREFIX, Scratch, clear, locked, open_atomic
 
 WAITS = "import time; print('ready', flush=True); time.sleep(60)"
 
@@ -85,3 +85,16 @@ def test_a_link_in_the_temporary_directory_leads_nowhere(temporary):
     with Scratch():
         pass
     assert (mine / "kept").is_file()
+
+
+def test_what_a_link_leads_to_is_not_locked(tmp_path):
+    """Nor waited for: somebody else has locked it."""
+    outside, link = tmp_path / "outside", tmp_path / "link"
+    outside.mkdir()
+    link.symlink_to(outside)
+    with locked(outside) as first, locked(outside) as second:
+        assert (first, second) == (True, False)
+        with locked(link) as alone:
+            assert alone
+    with locked(link), locked(outside) as free:
+        assert free
