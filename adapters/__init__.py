@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT methods of perada's own: importing this package registers them with PEFT.
 
-One folder a method: ``config.py`` (what is saved), ``layer.py`` (what wraps a module) and ``model.py`` (where it goes).
-A new method adds its folder and one row to ``METHODS``.
+One file a method: its configuration (what is saved), its layer (what wraps a module) and its tuner (where it goes).
+A new method adds its file and one row to ``METHODS``.
 """
 
 if __name__ != "perada.adapters":

@@ -14,7 +14,7 @@ from torch import nn
 
 from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.blocks import check_last_blocks, plain_name, reached
-from perada.adapters.residual.model import block_convolutions
+from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.batches import ImageConfig
 from perada.core.checks import is_of
