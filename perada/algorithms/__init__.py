@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Federated algorithms, each a small file that says one client's math and the server's rule."""
+"""Federated algorithms, each a small class that says one client's math and the server's rule."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -8,23 +8,14 @@ from typing import Any
 
 from perada.algorithms.apfl import APFL
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
-from perada.algorithms.ditto import Ditto
-from perada.algorithms.ensemble import EnsembleAlgorithm, ensemble_of
 from perada.algorithms.fed_ensemble import FedEnsemble
-from perada.algorithms.fedalt import FedAlt
-from perada.algorithms.fedavg import FedAvg, FedAvgFT
+from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedProx
 from perada.algorithms.fedbe import FedBE
-from perada.algorithms.fedbn import FedBN
-from perada.algorithms.feddf import FedDF
 from perada.algorithms.feddyn import FedDyn
-from perada.algorithms.fedprox import FedProx
-from perada.algorithms.fedrep import FedRep
-from perada.algorithms.fedsim import FedSim
-from perada.algorithms.lg_fedavg import LGFedAvg
 from perada.algorithms.mtl import MTL
-from perada.algorithms.perada import PerAda
+from perada.algorithms.perada import Ditto, PerAda
 from perada.algorithms.pfedme import PFedMe
-from perada.algorithms.sharing import PartialSharing
+from perada.algorithms.sharing import FedAlt, FedBN, FedRep, FedSim, LGFedAvg, PartialSharing
 from perada.algorithms.standalone import Standalone
 
 __all__ = [
@@ -34,7 +25,6 @@ __all__ = [
     "Broadcast",
     "ClientStep",
     "Ditto",
-    "EnsembleAlgorithm",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
@@ -54,7 +44,6 @@ __all__ = [
     "Slot",
     "Stacks",
     "Standalone",
-    "ensemble_of",
     "make_algorithm",
 ]
 

@@ -20,6 +20,7 @@ from perada.core.states import State, expand
 from perada.server.aggregate import Aggregation, ServerRule, Updates
 
 Inference = Literal["personal", "global"]
+Average = Literal["logits", "probabilities"]
 Stacks = dict[str, State]
 """Stacked states by role."""
 RULE = "rule/"
@@ -105,6 +106,7 @@ class Broadcast:
     """What the server knows when it sends a round's C clients their states.
 
     The round is counted from 0, ``clients`` are ids, ``num_clients`` is M of the federation, ``seed`` that of the run.
+    ``losses`` (C, K) are those of K global models on each client's training images, where clients compare them.
     """
 
     global_state: State
@@ -113,6 +115,7 @@ class Broadcast:
     clients: tuple[int, ...]
     num_clients: int
     seed: int
+    losses: Tensor | None = None
 
 
 @dataclass
@@ -169,23 +172,36 @@ class Algorithm(Options):
 
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
+        roles: What a client trains: ``personal`` begins with what it kept, ``local`` with what it received.
         sends: Whether clients send anything.
         global_model: Whether the server holds a whole model, which can be evaluated.
         distills: Whether the server distils, which takes a public set.
         unsent: Streams of batches that nothing a client sends depends on, in this round or later. Default: none, so
             all of a client's training counts as sent.
+        modes: Models that a round's clients are divided among.
+        compares: Whether clients compare the models on their own training images before each round.
+        average: What of several global models is averaged to predict: ``logits`` or ``probabilities``.
     """
 
     inference: Inference = "global"
+    roles: tuple[str, ...] = ("local",)
     sends: bool = True
     global_model: bool = True
     distills: bool = False
     unsent: frozenset[str] = frozenset()
+    modes: int = 1
+    compares: bool = False
+    average: Average = "logits"
 
     @property
     def kind(self) -> str:
         """What saved states belong to: training resumes only with an algorithm of the same kind."""
         return type(self).__name__
+
+    @property
+    def is_ensemble(self) -> bool:
+        """Whether several global models predict together."""
+        return type(self).members is not Algorithm.members
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse, by a ValueError at set-up, trained tensors or a number of clients that it cannot work with."""
@@ -193,6 +209,10 @@ class Algorithm(Options):
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """The phases of a round of local training. Every client finishes one before any starts the next."""
         return (Phase("train", epochs, steps),)
+
+    def initial(self, make: Callable[[int], State]) -> State:
+        """The first global state; ``make(k)`` gives the k-th random initialisation, ``make(0)`` the model's own."""
+        return make(0)
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """What one client stores before the first round, by role and without a client axis."""
@@ -204,7 +224,7 @@ class Algorithm(Options):
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """The stacks (C, ...) to train in this round, made from what the clients kept and received, (C, ...)."""
-        return {"local": received}
+        return {role: kept["personal"] if role == "personal" else received for role in self.roles}
 
     def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
         """Names of the parameters that ``phase`` trains in ``role``. Those that the role lacks are ignored."""
@@ -216,7 +236,8 @@ class Algorithm(Options):
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """What the clients keep, with the roles and names of :meth:`kept`, and what they send; all are (C, ...)."""
-        return {}, trained["local"]
+        keeps = {"personal": trained["personal"]} if self.inference == "personal" else {}
+        return keeps, trained["local"] if self.sends else {}
 
     def server_step(self, server: ServerStep) -> State:
         """The new global state, without a client axis: the mean, distilled if the algorithm ``distills``.
@@ -225,6 +246,10 @@ class Algorithm(Options):
         """
         average = server.mean(server.updates, server.weights)
         return server.distill(average, server.updates) if self.distills else average
+
+    def members(self, global_state: State, server_state: dict[str, State]) -> State:
+        """The global models (K, ...) whose averaged outputs predict; usually one."""
+        return expand(global_state, 1)
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""

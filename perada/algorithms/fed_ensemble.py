@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.apfl import APFL
-from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Slot, Stacks
-from perada.algorithms.ensemble import EnsembleAlgorithm
+from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Slot, Stacks
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.feddyn import FedDyn
 from perada.algorithms.mtl import MTL
@@ -21,11 +20,11 @@ from perada.core.states import State, clone, expand, gather, stack, unstack
 
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
-UNREPEATABLE = (APFL, FedDyn, MTL, EnsembleAlgorithm)
-"""Algorithms with several global models, or whose clients keep what belongs to the only one."""
+UNREPEATABLE = (APFL, FedDyn, MTL)
+"""Algorithms whose clients keep what belongs to the only global model."""
 
 
-class FedEnsemble(Around, EnsembleAlgorithm):
+class FedEnsemble(Around):
     """K global models (modes) in one federation: a layer over another algorithm's local updates and server step.
 
     Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age of K rounds,
@@ -52,7 +51,7 @@ class FedEnsemble(Around, EnsembleAlgorithm):
         modes: int = 5,
         strata: int | None = None,
         assignment: Literal["permutation", "loss"] = "permutation",
-        average: Literal["logits", "probabilities"] = "logits",
+        average: Average = "logits",
         keeps: Literal["ensemble", "best"] = "ensemble",
     ) -> None:
         self.base = base or FedAvg()
@@ -64,8 +63,8 @@ class FedEnsemble(Around, EnsembleAlgorithm):
         check_choice("average", average, ("logits", "probabilities"))
         check_choice("keeps", keeps, ("ensemble", "best"))
         kind = type(self.base).__name__
-        one_model = self.base.sends and self.base.global_model and not isinstance(self.base, UNREPEATABLE)
-        if not one_model or self.base.personalization():
+        one_model = self.base.sends and self.base.global_model and not self.base.is_ensemble
+        if not one_model or isinstance(self.base, UNREPEATABLE) or self.base.personalization():
             raise ValueError(
                 f"base={kind} cannot be repeated in modes: its server does not hold exactly one whole model, or its "
                 "clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
@@ -112,8 +111,9 @@ class FedEnsemble(Around, EnsembleAlgorithm):
         device = next(iter(first.values())).device
         return self.base.kept(first, slot) | {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}}
 
-    def broadcast(self, sending: Broadcast, losses: Tensor | None = None) -> State:
+    def broadcast(self, sending: Broadcast) -> State:
         """To each client its mode."""
+        losses = sending.losses
         device = next(iter(sending.global_state.values())).device
         best = torch.zeros(len(sending.clients), dtype=torch.long) if losses is None else losses.argmin(1)
         if self.assignment == "loss":

@@ -7,8 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import ServerStep
-from perada.algorithms.ensemble import EnsembleAlgorithm
+from perada.algorithms.base import Algorithm, ServerStep
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import generator
 from perada.core.states import State, expand
@@ -17,7 +16,7 @@ from perada.server import mean
 Sampler = Literal["gaussian", "dirichlet"]
 
 
-class FedBE(EnsembleAlgorithm):
+class FedBE(Algorithm):
     """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
 
     The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images

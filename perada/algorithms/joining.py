@@ -7,12 +7,10 @@ from typing import Any
 
 import perada.algorithms as known
 from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Slot, Stacks
-from perada.algorithms.ensemble import ensemble_of
-from perada.algorithms.fedsim import FedSim
 from perada.algorithms.mtl import MTL
 from perada.algorithms.perada import PerAda
 from perada.algorithms.pfedme import PFedMe
-from perada.algorithms.sharing import PartialSharing
+from perada.algorithms.sharing import FedSim, PartialSharing
 from perada.algorithms.standalone import Standalone
 from perada.core.rounds import Phase
 from perada.core.states import State
@@ -96,7 +94,7 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     Raises:
         ValueError: If there are several global models, so that there is no one state to begin with.
     """
-    if ensemble_of(algorithm).modes > 1:
+    if algorithm.modes > 1:
         raise ValueError(
             f"a client cannot join a run of {type(algorithm).__name__}, whose global models are averaged: there is no "
             "one state to begin with; let it take part in a run"

@@ -20,14 +20,11 @@ class MTL(Algorithm):
     """
 
     inference = "personal"
+    roles = ("personal",)
 
     def __init__(self, prox_strength: float = 1.0) -> None:
         check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
         self.prox_strength = prox_strength
-
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """Train what the client kept."""
-        return {"personal": kept["personal"]}
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the client's own loss and the pull towards the mean."""

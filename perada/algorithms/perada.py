@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PerAda (Xie et al., CVPR 2024, Algorithm 1), with and without distillation."""
+"""PerAda (Xie et al., CVPR 2024, Algorithm 1), and Ditto, which is PerAda without distillation."""
 
-from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep
 from perada.core.checks import check_choice, check_number
-from perada.core.states import State
 
 
 class PerAda(Algorithm):
@@ -23,6 +22,7 @@ class PerAda(Algorithm):
     """
 
     inference = "personal"
+    roles = ("personal", "local")
     unsent = frozenset({"personal"})
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
@@ -31,15 +31,18 @@ class PerAda(Algorithm):
         check_choice("distill", distill, (True, False))
         self.distill = self.distills = distill
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """Train what the client kept, and a copy of what it received."""
-        return {"personal": kept["personal"], "local": received}
-
     def client_step(self, step: ClientStep) -> None:
         """Lines 10 and 15, on one minibatch."""
         step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
         step.descend("local", step.loss("local"))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
-        """Keep v_m, send θ_m."""
-        return {"personal": trained["personal"]}, trained["local"]
+
+class Ditto(PerAda):
+    """Ditto (Li et al., ICML 2021): PerAda without distillation, on whatever the adapter trains (usually ``full``).
+
+    Args:
+        prox_strength: λ of the pull λ/2 ||v_m − w||².
+    """
+
+    def __init__(self, prox_strength: float = 1.0) -> None:
+        super().__init__(prox_strength, distill=False)

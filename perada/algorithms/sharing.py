@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the methods whose clients share some tensors and keep the others."""
+"""Algorithms whose clients share some tensors and keep the others."""
 
 from abc import ABC, abstractmethod
+from typing import Literal, get_args
 
-from perada.algorithms.base import Algorithm, Broadcast, Slot, Stacks
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Slot, Stacks
+from perada.core.checks import check_choice, check_number
+from perada.core.rounds import Phase
 from perada.core.states import State, expand, partition
+
+Split = Literal["input", "output", "adapter"]
 
 
 class PartialSharing(Algorithm, ABC):
@@ -58,3 +65,127 @@ class PartialSharing(Algorithm, ABC):
         """The newest shared part with the client's own."""
         own = kept["personal"]
         return expand(global_state, len(next(iter(own.values())))) | own
+
+
+class FedBN(PartialSharing):
+    """Normalisation layers stay on the client, with their statistics (Li et al., ICLR 2021, Algorithm 1)."""
+
+    what = "normalisation layers"
+    remedy = "train layers with normalisation (adapter='full' or 'bias_norm', on a backbone that has any)"
+
+    def private(self, slot: Slot) -> frozenset[str]:
+        """The norms."""
+        return slot.norms
+
+
+class LGFedAvg(PartialSharing):
+    """The feature extractor stays on the client, the head is shared (Liang et al., 2020, Algorithm 1)."""
+
+    what = "all layers but the classification head"
+
+    def private(self, slot: Slot) -> frozenset[str]:
+        """All but the head."""
+        return frozenset(slot.keys) - slot.head
+
+
+class FedSim(PartialSharing):
+    """A private part v and a shared part u are trained at once (Pillutla et al., ICML 2022, Algorithm 3).
+
+    One gradient of the loss moves v at the rate of the personal role and u at that of the local role.
+
+    Args:
+        split: What is private: the ``input`` layer (the first that images pass), the ``output`` layer (the head), or
+            the ``adapter``. Private adapters need a trained backbone to share (``train_backbone``).
+    """
+
+    def __init__(self, split: Split = "output") -> None:
+        check_choice("split", split, get_args(Split))
+        self.split = split
+        self.what = {"input": "the input layer", "output": "the classification head", "adapter": "adapters"}[split]
+        if split == "adapter":
+            self.remedy = "choose an adapter that adds layers (residual, bottleneck, lora) and train_backbone=True"
+
+    @property
+    def kind(self) -> str:
+        """The class and the split."""
+        return f"{type(self).__name__} with the {self.split} split"
+
+    def private(self, slot: Slot) -> frozenset[str]:
+        """The chosen part."""
+        return {"input": slot.input, "output": slot.head, "adapter": slot.adapter}[self.split]
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse to share a backbone that is frozen."""
+        backbone = set(slot.parameters) - slot.adapter - slot.head - slot.norms
+        if self.split == "adapter" and slot.adapter and not backbone:
+            raise ValueError(
+                f"{type(self).__name__}(split='adapter') shares the backbone, which is frozen; set "
+                "train_backbone=True (model.train_backbone), or choose another split"
+            )
+        super().check(slot, num_clients)
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Both parts, apart."""
+        return {"personal": kept["personal"], "local": received}
+
+    def client_step(self, step: ClientStep) -> None:
+        """One gradient, one step on each part."""
+        step.descend(("personal", "local"), whole_loss(step))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep v, send u."""
+        return {"personal": trained["personal"]}, trained["local"]
+
+
+def whole_loss(step: ClientStep) -> Tensor:
+    """Task loss (C,) of the models made of both parts."""
+    return step.loss(step.states["personal"] | step.states["local"], stream="local")
+
+
+class FedAlt(FedSim):
+    """v is trained with u frozen, then u with v frozen (Pillutla et al., ICML 2022, Algorithm 2).
+
+    v is trained at the rate of the personal role, u at that of the local role. Running statistics of norms follow every
+    training pass.
+
+    Args:
+        split: What is private, as in :class:`FedSim`.
+        personal_epochs: Epochs on v in each round. Default: as long as on u; 0 leaves v as it is.
+    """
+
+    def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:
+        super().__init__(split)
+        check_number("personal_epochs", personal_epochs, least=0, optional=True)
+        self.personal_epochs = personal_epochs
+
+    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
+        """First v, then u."""
+        own, second = self.personal_epochs, Phase("local", epochs, steps)
+        if own == 0:
+            return (second,)
+        return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)
+
+    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+        """Each phase trains the role it is named after."""
+        return slot.parameters if role == phase else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the part whose turn it is."""
+        step.descend(step.phase, whole_loss(step))
+
+
+class FedRep(FedAlt):
+    """Private heads on a shared body (Collins et al., ICML 2021, Algorithm 1): FedAlt with the output split.
+
+    In each round a client trains its head with the body frozen, then the body with the head frozen. The server
+    averages the bodies.
+
+    Args:
+        head_epochs: Epochs on the head in each round. Default: as long as on the body. With 0 this is FedAvg of the
+            body under each client's initial head.
+    """
+
+    def __init__(self, head_epochs: float | None = None) -> None:
+        check_number("head_epochs", head_epochs, least=0, optional=True)
+        super().__init__("output", head_epochs)
+        self.head_epochs = head_epochs

@@ -12,7 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from perada.algorithms import Broadcast, Stacks, ensemble_of
+from perada.algorithms import Broadcast, Stacks
 from perada.core.states import State
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
@@ -142,19 +142,14 @@ class Recipe:
     def template(self) -> "Template":
         """Shapes of what travels."""
         algorithm, slot = self.loop.algorithm, self.module.slot
-        many = ensemble_of(algorithm)
-        state = many.initial(self.module.initial_state)
-        given = Broadcast(state, slot, 0, (0,), 1, self.loop.seed)
-        device = next(iter(state.values())).device
-        received = (
-            many.broadcast(given, torch.zeros(1, many.modes, device=device))
-            if many.compares
-            else algorithm.broadcast(given)
-        )
+        state = algorithm.initial(self.module.initial_state)
+        losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
+        given = Broadcast(state, slot, 0, (0,), 1, self.loop.seed, losses if algorithm.compares else None)
+        received = algorithm.broadcast(given)
         kept = first_kept(algorithm.kept(state, slot))
         opened = algorithm.open(kept, received, slot)
         sent = algorithm.close(opened, kept, received, slot)[1]
-        sending = state if many.compares else {key: value[0] for key, value in received.items()}
+        sending = state if algorithm.compares else {key: value[0] for key, value in received.items()}
         return Template(state, sending, opened, {key: value[0] for key, value in sent.items()})
 
 

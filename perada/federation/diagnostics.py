@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms import EnsembleAlgorithm, PerAda
+from perada.algorithms import PerAda
 from perada.core.batches import CohortBatch
 from perada.core.checks import check_choice
 from perada.core.ranks import Ranks
@@ -43,7 +43,7 @@ def obstacles(settings: Settings, public: bool, test: bool) -> dict[Diagnostic, 
     """Why a run cannot measure some diagnostics, and what to do; ``public`` and ``test`` say which images it has."""
     algorithm = settings.algorithm
     name = type(algorithm).__name__
-    if not (algorithm.sends and algorithm.global_model) or isinstance(algorithm, EnsembleAlgorithm):
+    if not (algorithm.sends and algorithm.global_model) or algorithm.is_ensemble:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
         return dict.fromkeys(ALL, reason)
     if settings.client_privacy is not None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perada.algorithms import ensemble_of
 from perada.core.batches import EvalBatch
 from perada.core.ranks import Ranks
 from perada.core.seeding import generator
@@ -186,7 +185,7 @@ class Evaluation:
         self._sizes += batch.owner.cpu().bincount(minlength=self.clients)
         if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
             members = federation.engine.shared_logits(self._states, batch.x)
-            shared = ensemble(members, ensemble_of(federation.settings.algorithm).average, self.multilabel)
+            shared = ensemble(members, federation.settings.algorithm.average, self.multilabel)
             self._global.update(shared.unsqueeze(0), batch.y)
             self._tallies["global"].update(shared, batch.y, owner)
             if len(members) > 1:
@@ -308,7 +307,7 @@ def everywhere_logits(
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
     """Logits (B, K) of the global model."""
-    average, multilabel = ensemble_of(federation.settings.algorithm).average, federation.settings.training.multilabel
+    average, multilabel = federation.settings.algorithm.average, federation.settings.training.multilabel
     return ensemble(federation.engine.shared_logits(federation.members(), x), average, multilabel)
 
 

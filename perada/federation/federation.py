@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from perada.algorithms import Algorithm, Slot, ensemble_of
+from perada.algorithms import Algorithm, Slot
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
@@ -76,7 +76,7 @@ class Federation:
         self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
         settings, own, losses = self.settings, shares.trained, None
-        if loader and ensemble_of(settings.algorithm).compares:
+        if loader and settings.algorithm.compares:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perada.algorithms import Slot, ensemble_of
+from perada.algorithms import Slot
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
 from perada.core.states import State, expand, megabytes, numel
@@ -75,9 +75,7 @@ def round_metrics(
     """Training losses, and what one client trains and all of them send; ``cohort`` and ``sent`` are of some of them."""
     algorithm, full, clients = settings.algorithm, cohort.chunks[0].full, len(outcomes.finite)
     # Every client is sent all models where it compares them, and takes one.
-    received = (
-        global_state if ensemble_of(algorithm).compares else {k: value[0] for k, value in cohort.received.items()}
-    )
+    received = global_state if algorithm.compares else {k: value[0] for k, value in cohort.received.items()}
     names = {
         (role, name)
         for role, state in full.items()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, ensemble_of
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
 from perada.core.states import State, clone, expand, is_finite, to_device
@@ -52,7 +52,7 @@ class Server:
         scales: KeptScales | None = None,
     ) -> None:
         self.engine, self.slot, self.settings, self.ranks = engine, slot, settings, ranks or Ranks()
-        self.global_state = ensemble_of(settings.algorithm).initial(initial)
+        self.global_state = settings.algorithm.initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
         self.scales = scales or KeptScales(settings.loss_scaling)
@@ -70,12 +70,12 @@ class Server:
         ``losses`` (C, K) are those of K global models on the clients' images, where clients compare them.
         """
         settings, algorithm = self.settings, algorithm or self.settings.algorithm
-        given = Broadcast(self.global_state, self.slot, plan.round, plan.clients, num_clients, settings.seed)
-        return algorithm.broadcast(given) if losses is None else ensemble_of(algorithm).broadcast(given, losses)
+        given = Broadcast(self.global_state, self.slot, plan.round, plan.clients, num_clients, settings.seed, losses)
+        return algorithm.broadcast(given)
 
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
-        return ensemble_of(self.settings.algorithm).members(self.global_state, self.server_state)
+        return self.settings.algorithm.members(self.global_state, self.server_state)
 
     def privatized(self, level: ClientLevel, sent: State, received: State, plan: RoundPlan, places: list[int]) -> State:
         """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...).

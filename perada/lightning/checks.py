@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from perada.algorithms import Algorithm, EnsembleAlgorithm
+from perada.algorithms import Algorithm
 from perada.algorithms.trial import is_own, try_rounds
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.data import FederatedDataModule
@@ -256,7 +256,7 @@ def try_own(settings: Settings, data: FederatedDataModule, module: FederatedClas
     """Try what somebody else has written; of an ensemble of models only the rule is tried."""
     algorithm, rule = settings.algorithm, settings.rule
     if is_own(algorithm) or is_own(rule):
-        tried = Algorithm() if isinstance(algorithm, EnsembleAlgorithm) else algorithm
+        tried = Algorithm() if algorithm.is_ensemble else algorithm
         clients = settings.clients_per_round or data.num_clients
         sizes = settings.phases, data.num_clients, clients, data.num_classes
         try_rounds(tried, rule, module.slot, module.initial_state(0), *sizes)

@@ -18,7 +18,7 @@ def as_plain(value: object) -> Plain:
 
     >>> from perada.algorithms import make_algorithm
     >>> as_plain(make_algorithm("ditto", prox_strength=0.5))
-    {'class_path': 'perada.algorithms.ditto.Ditto', 'init_args': {'prox_strength': 0.5}}
+    {'class_path': 'perada.algorithms.perada.Ditto', 'init_args': {'prox_strength': 0.5}}
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from perada.algorithms import Algorithm, ensemble_of
+from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_record
 from perada.data import EvalBatch, FederatedDataModule
 from perada.federation.evaluation import Evaluation
@@ -151,7 +151,7 @@ def run_info(
         "adapter": module.adapter if isinstance(module.adapter, str) else None,
         "adapter_options": module.adapter_options,
         "algorithm": algorithm.kind,
-        "average": ensemble_of(algorithm).average,
+        "average": algorithm.average,
         "global_model": algorithm.global_model,
         "multilabel": module.multilabel,
         "classes": data.classes,

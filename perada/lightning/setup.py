@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.algorithms import Algorithm, ensemble_of
+from perada.algorithms import Algorithm
 from perada.core.batches import CohortBatch
 from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
@@ -74,7 +74,7 @@ def set_up_rounds(
     """
     clients, algorithm = data.num_clients, settings.algorithm
     algorithm.check(module.slot, clients)
-    settings.rule.check(max(1, (settings.clients_per_round or clients) // ensemble_of(algorithm).modes))
+    settings.rule.check(max(1, (settings.clients_per_round or clients) // algorithm.modes))
     try_own(settings, data, module)
     fresh = protection is None or stage == "fit"  # an evaluation before may have planned other rounds
     if fresh or protection is None:
@@ -184,7 +184,7 @@ def check_private(
 def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDataModule) -> None:
     """Refuse to choose by clients' images, which no ledger counts."""
     name = type(settings.algorithm).__name__
-    if ensemble_of(settings.algorithm).compares:
+    if settings.algorithm.compares:
         raise ValueError(
             f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
             "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
@@ -276,7 +276,7 @@ def protect(
 
     images = None
     if settings.privacy is not None:
-        initial = ensemble_of(algorithm).initial(module.initial_state)
+        initial = algorithm.initial(module.initial_state)
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
             queries = rehearse(algorithm, module.slot, initial, phases, clients)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, ServerStep, Slot, ensemble_of
+from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, ServerStep, Slot
 from perada.algorithms.trial import Rehearsal
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
@@ -135,7 +135,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
             "which have only a share of the noise; choose PerAda(distill=False), or set distillation.steps=0, "
             f"{sample_level}"
         )
-    if (modes := ensemble_of(algorithm).modes) > 1:
+    if (modes := algorithm.modes) > 1:
         raise ValueError(
             f"client_privacy cannot be used with {name}(modes={modes}): a mode's mean is over a part of the "
             f"clients, with a part of the noise; set modes=1, {sample_level}"

@@ -85,9 +85,9 @@ def test_the_prediction_is_the_mean_of_the_modes_outputs(average):
 class Listener(FedEnsemble):
     """Notes what it is told of the clients' losses."""
 
-    def broadcast(self, sending, losses=None):
-        self.heard = (sending.clients, unstack(sending.global_state), losses)
-        return super().broadcast(sending, losses)
+    def broadcast(self, sending):
+        self.heard = (sending.clients, unstack(sending.global_state), sending.losses)
+        return super().broadcast(sending)
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])

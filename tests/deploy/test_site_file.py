@@ -131,7 +131,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
 def test_nothing_of_a_recipe_that_is_not_the_approved_one_is_imported(tmp_path, monkeypatch):
     """Names of classes are imported when a recipe is read: its text is compared before."""
     path = write(tmp_path, "a", "ab" * 32, socket="run.sock")
-    (tmp_path / "stranger.py").write_text("from perada.algorithms.ditto import Ditto\n")
+    (tmp_path / "stranger.py").write_text("from perada.algorithms.perada import Ditto\n")
     monkeypatch.syspath_prepend(tmp_path)
     recipe = RECIPE | {"federated": {"algorithm": {"class_path": "stranger.Ditto"}, "local_steps": 1}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -22,7 +22,6 @@ from perada.algorithms import (
     PerAda,
     ServerStep,
     Slot,
-    ensemble_of,
     make_algorithm,
 )
 from perada.core.states import expand
@@ -403,7 +402,7 @@ def server_step(algorithm, rule, updates, distils):
     turn = 0, tuple(range(6)), 9, SLOT, 0, previous, Updates(updates), weights, {}
     step = ServerStep(*turn, rule, distill, lambda *given: (given[1]["a"][:, None].softmax(-1), torch.eye(3)[:1]))
     state = algorithm.server_step(step)
-    members = ensemble_of(algorithm).members(previous | state, step.state)
+    members = algorithm.members(previous | state, step.state)
     tensors = [state, *(step.state[name] for name in sorted(step.state)), members]
     return [tensor for part in tensors for _, tensor in sorted(part.items())]
 

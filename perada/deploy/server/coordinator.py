@@ -12,7 +12,6 @@ import torch
 from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
-from perada.algorithms import ensemble_of
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
@@ -113,7 +112,7 @@ class Coordinator:
                 "a round; give sample, the sites to ask, or ask for fewer"
             )
         try:
-            settings.rule.check(max(1, terms.min_sites // ensemble_of(algorithm).modes))
+            settings.rule.check(max(1, terms.min_sites // algorithm.modes))
         except ValueError as error:
             raise ValueError(f"min_sites={terms.min_sites}: {error}") from None
         if settings.privacy is not None and settings.weighting == "samples":
@@ -275,14 +274,14 @@ class Coordinator:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
         factor = self.recipe.module.rate_factor(self.progress.done, self.progress.rounds)
         order = self._order("train", client, factor=factor, lengths=tuple(self.progress.lengths))
-        if ensemble_of(self.settings.algorithm).compares:
+        if self.settings.algorithm.compares:
             return pack(order.header(), self.server.global_state)
         received = self.server.sending(RoundPlan(self.progress.done, (client,), ((0,),)), len(self.progress.roster))
         return pack(order.header(), {key: value[0] for key, value in received.items()})
 
     def _fits(self, state: State) -> bool:
         """Whether the whole numbers that travel beside the model, such as a mode's, can be meant."""
-        modes = ensemble_of(self.settings.algorithm).modes
+        modes = self.settings.algorithm.modes
         beside = (value for key, value in state.items() if key not in self.recipe.module.slot.keys)
         return all(value.is_floating_point() or int(value.max()) < modes for value in beside)
 
@@ -310,9 +309,9 @@ class Coordinator:
     def _evaluate(self) -> None:
         """Have sites score the models on their own test images, and add up what they send."""
         tensors = {f"shared/{key}": value for key, value in self.server.global_state.items()}
-        many = ensemble_of(self.settings.algorithm)
-        members, plain = self.server.members(), many.members(self.server.global_state, {})
-        if self.settings.algorithm.global_model and not _equal(members, plain):
+        algorithm = self.settings.algorithm
+        members, plain = self.server.members(), algorithm.members(self.server.global_state, {})
+        if algorithm.global_model and not _equal(members, plain):
             tensors |= {f"members/{key}": value for key, value in members.items()}
         answers = self._everyone("evaluate", tensors, {})
         found = mean_scores(self.recipe.module.metrics, [answer.facts for answer in answers.values()])

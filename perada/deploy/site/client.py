@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from perada.algorithms import Broadcast, Stacks, ensemble_of
+from perada.algorithms import Broadcast, Stacks
 from perada.core.batches import AnyBatch
 from perada.core.rounds import RoundPlan
 from perada.core.states import State, expand
@@ -211,11 +211,10 @@ class Client:
         if personal is not None:
             models["personal"] = personal
         if settings.algorithm.global_model:
-            many = ensemble_of(settings.algorithm)
             held = {"members": {key: value.to(self.recipe.device) for key, value in members.items()}} if members else {}
-            models["global"] = many.members(shared, held)
+            models["global"] = settings.algorithm.members(shared, held)
         found = {name: Scores(module.metrics, module.multilabel) for name in models}
-        average = ensemble_of(settings.algorithm).average
+        average = settings.algorithm.average
         with torch.no_grad(), self.recipe.context():
             for batch in OneClient(self.data, 0).test_batches(self.recipe.device):
                 for name, states in models.items():
@@ -239,15 +238,15 @@ class Client:
 
     def _received(self, order: Order, given: State, numbered: OneClient) -> State:
         """What the client received, (1, ...); of several global models it chooses its own."""
-        many, template = ensemble_of(self.settings.algorithm), self.recipe.template
-        if not many.compares:
+        algorithm, template = self.settings.algorithm, self.recipe.template
+        if not algorithm.compares:
             return expand(laid_out(given, template.sending, order.plain), 1)
         shared = laid_out(given, template.initial, order.plain)
         batches = numbered.comparison(order.round, self.recipe.device)
-        losses = compare(self.module.engine, many.members(shared, {}), batches, 1, self.module.multilabel)
+        losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.multilabel)
         seed = self.settings.seed
-        known = Broadcast(shared, self.module.slot, order.round, (order.client,), order.clients, seed)
-        return many.broadcast(known, losses)
+        known = Broadcast(shared, self.module.slot, order.round, (order.client,), order.clients, seed, losses)
+        return algorithm.broadcast(known)
 
 
 def _to(stacks: Stacks, device: torch.device) -> Stacks:

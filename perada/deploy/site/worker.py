@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from perada.algorithms import EnsembleAlgorithm, ensemble_of
 from perada.core.text import printable
 from perada.deploy.protocol import (
     Answer,
@@ -69,9 +68,9 @@ class SiteWorker:
         """Bytes that a message may have. Some ensembles have as many models as there are sites."""
         sizes = [largest({})]
         for client in self.clients.values():
-            template, many = client.recipe.template, ensemble_of(client.settings.algorithm)
+            template = client.recipe.template
             sizes += [largest(spec_of(state)) for state in (template.initial, template.sending)]
-            if type(many).members is not EnsembleAlgorithm.members:
+            if client.settings.algorithm.is_ensemble:
                 sizes.append(sizes[-2] + MEMBERS * (largest(spec_of(template.sent)) - largest({})))
         return max(sizes)
 
