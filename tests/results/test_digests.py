@@ -3,6 +3,7 @@
 
 import errno
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -19,9 +20,10 @@ from perada.data.partitions import FromFile
 from perada.data.partitions.base import Split
 from perada.results.clients import forget
 from perada.results.record import read_records
-from perada.results.run_file import READY, STAGE, finish
+from perada.results.run_file import READY, STAGE, finish, together
 from tests.digests import undigested
 from tests.disks import no_room
+from tests.forked import FORKS, forked
 
 
 def made(tiny, **options):
@@ -175,40 +177,37 @@ def test_a_flipped_bit_in_the_files_of_a_run_folder_is_named(tiny, tmp_path):
         assert found >= 25
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from perada.results.run_file import together
+def save_until(left, folder):
+    """Write a folder, and end at the operation on a file that comes after ``left`` others."""
 
-left, folder = int(sys.argv[1]), Path(sys.argv[2])
+    def step(event, args):
+        nonlocal left
+        if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"):
+            left -= 1
+            if left < 0:
+                os._exit(9)
 
-def step(event, args):
-    global left
-    if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"):
-        left -= 1
-        if left < 0:
-            os._exit(9)
-
-sys.addaudithook(step)
-with together(folder) as stage:
-    for client in ("client_0", "client_1"):
-        (stage / client).mkdir()
-        (stage / client / "a").write_text("new")
-    (stage / "run.json").write_text("new")
-"""
+    sys.addaudithook(step)
+    with together(folder) as stage:
+        for client in ("client_0", "client_1"):
+            (stage / client).mkdir()
+            (stage / client / "a").write_text("new")
+        (stage / "run.json").write_text("new")
+    os._exit(0)
 
 
+@FORKS
 def test_a_save_that_is_killed_at_any_file_operation_leaves_one_run(tmp_path):
     """Every operation on a file after the first may be the last; what is read is all old, or all new."""
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
     outcomes = []
     for count in range(40):
         folder = tmp_path / f"run{count}"
         (folder / "client_0").mkdir(parents=True)
         for name in ("client_0/a", "client_0/notes", "run.json"):
             (folder / name).write_text("old")
-        code = subprocess.run([sys.executable, str(script), str(count), str(folder)], check=False).returncode
+        process = forked(save_until, count, folder)
+        process.join(60)
+        code = process.exitcode
         finish(folder)
         found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
         assert found.pop("client_0/notes") == "old"
