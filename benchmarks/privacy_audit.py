@@ -273,7 +273,7 @@ def _full_batches() -> AbstractContextManager[object]:
     def full(images: int, rate: float, steps: int, **of: Any) -> list[torch.Tensor]:
         return poisson_batches(images, 1.0, steps, **of)
 
-    return patch("perada.data.batches.loaders.poisson_batches", full)
+    return patch("perada.data.batches.samples.poisson_batches", full)
 
 
 FAULTS: dict[Fault, Callable[[], AbstractContextManager[object]]] = {

@@ -17,8 +17,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
-from perada.data.batches.samples import isolated_randomness, length, read_item, tensor_source
-from perada.data.batches.transforms import MissingImageError, UnreadableImageError, UnreadableSampleError, to_image
+from perada.data.batches.datasets import isolated_randomness, length, read_item, tensor_source
+from perada.data.batches.transforms import UNREADABLE, MissingImageError, UnreadableImageError, to_image
 from perada.data.federated import FederatedData
 from perada.data.items import IMAGE_KEYS, check_datasets, parts_of
 from perada.data.sets.manifest import ImageFiles
@@ -181,14 +181,14 @@ class _Tried(Dataset[str]):
     def __getitem__(self, place: int) -> str:
         try:
             item = read_item(self.dataset, self.rows[place], self.who)
-        except (UnreadableImageError, MissingImageError, UnreadableSampleError) as error:
+        except (UnreadableImageError, MissingImageError) as error:
             return str(error).removeprefix(f"{self.who}, ")
         if isinstance(item, Mapping):
             item = next((item[key] for key in IMAGE_KEYS if key in item), None)
         with suppress(TypeError, IndexError):  # of another kind than images, which is said later
             try:  # a picture may be read only now
                 image = to_image(item[0] if isinstance(item, tuple | list) else item)
-            except (OSError, SyntaxError, ValueError) as error:
+            except UNREADABLE as error:
                 return f"sample {self.rows[place]} cannot be read ({' '.join(str(error).split())})"
             if image.is_floating_point() and not image.isfinite().all():
                 return f"sample {self.rows[place]} is an image with NaN or infinity"

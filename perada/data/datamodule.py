@@ -3,22 +3,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from perada.core.batches import CohortBatch, EvalBatch, ImageConfig
+from perada.core.batches import CohortBatch, EvalBatch, ImageConfig, one_of
 from perada.core.checks import check_whole
-from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan, sample_cohort
 from perada.core.states import send
-from perada.data.batches.corrupted import CorruptedStore
-from perada.data.batches.feature_cache import FeatureCache
-from perada.data.batches.loaders import EvalBatches, PrivateRoundBatches, RoundBatches, Schedule, loader
-from perada.data.batches.preparation import BatchT, Preparation
-from perada.data.batches.samples import MapStore, Samples, Store, length
+from perada.data.batches.datasets import length
+from perada.data.batches.samples import EvalBatches, FeatureCache, MapStore, RoundBatches, Samples, Store, loader
+from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.items import as_pairs
@@ -27,7 +25,16 @@ from perada.data.partitions.base import Partition
 from perada.data.partitions.division import Division, EvaluateOn, check_holdout, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
-from perada.data.shifts import Condition, Shift, ShiftsWhen, as_shifts, conditions
+from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
+
+
+class _Rounds(NamedTuple):
+    """What all rounds have in common: the options of :meth:`FederatedDataModule.configure_rounds`."""
+
+    clients_per_round: int | None = None
+    phases: tuple[Phase, ...] = (Phase(),)
+    private: PrivateSampling | None = None
+    eligible: Callable[[Sequence[int]], Sequence[int]] | None = None
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -131,7 +138,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._found: Checked | None = None
         self._record: dict[str, Any] = {}
         self.preparation = Preparation(None, image_size, crop_padding, flip)
-        self._schedule = Schedule()
+        self._rounds = _Rounds()
         self._shares: Shares | None = None
         self._features: FeatureCache | None = None
 
@@ -210,12 +217,13 @@ class FederatedDataModule(pl.LightningDataModule):
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
         """
-        data = self.checked
-        schedule = Schedule(clients_per_round, tuple(phases), private, eligible)
-        schedule.check_clients(self.num_clients)
+        data, hint = self.checked, f"there are {self.num_clients} clients"
+        check_whole("clients_per_round", clients_per_round, most=self.num_clients, optional=True, hint=hint)
+        if not phases:
+            raise ValueError("there are no phases of local training; give at least one")
         if image is not None:
             data.check_channels(image.input_size[0])
-        self._schedule, self._shares = schedule, None
+        self._rounds, self._shares = _Rounds(clients_per_round, tuple(phases), private, eligible), None
         self.preparation = replace(self.preparation, image=image, seed=seed, secure=bool(private and private.secure))
 
     def plan(self, round: int) -> RoundPlan:
@@ -225,14 +233,15 @@ class FederatedDataModule(pl.LightningDataModule):
     def shares(self, round: int) -> Shares:
         """A round's clients and who trains them: drawn and divided once, when the round is first asked for."""
         if self._shares is None or self._shares.plan.round != round:
-            plan = self._schedule.plan(self._seed, round, self.checked.train.sizes, self.batch_size)
-            at = self.trainer
+            rounds, count = self._rounds, len(self.checked.train.sizes)
+            clients = sample_cohort(self._seed, round, count, rounds.clients_per_round, rounds.eligible)
+            plan, at = self.plan_for(clients, round), self.trainer
             self._shares = Shares.of(plan) if at is None else Shares.of(plan, at.world_size, at.global_rank)
         return self._shares
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients, in the given phases or those of every round."""
-        return make_plan(round, clients, self.checked.train.sizes, phases or self._schedule.phases, self.batch_size)
+        return make_plan(round, clients, self.checked.train.sizes, phases or self._rounds.phases, self.batch_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve this process's clients of the trainer's current round; ``len()`` is the round's number of steps."""
@@ -241,7 +250,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
         """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
         plan, store = self.plan_for(clients, 0), self.served(self.checked.train)
-        batch = RoundBatches(store, plan, self.batch_size, self._seed)[0]
+        batch = one_of(RoundBatches(store, plan, self.batch_size, self._seed)[0])
         for _, reason in batch.failed:
             raise ValueError(reason)
         return self.prepare(batch)
@@ -252,11 +261,8 @@ class FederatedDataModule(pl.LightningDataModule):
         Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
         drawn, by default as :meth:`configure_rounds` was told.
         """
-        store, private = self.served(self.checked.train), private or self._schedule.private
-        given = store, plan, self.batch_size, self._seed
-        if private is not None:
-            return loader(PrivateRoundBatches(*given, private), store, self.num_workers)
-        return loader(RoundBatches(*given), store, self.num_workers)
+        store, private = self.served(self.checked.train), private or self._rounds.private
+        return loader(RoundBatches(store, plan, self.batch_size, self._seed, private), store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
@@ -297,10 +303,6 @@ class FederatedDataModule(pl.LightningDataModule):
     def validation_size(self) -> int:
         """Number of labelled images on the server; 0 if there are none."""
         return _size(self.checked.server_validation)
-
-    def check_public_overlap(self) -> None:
-        """Refuse images of the server's that clients train on; images in files are all read for it."""
-        self.checked.check_overlap()
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.

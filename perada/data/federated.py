@@ -2,31 +2,20 @@
 """Datasets of the clients and the server, and the checks of what they hold."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from perada.core.checks import check_whole
-from perada.data.batches.samples import (
-    Kind,
-    MapStore,
-    Store,
-    TensorStore,
-    as_labels,
-    check_kind,
-    check_label_kind,
-    isolated_randomness,
-    kind,
-    length,
-    make_store,
-)
-from perada.data.sets.base import ImageSet, class_names
+from perada.data.batches.datasets import Kind, check_kind, check_label_kind, isolated_randomness, kind, length
+from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
+from perada.data.sets.base import class_names
 
 _CHUNK = 4096  # images of a tensor gathered at a time
 
@@ -56,18 +45,6 @@ def public_overlap(train: Store, public: Store) -> tuple[int, int, int] | None:
     return None
 
 
-def check_overlap(train: Store, public: Store, name: str = "public") -> None:
-    """Refuse a set of the server's that holds a training image."""
-    found = public_overlap(train, public)
-    if found is not None:
-        client, index, other = found
-        raise ValueError(
-            f"image {index} of client {client} is also image {other} of the {name} set: the server would distil by a "
-            f"private image, which the ledgers do not count. Take such images out of the {name} set; where it is a "
-            f"fraction of a dataset that holds an image twice, give another set as {name}"
-        )
-
-
 def _digests(store: Store) -> Iterator[bytes]:
     """A hash of each image, client after client; equal images have equal ones, others do not (128 bits)."""
     if isinstance(store, MapStore):
@@ -83,9 +60,9 @@ def _digests(store: Store) -> Iterator[bytes]:
 
 def _hashes(images: Tensor) -> Iterator[bytes]:
     """A hash of each of the images (N, ...)."""
-    kind = f"{tuple(images.shape[1:])} {images.dtype} ".encode()
+    prefix = f"{tuple(images.shape[1:])} {images.dtype} ".encode()
     for row in images.reshape(len(images), -1).contiguous().cpu().view(torch.uint8).numpy():
-        yield hashlib.blake2b(kind + row.tobytes(), digest_size=16).digest()
+        yield hashlib.blake2b(prefix + row.tobytes(), digest_size=16).digest()
 
 
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
@@ -120,6 +97,13 @@ class FederatedData:
     classes: Sequence[str] | None = None
     client_names: Sequence[str] | None = None
 
+    def with_datasets(self, made: Iterable[Dataset[Any]]) -> "FederatedData":
+        """The same with other datasets, in the order of the fields."""
+        left = iter(made)
+        train, test = ([next(left) for _ in sets] for sets in (self.train, self.test))
+        public, validation = (None if one is None else next(left) for one in (self.public, self.server_validation))
+        return replace(self, train=train, test=test, public=public, server_validation=validation)
+
 
 @dataclass
 class Checked:
@@ -147,10 +131,17 @@ class Checked:
                 )
 
     def check_overlap(self) -> None:
-        """Refuse images of the server's that clients train on."""
+        """Refuse images of the server's that clients train on; images in files are all read for it."""
         for name, store in (("public", self.public), ("server_validation", self.server_validation)):
-            if store is not None:
-                check_overlap(self.train, store, name)
+            found = None if store is None else public_overlap(self.train, store)
+            if found is not None:
+                client, index, other = found
+                raise ValueError(
+                    f"image {index} of client {client} is also image {other} of the {name} set: the server would "
+                    "distil by a private image, which the ledgers do not count. Take such images out of the "
+                    f"{name} set; where it is a fraction of a dataset that holds an image twice, give another set as "
+                    f"{name}"
+                )
 
     def extreme_tokens(self) -> list[int]:
         """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
@@ -159,10 +150,21 @@ class Checked:
         return sorted({int(token) for images in texts for token in images.aminmax()})
 
     def class_counts(self) -> dict[str, list[list[int]]]:
-        """Images (M, K) of each client and class by ``train`` and ``test``, where no image must be read to know."""
-        stores = {"train": self.train, "test": self.test}
-        counts = {part: store and class_counts(store, self.num_classes) for part, store in stores.items()}
-        return {part: rows for part, rows in counts.items() if rows}
+        """Samples (M, K) of each client and class by ``train`` and ``test``; with several labels, those that have each.
+
+        A part is left out if a label is known only once its sample is read, or for more than ``COUNT_LIMIT`` numbers.
+        """
+        counts = {}
+        for part, store in (("train", self.train), ("test", self.test)):
+            few = store is not None and len(store.sizes) * self.num_classes <= COUNT_LIMIT
+            clients = store.client_labels() if store is not None and few else [None]
+            known = [labels for labels in clients if labels is not None]
+            if len(known) == len(clients):
+                counts[part] = [
+                    (own.long().sum(0) if self.multilabel else own.bincount(minlength=self.num_classes)).tolist()
+                    for own in known
+                ]
+        return counts
 
 
 def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:
@@ -183,18 +185,24 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     num_classes = num_classes or data.num_classes
     _check_counts(data)
     check_whole("num_classes", num_classes, optional=True)
-    train = make_store(data.train, size=image_size)
-    test = make_store(data.test, size=image_size) if any(map(length, data.test)) else None
-    validation = None if data.server_validation is None else make_store([data.server_validation], size=image_size)
+    sets = {"training": data.train, "test": data.test if any(map(length, data.test)) else []}
+    sets["validation"] = [] if data.server_validation is None else [data.server_validation]
+    stores = {part: make_store(datasets, size=image_size) for part, datasets in sets.items() if len(datasets)}
     public = None if data.public is None else make_store([data.public], labelled=False, size=image_size)
-    parts = {"training": train, "test": test, "validation": validation}
     image, found = None, {}
-    for part, store in parts.items():
-        if store is not None:
-            image = _check_shapes(part, store, image, image_size)
-            found[part] = _known_labels(part, store, num_classes)
+    for part, store in stores.items():
+        # Tensors were compared when the store was made.
+        for client in [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist():
+            got = first_image(store, client, image_size)
+            check_kind(client, got, image or got, f"{part} data: ")
+            image = got
+        found[part] = _known_labels(part, store, num_classes)
     assert image is not None
-    multilabel = _is_multilabel(found)
+    known = [(client, labels) for part in found.values() for client, labels in enumerate(part) if len(labels)]
+    first = known[0][1]
+    for client, labels in known:
+        check_label_kind(client, labels, first)
+    multilabel = first.ndim == 2
     if data.classes is not None:
         num_classes = num_classes or len(data.classes)
         class_names("the data", data.classes, num_classes)
@@ -204,14 +212,21 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
                 "where an image has a label or not, give vectors of zeros and ones (a list of columns of a table)"
             )
     if num_classes is None:
-        known = [labels for clients in found.values() for labels in clients if len(labels)]
-        num_classes = known[0].shape[1] if multilabel else int(max(labels.max() for labels in known)) + 1
-    for part, labels in found.items():
-        _check_labels(part, labels, num_classes, multilabel)
-    for store in parts.values():
+        num_classes = first.shape[1] if multilabel else int(max(labels.max() for _, labels in known)) + 1
+    if multilabel and first.shape[1] != num_classes:
+        raise ValueError(
+            f"labels have {first.shape[1]} entries but num_classes is {num_classes}: make the two equal, or leave "
+            "num_classes out"
+        )
+    for part, clients in found.items():
+        for client, labels in enumerate(clients):
+            who = "the server" if part == "validation" else f"client {client}"
+            check_labels(f"{who} has the {part} label", labels, num_classes, multilabel)
+    for store in stores.values():
         if isinstance(store, MapStore) and not multilabel:
             store.num_classes = num_classes
-    return Checked(train, test, public, validation, num_classes, multilabel, image)
+    test, validation = stores.get("test"), stores.get("validation")
+    return Checked(stores["training"], test, public, validation, num_classes, multilabel, image)
 
 
 def _check_counts(data: FederatedData) -> None:
@@ -245,26 +260,14 @@ def first_image(store: Store, client: int = 0, size: int | None = None) -> Kind:
     return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
 
 
-def _check_shapes(part: str, store: Store, expected: Kind | None, size: int | None) -> Kind | None:
-    """Compare the first image of every client; tensors were compared when the store was made."""
-    clients = [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist()
-    for client in clients:
-        got = first_image(store, client, size)
-        check_kind(client, got, expected or got, f"{part} data: ")
-        expected = got
-    return expected
-
-
 def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tensor]:
-    """Labels of every client, read from the sets' tensors or ``targets``, else sample by sample within SCAN_LIMIT."""
-    if isinstance(store, TensorStore):
-        return store.client_labels()
+    """Labels of every client, those that datasets declare, or else read sample by sample within SCAN_LIMIT."""
     scan = sum(store.sizes) <= SCAN_LIMIT
-    labels = []
+    found = []
     with isolated_randomness():
-        for client, dataset in enumerate(store.datasets):
-            known = _targets(dataset)
-            if known is None:
+        for client, labels in enumerate(store.client_labels()):
+            if labels is None:
+                assert isinstance(store, MapStore)
                 if not scan and num_classes is None:
                     raise ValueError(
                         f"client {client} declares no labels, and the {sum(store.sizes)} {part} samples are too many "
@@ -272,63 +275,15 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tens
                     )
                 count = store.sizes[client] if scan else min(1, store.sizes[client])
                 read = [label for index in range(count) if (label := store.item(client, index)[1]) is not None]
-                known = torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
-            labels.append(known)
-    return labels
+                labels = torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
+            found.append(labels)
+    return found
 
 
-def class_counts(store: Store, num_classes: int) -> list[list[int]] | None:
-    """Samples (M, K) of each client and class; with several labels a sample, those that have each.
-
-    None where no sample's label is known before it is read, or where these would be more than ``COUNT_LIMIT`` numbers.
-    """
-    if len(store.sizes) * num_classes > COUNT_LIMIT:
-        return None
-    clients = store.client_labels() if isinstance(store, TensorStore) else list(map(_targets, store.datasets))
-    counts = []
-    for labels in clients:
-        if labels is None:
-            return None
-        one = labels.long().sum(0) if labels.ndim > 1 else labels.bincount(minlength=num_classes)
-        counts.append(one.tolist())
-    return counts
-
-
-def _targets(dataset: Dataset[Any]) -> Tensor | None:
-    """The labels a dataset declares, as torchvision's and image sets do, without an image; None if it declares none."""
-    if type(dataset) is Subset:
-        inner = _targets(dataset.dataset)
-        return None if inner is None else inner[torch.as_tensor(list(dataset.indices), dtype=torch.int64)]
-    targets = dataset.labels if isinstance(dataset, ImageSet) else getattr(dataset, "targets", None)
-    if targets is None or getattr(dataset, "target_transform", None) is not None:
-        return None
-    labels = as_labels(targets)
-    return labels if len(labels) == length(dataset) else None
-
-
-def _is_multilabel(found: dict[str, list[Tensor]]) -> bool:
-    """Whether labels are vectors, for all clients alike."""
-    first = found["training"][0]
-    for clients in found.values():
-        for client, labels in enumerate(clients):
-            if len(labels):
-                check_label_kind(client, labels, first)
-    return first.ndim == 2
-
-
-def _check_labels(part: str, clients: list[Tensor], num_classes: int, multilabel: bool) -> None:
-    """Refuse classes outside 0..K-1, and multi-label vectors of another width or with values outside [0, 1]."""
-    if multilabel and clients[0].shape[1] != num_classes:
-        raise ValueError(
-            f"{part} labels have {clients[0].shape[1]} entries but num_classes is {num_classes}: "
-            "make the two equal, or leave num_classes out"
-        )
+def check_labels(what: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:
+    """Refuse classes outside of 0..K-1, and values of vectors outside of [0, 1]; ``what`` begins the message."""
     top = 1 if multilabel else num_classes - 1
-    for client, labels in enumerate(clients):
-        wrong = ~((labels >= 0) & (labels <= top))
-        if wrong.any():
-            who = "the server" if part == "validation" else f"client {client}"
-            raise ValueError(
-                f"{who} has the {part} label {labels[wrong][0].item()}, outside 0..{top}: "
-                "correct the label" + ("" if multilabel else f" or num_classes (now {num_classes})")
-            )
+    wrong = labels[~((labels >= 0) & (labels <= top))]
+    if len(wrong):
+        remedy = "correct the label" + ("" if multilabel else f" or num_classes (now {num_classes})")
+        raise ValueError(f"{what} {wrong[0].item()}, outside 0..{top}: {remedy}")

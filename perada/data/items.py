@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from perada.data.batches.samples import as_labels, isolated_randomness, length, read_item, tensor_source
+from perada.data.batches.datasets import as_labels, isolated_randomness, length, read_item, tensor_source
 from perada.data.federated import SCAN_LIMIT, FederatedData
 from perada.data.sets.base import ImageSet
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.text import some
-from perada.data.batches.samples import as_labels, length
+from perada.data.batches.datasets import as_labels, length
 from perada.data.federated import FederatedData
 from perada.data.preprocessing import Preprocessing
 

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, Subset
 
 from perada.core.batches import ImageConfig
 from perada.core.checks import check_choice, check_number, check_whole
-from perada.data.batches.preparation import Preparation
 from perada.data.batches.samples import MapStore
 from perada.data.batches.transforms import (
+    Preparation,
     check_dtype,
     check_full_scale,
     decode,

@@ -1,41 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shifted test sets: what else than the test images the models are scored on."""
+"""Shifted test sets: what else than the test images the models are scored on, and the corruptions of ImageNet-C."""
 
+import copy
+import inspect
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from perada.core.checks import check_choice, check_whole
+from perada.core.seeding import derive_seed
 from perada.core.text import SPREADS
-from perada.data.batches.corrupted import EXTRA, MAIN, SMALLEST, check_installed
-from perada.data.batches.samples import Store, as_labels, make_store
-from perada.data.federated import Checked
+from perada.data.batches.datasets import as_labels, isolated_randomness, seed_all
+from perada.data.batches.samples import Rows, Samples, Store, TensorStore, make_store
+from perada.data.batches.transforms import resize_uint8
+from perada.data.federated import Checked, check_labels
+from perada.data.sets.arrays import CORRUPTIONS
 from perada.data.sets.base import ImageSet, split_of
 
 ShiftsWhen = Literal["end", "evaluation", "test"]
+MAIN: tuple[str, ...] = CORRUPTIONS[:15]
+"""The 15 kinds of the benchmark (Hendrycks & Dietterich, ICLR 2019, https://arxiv.org/abs/1903.12261)."""
+EXTRA: tuple[str, ...] = CORRUPTIONS[15:]
+"""The four that it holds back for validation."""
 GROUPS = {"main": MAIN, "extra": EXTRA, "all": MAIN + EXTRA}
 """Words for several kinds of corruption."""
 LABEL_SHIFT = "label_shift"
 TAKEN = ("local_test", "global_test", "best_mode", "worst_mode", "entropy")
 """What names of other scores begin with."""
+SMALLEST = 32
+"""Height and width in pixels that an image must have to be corrupted."""
 
 
-class Shift(ABC):
-    """A shift of the test images: :class:`Corruptions` or :class:`LabelShift`.
-
-    Attributes:
-        others: Whether a client's model is scored on the images of the other clients alone.
-    """
-
-    others = False
-
-    @abstractmethod
-    def passes(self) -> list[tuple[str, int]]:
-        """Kind of corruption and severity of each pass over the test images; an empty kind corrupts nothing."""
+class Shift:
+    """A shift of the test images: :class:`Corruptions` or :class:`LabelShift`."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +74,13 @@ class Corruptions(Shift):
         """The kinds, one by one."""
         return GROUPS.get(self.kinds, (self.kinds,)) if isinstance(self.kinds, str) else tuple(self.kinds)
 
-    def passes(self) -> list[tuple[str, int]]:
-        """Each kind with each severity."""
-        return [(kind, severity) for kind in self.names for severity in self.severities]
 
-
+@dataclass(frozen=True)
 class LabelShift(Shift):
     """For each client, the test images of all other clients: all that the clients have but its own.
 
     The images and their number of each class are the others', so the labels are distributed as theirs together.
     """
-
-    others = True
-
-    def passes(self) -> list[tuple[str, int]]:
-        """One, over the images as they are."""
-        return [("", 0)]
-
-    def __repr__(self) -> str:
-        return "LabelShift()"
 
 
 Given = Shift | ImageSet | list[str] | str
@@ -118,26 +111,25 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
     Raises:
         ValueError: If a name cannot be used, or a value is not a shift.
     """
-    for name in given:
+    found: dict[str, Shift | ImageSet] = {}
+    for name, value in given.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.startswith(TAKEN) or name.endswith(SPREADS):
             raise ValueError(
                 f"shifts: the name {name!r} cannot be used; give one of letters, digits, '_', '-' and '.', that is no "
                 f"other score's: not beginning with {', '.join(TAKEN)}, nor ending in {', '.join(SPREADS)}"
             )
-    return {name: _as_shift(name, value) for name, value in given.items()}
-
-
-def _as_shift(name: str, value: Given) -> Shift | ImageSet:
-    if isinstance(value, Shift | ImageSet):
-        return value
-    if value == LABEL_SHIFT:
-        return LabelShift()
-    if isinstance(value, list) or value in (*GROUPS, *GROUPS["all"]):
-        return Corruptions(value)
-    raise ValueError(
-        f"shifts: {name}={value!r} is not a shift; give {LABEL_SHIFT!r}, a kind of corruption ({', '.join(GROUPS)} or "
-        "one of them), Corruptions, or an ImageSet with the same classes"
-    )
+        if isinstance(value, Shift | ImageSet):
+            found[name] = value
+        elif value == LABEL_SHIFT:
+            found[name] = LabelShift()
+        elif isinstance(value, list) or value in (*GROUPS, *GROUPS["all"]):
+            found[name] = Corruptions(value)
+        else:
+            raise ValueError(
+                f"shifts: {name}={value!r} is not a shift; give {LABEL_SHIFT!r}, a kind of corruption "
+                f"({', '.join(GROUPS)} or one of them), Corruptions, or an ImageSet with the same classes"
+            )
+    return found
 
 
 def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: int | None) -> list[Condition]:
@@ -158,27 +150,37 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: i
             raise ValueError(f"shifts: {name!r} needs test images, and the data has none; give some, or no shifts")
         if isinstance(shift, ImageSet):
             found.append(Condition(name, _labelled(name, shift, checked, size)))
-            continue
-        if shift.others and sum(map(bool, checked.test.sizes)) < 2:
-            raise ValueError(f"shifts: {name!r} needs test images of two clients, at least; leave it out")
-        if isinstance(shift, Corruptions):
+        elif isinstance(shift, Corruptions):
             _check_corruptible(name, checked)
-        found += [Condition(name, checked.test, *one, shift.others) for one in shift.passes()]
+            found += [
+                Condition(name, checked.test, kind, severity) for kind in shift.names for severity in shift.severities
+            ]
+        else:
+            if sum(map(bool, checked.test.sizes)) < 2:
+                raise ValueError(f"shifts: {name!r} needs test images of two clients, at least; leave it out")
+            found.append(Condition(name, checked.test, others=True))
     return found
 
 
 def _check_corruptible(name: str, checked: Checked) -> None:
-    """Refuse images that the corruptions are not made for."""
-    check_installed()
-    shape, dtype = checked.image
-    if dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3):
-        raise ValueError(
-            f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; give uint8 images of 1 or 3 channels"
+    """Refuse to continue without the library, or with images that the corruptions are not made for."""
+    if find_spec("imagecorruptions") is None:
+        raise ImportError(
+            "shifts: corruptions need the package imagecorruptions-imaug, which is not installed; install "
+            "perada[shifts], or leave the corruptions out"
         )
-    if min(shape[1:]) < SMALLEST:
+    try:
+        import cv2  # noqa: F401  # whether it loads
+    except ImportError as error:
+        raise ImportError(
+            f"shifts: corruptions need OpenCV, which does not load here ({error}); install the system's libraries that "
+            "it lacks (on Debian libgl1 and libxcb1), or opencv-python-headless in place of opencv-python"
+        ) from error
+    shape, dtype = checked.image
+    if dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < SMALLEST:
         raise ValueError(
-            f"shifts: {name!r} cannot corrupt images of {shape[1]}×{shape[2]} pixels; give image_size={SMALLEST} or "
-            "more, to which they are resized before"
+            f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; give uint8 images of 1 or 3 channels, "
+            f"and image_size={SMALLEST} or more, to which they are resized before"
         )
 
 
@@ -186,18 +188,78 @@ def _labelled(name: str, images: ImageSet, checked: Checked, size: int | None) -
     """The test split of another set, whose labels must be of the clients' classes."""
     test = images.with_split(False)
     who, classes = f"shifts: {name!r} ({split_of(test)})", test.num_classes
-    if test.labels is None:
-        raise ValueError(f"{who} has no labels, so nothing can be scored on it; give a labelled set")
-    if not len(test):
-        raise ValueError(f"{who} has no images; give some, or leave it out")
-    if classes is not None and classes != checked.num_classes:
+    if test.labels is None or not len(test):
+        raise ValueError(f"{who} has no {'labels' if len(test) else 'images'}; give a set of labelled images")
+    if classes not in (None, checked.num_classes):
         raise ValueError(f"{who} has {classes} classes and the data has {checked.num_classes}; give a set with as many")
     labels = as_labels(test.labels)
     if labels.shape[1:] != ((checked.num_classes,) if checked.multilabel else ()):
         kind = f"vectors of {checked.num_classes} entries" if checked.multilabel else "one class an image"
         raise ValueError(f"{who} has labels of shape {tuple(labels.shape)}, and the data has {kind}; give the same")
-    top = 1 if checked.multilabel else checked.num_classes - 1
-    wrong = labels[(labels < 0) | (labels > top)]
-    if len(wrong):
-        raise ValueError(f"{who} has the label {wrong[0].item()}, outside 0..{top}; give a set with the same classes")
+    check_labels(f"{who} has the label", labels, checked.num_classes, checked.multilabel)
     return make_store([test], size=size)
+
+
+def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
+    """Corrupt an image by ImageNet-C's function and parameters; the library is imagecorruptions-imaug.
+
+    A grey image is corrupted as an RGB one with three equal channels, of which the green one is kept.
+
+    Args:
+        image: uint8 (1 or 3, H, W), on the CPU, with sides of ``SMALLEST`` pixels or more.
+        kind: One of ``MAIN`` or ``EXTRA``.
+        severity: From 1 to 5.
+        seed: All that is drawn follows from it; the global streams stay as they are.
+
+    Returns:
+        uint8, of the same shape.
+    """
+    import cv2
+    from imagecorruptions import corruption_dict
+
+    if get_worker_info() is not None:
+        cv2.setNumThreads(0)  # the threads of OpenCV do not survive the fork of a worker
+    pixels = image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+    function = corruption_dict[kind]
+    # Two of them do not draw from NumPy's stream.
+    own = {"seed": derive_seed(seed, "own") % 2**32} if "seed" in inspect.signature(function).parameters else {}
+    with isolated_randomness(), np.errstate(all="ignore"):
+        seed_all(seed)
+        found = np.asarray(function(Image.fromarray(pixels), severity, **own))
+    found = np.where(np.isfinite(found), found, pixels)  # a spatter of no drops divides by zero
+    corrupted = torch.from_numpy(found.astype(np.uint8)).permute(2, 0, 1)
+    return corrupted[1:2] if len(image) == 1 else corrupted
+
+
+class CorruptedStore(Samples):
+    """The samples of a store, each image corrupted as it is read, on the host.
+
+    The draws follow from the run's ``seed``, the kind, the severity and the image's place among all clients' images.
+
+    Args:
+        store: Images uint8.
+        kind: The corruption.
+        severity: From 1 to 5.
+        seed: The run's seed.
+        size: Height and width that images are resized to before they are corrupted; None keeps them.
+    """
+
+    by_item = True
+
+    def __init__(self, store: Store, kind: str, severity: int, seed: int, size: int | None) -> None:
+        if isinstance(store, TensorStore):
+            store = copy.copy(store)  # the original may be on an accelerator, where no worker can read
+            store.to(torch.device("cpu"), store.images.nbytes)
+        self.store, self.sizes = store, store.sizes
+        self.kind, self.severity, self.seed, self.size = kind, severity, seed, size
+
+    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
+        """Read rows of the store, and corrupt them."""
+        images, labels, failed = self.store.read(owners, indices, key)
+        images = images if self.size is None else resize_uint8(images, self.size)
+        places = (self.starts[owners] + indices).tolist()
+        corrupted = [
+            corrupt(image, self.kind, self.severity, derive_seed(self.seed, f"shift/{self.kind}", self.severity, place))
+            for image, place in zip(images, places, strict=True)
+        ]
+        return torch.stack(corrupted), labels, failed

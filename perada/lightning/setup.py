@@ -160,7 +160,7 @@ def check_private(
         if value.is_floating_point():
             check_precision(key, value)
     if (settings.algorithm.distills and distils) or ON_PUBLIC & set(settings.diagnostics):
-        data.check_public_overlap()
+        data.checked.check_overlap()
     if settings.privacy is None:
         return
     if settings.weighting == "samples":

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from perada.core.seeding import Streams, derive_seed, generator, seed_global, seeded
-from perada.data.batches.samples import isolated_randomness, seed_all
+from perada.data.batches.datasets import isolated_randomness, seed_all
 from perada.engine.fold import fold
 
 # The first outputs of the published generator from seed 1234567, as its implementations in other languages give them.

@@ -24,7 +24,7 @@ from perada.data import (
     Photographs,
     UnlabelledFolder,
 )
-from perada.data.batches.samples import tensor_source
+from perada.data.batches.datasets import tensor_source
 
 RANDOM = np.random.default_rng(0)
 

@@ -106,12 +106,12 @@ def test_comparing_leaves_the_global_streams_alone():
 
 def test_a_public_set_with_private_images_is_refused():
     clients = [tensors(GREY[:2]), tensors(GREY[2:4])]
-    FederatedDataModule(FederatedData(clients)).check_public_overlap()
-    FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]))).check_public_overlap()
+    FederatedDataModule(FederatedData(clients)).checked.check_overlap()
+    FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]))).checked.check_overlap()
     # Held-out images and images of the test set are not trained on.
-    FederatedDataModule(FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[4:]))).check_public_overlap()
+    FederatedDataModule(FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[4:]))).checked.check_overlap()
     with pytest.raises(
         ValueError, match=r"image 1 of client 1 is also image 0 of the public set: .* Take such"
     ) as error:
-        FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]))).check_public_overlap()
+        FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]))).checked.check_overlap()
     assert "\n" not in str(error.value)

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada import FederatedData, FederatedDataModule
 from perada.data import Corruptions, ImageSet, LabelShift
-from perada.data.batches import corrupted
-from perada.data.batches.corrupted import EXTRA, MAIN, CorruptedStore, corrupt
+from perada.data import shifts as shifted
 from perada.data.batches.samples import make_store
+from perada.data.shifts import EXTRA, MAIN, CorruptedStore, corrupt
 
 DETERMINISTIC = {"defocus_blur", "zoom_blur", "brightness", "contrast"}
 DETERMINISTIC |= {"pixelate", "jpeg_compression", "gaussian_blur", "saturate"}
@@ -163,7 +163,11 @@ def test_held_out_images_are_not_shifted():
         ({"a": 3}, {}, "a=3 is not a shift"),
         ({"a": ["fog", "fogg"]}, {}, "kind='fogg' is unknown"),
         ({"a": ["fog", "fog"]}, {}, r"kinds=\['fog', 'fog'\] cannot be used; give one at least, and each once"),
-        ({"a": "fog"}, {"size": 28}, "'a' cannot corrupt images of 28×28 pixels; give image_size=32"),
+        (
+            {"a": "fog"},
+            {"size": 28},
+            r"'a' cannot corrupt images torch.uint8 of shape \(1, 28, 28\); give .* and image_size=32 or more",
+        ),
         ({"a": "fog"}, {"dtype": torch.float32}, "'a' cannot corrupt images torch.float32 of shape"),
         ({"a": "fog"}, {"test": False}, "'a' needs test images"),
         ({"a": LabelShift()}, {"clients": 1}, "'a' needs test images of two clients"),
@@ -196,7 +200,7 @@ def test_when_is_one_of_three():
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr(corrupted, "find_spec", lambda name: None)
+    monkeypatch.setattr(shifted, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"install perada\[shifts\]"):
         module({"a": "fog"})
     assert len(module({"a": "label_shift"}).conditions) == 1

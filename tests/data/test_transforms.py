@@ -8,8 +8,7 @@ from torchvision.transforms import v2
 from perada.core.batches import ImageConfig
 from perada.core.seeding import generator
 from perada.data import CohortBatch, EvalBatch
-from perada.data.batches.preparation import Preparation
-from perada.data.batches.transforms import augment, draw_crops, prepare_images, to_image
+from perada.data.batches.transforms import Preparation, augment, draw_crops, prepare_images, to_image
 
 IMAGENET = ImageConfig((3, 8, 8), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

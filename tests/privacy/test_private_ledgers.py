@@ -24,7 +24,7 @@ from perada.algorithms import (
     make_algorithm,
 )
 from perada.core.rounds import Phase, make_plan
-from perada.data.batches.loaders import PrivateRoundBatches
+from perada.data.batches.samples import RoundBatches
 from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account, Training
 
@@ -57,10 +57,12 @@ class Rounds(pl.Callback):
 
 def run_with(name, monkeypatch, other=()):
     """Three rounds in which the streams ``other`` see other images; also the streams that there were, by kind."""
-    seen, tuned, item = set(), set(), PrivateRoundBatches.__getitem__
+    seen, tuned, item = set(), set(), RoundBatches.__getitem__
 
     def changed(self, step):
         batches = item(self, step)
+        if self.private is None:  # the trial batch at set-up
+            return batches
         (tuned if self.plan.round == ROUNDS else seen).update(batches)
         return {
             stream: batch._replace(x=1 - batch.x.flip(-1)) if stream in other else batch
@@ -73,7 +75,7 @@ def run_with(name, monkeypatch, other=()):
     algorithm = (MADE | MORE).get(name, lambda: make_algorithm(name))()
     rounds = Rounds()
     with monkeypatch.context() as patched:
-        patched.setattr(PrivateRoundBatches, "__getitem__", changed)
+        patched.setattr(RoundBatches, "__getitem__", changed)
         run = train(algorithm, CHEAP, callbacks=[rounds], local_epochs=1, **options)
     return algorithm, run, rounds.states, seen, tuned
 

@@ -1,102 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows of the clients' datasets: by one gather where they are tensors, item by item otherwise."""
+"""The clients' samples, and the batches of them that a step of local training, or of evaluation, sees.
 
-import random
-import reprlib
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+Samples are gathered by index where the clients' datasets are tensors, and read item by item otherwise.
+"""
 
-import numpy as np
+import math
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
-from perada.core.seeding import derive_seed, seed_global
-from perada.core.states import send
-from perada.data.batches.transforms import (
-    MissingImageError,
-    UnreadableImageError,
-    UnreadableSampleError,
-    check_dtype,
-    resize_uint8,
-    to_image,
+from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, no_batch
+from perada.core.rounds import (
+    BatchSize,
+    PrivateSampling,
+    RoundPlan,
+    active_steps,
+    batch_indices,
+    rows_per_batch,
+    sampling_rate,
 )
-from perada.data.sets.base import ImageSet
+from perada.core.seeding import derive_seed, generator
+from perada.core.states import send
+from perada.data.batches.datasets import (
+    Kind,
+    Source,
+    as_labels,
+    check_kind,
+    check_label_kind,
+    declared_labels,
+    isolated_randomness,
+    kind,
+    length,
+    place,
+    read_item,
+    seed_all,
+    tensor_source,
+)
+from perada.data.batches.transforms import UnreadableImageError, check_dtype, pad, resize_uint8, to_image
+from perada.privacy.sampling import poisson_batches, shuffled_batches
 
-Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
-
-
-class Source(NamedTuple):
-    """A dataset that is tensors: all ``images`` and ``labels`` of its base, and which ``rows`` of them it has."""
-
-    images: Tensor
-    labels: Tensor | None
-    rows: Tensor
-
-
-def length(dataset: Dataset[Any]) -> int:
-    """Number of items of a map-style dataset."""
-    return len(cast(Sized, dataset))
-
-
-def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
-    """Turn labels into int64 classes, or float32 vectors of a multi-label task.
-
-    Raises:
-        TypeError: If they are neither.
-
-    >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
-    (torch.int64, torch.float32)
-    """
-    try:
-        labels = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # None, words, lists of unequal lengths
-        raise TypeError(
-            f"labels are {reprlib.repr(values)}: give integer classes, or float vectors (K,) of several labels"
-        ) from None
-    if labels.is_floating_point() and labels.ndim > 0:
-        return labels.float()
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels are {labels.dtype}: give integer classes, or float vectors (K,) of several labels")
-    return labels.long()
+BLOCK = 256
+"""Images whose features are computed together: always the same ones, so that bits do not depend on who is drawn."""
+Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]  # images, labels, and why some cannot be read, by their place
+T = TypeVar("T")
 
 
-def tensor_source(dataset: Dataset[Any], labelled: bool, rows: np.ndarray | None = None) -> Source | None:
-    """Find the tensors behind a TensorDataset, an ImageSet or a Subset of one; None if there are none.
-
-    Labels are read where they are needed alone (``labelled``). ``rows`` are the items that are meant; None for all. An
-    IndexError if a Subset has an item that its dataset lacks.
-    """
-    if type(dataset) is Subset:  # the rows of thousands of these are looked up without listing those of their base
-        own = np.asarray(dataset.indices, dtype=np.int64)
-        return tensor_source(dataset.dataset, labelled, own if rows is None else own[rows])
-    if type(dataset) is TensorDataset and len(dataset.tensors) >= 1 + labelled:
-        images, labels = dataset.tensors[0], dataset.tensors[1] if labelled else None
-    elif isinstance(dataset, ImageSet) and dataset.images is not None:
-        images, labels = dataset.images, dataset.labels if labelled else None
-    else:
-        return None
-    if rows is None:
-        return Source(images, labels, torch.arange(len(images)))
-    low, high = (rows.min(), rows.max()) if len(rows) else (0, 0)
-    if low < -len(images) or high >= len(images):
-        wrong = high if high >= len(images) else low
-        raise IndexError(f"a Subset has item {wrong} of a dataset of {len(images)}; correct its indices")
-    return Source(images, labels, torch.as_tensor(rows if low >= 0 else np.where(rows < 0, rows + len(images), rows)))
-
-
-class Samples(Protocol):
-    """Clients' samples."""
+class Samples(ABC):
+    """Clients' samples: each of ``sizes`` is a client's number of them."""
 
     sizes: tuple[int, ...]
+    by_item = False  # read one by one, by worker processes if there are any
+    on_device = False  # where training is on a GPU, they are there already
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Place of each client's first sample among all of them."""
+        return torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
+
+    @abstractmethod
+    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
+        """Read the rows ``indices`` (N,) of the datasets of ``owners`` (N,).
+
+        What datasets draw at random is derived from ``key`` and the sample, and leaves the global streams alone.
+
+        Returns:
+            Images (N, ...), with zeros for those that cannot be read; labels (N,) or (N, K), None if unlabelled; and
+            why some cannot be read.
+        """
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Gather rows; see :meth:`TensorStore.take`."""
+        """Read rows as :meth:`read`; the first that cannot be read raises its error."""
+        images, labels, failed = self.read(owners, indices, key)
+        for error in failed.values():
+            raise error
+        return images, labels
 
 
-class TensorStore:
+class TensorStore(Samples):
     """Clients' samples as rows of one image tensor, of one source a client.
 
     Raises:
@@ -106,38 +92,36 @@ class TensorStore:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         bases: dict[tuple[int, int], int] = {}  # of images and labels by id -> their first row in the concatenation
-        unique: list[Source] = []
-        places = []
-        total = 0
+        images, labels, places = list[Tensor](), list[Tensor](), []
         for client, source in enumerate(sources):
             check_dtype(source.images)
             base = id(source.images), id(source.labels)
             if base not in bases:
+                bases[base] = sum(map(len, images))
                 check_kind(client, kind(source.images), kind(sources[0].images))
-                if source.labels is not None and sources[0].labels is not None:
-                    check_label_kind(client, as_labels(source.labels), as_labels(sources[0].labels))
-                bases[base] = total
-                unique.append(source)
-                total += len(source.images)
+                images.append(source.images)
+                if source.labels is not None:
+                    labels.append(as_labels(source.labels))
+                    check_label_kind(client, labels[-1], labels[0])
             places.append(source.rows + bases[base])
-        images = unique[0].images if len(unique) == 1 else torch.cat([source.images for source in unique])
-        self.images = images.unsqueeze(1) if images.dtype == torch.uint8 and images.ndim == 3 else images
-        labels = [as_labels(source.labels) for source in unique if source.labels is not None]
+        self.images = images[0] if len(images) == 1 else torch.cat(images)
+        if self.images.dtype == torch.uint8 and self.images.ndim == 3:
+            self.images = self.images.unsqueeze(1)
         self.labels = (labels[0] if len(labels) == 1 else torch.cat(labels)) if labels else None
         self.sizes = tuple(len(source.rows) for source in sources)
-        self.starts = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
         self.table = torch.cat(places)
 
-    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Gather the rows ``indices`` (N,) of the datasets of ``owners`` (N,); nothing is drawn here by ``key``.
+    @property
+    def on_device(self) -> bool:  # type: ignore[override]  # known from the tensor
+        """Whether the images are on a GPU."""
+        return self.images.is_cuda
 
-        Returns:
-            Images (N, ...) and labels (N,) or (N, K), None if unlabelled.
-        """
+    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
+        """Gather rows."""
         rows = send(self.table[self.starts[owners] + indices], self.images.device)
-        return self.images[rows], None if self.labels is None else self.labels[rows]
+        return self.images[rows], None if self.labels is None else self.labels[rows], {}
 
-    def client_labels(self) -> list[Tensor]:
+    def client_labels(self) -> list[Tensor | None]:
         """Labels of every client's samples, in order."""
         assert self.labels is not None
         return list(torch.split(self.labels[self.table.to(self.labels.device)], list(self.sizes)))
@@ -149,12 +133,14 @@ class TensorStore:
             self.labels = None if self.labels is None else self.labels.to(device)
 
 
-class MapStore:
+class MapStore(Samples):
     """Clients' samples read one by one from map-style datasets, one a client.
 
     Of items that are not ``labelled`` only the image is looked at. uint8 images are resized to ``size`` as they are
     read, so that they can be stacked.
     """
+
+    by_item = True
 
     def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
         self.datasets, self.labelled, self.size = datasets, labelled, size
@@ -172,9 +158,9 @@ class MapStore:
         except TypeError as error:
             raise TypeError(f"{who}, sample {index}: {error}") from None
         if image.is_floating_point() and not image.isfinite().all():
-            raise UnreadableSampleError(
-                f"{who}, sample {index}{_place(self.datasets[owner], index)}, is an image with NaN or infinity: fix "
-                "it or leave it out"
+            where = place(self.datasets[owner], index)
+            raise UnreadableImageError(
+                f"{who}, sample {index}{where}, is an image with NaN or infinity: fix it or leave it out"
             )
         if label is not None and self.num_classes is not None and not 0 <= label < self.num_classes:
             raise ValueError(
@@ -185,31 +171,24 @@ class MapStore:
             image = resize_uint8(image, self.size)
         return image, label
 
-    def read(
-        self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None, dict[int, Exception]]:
-        """Read rows as :meth:`take`, with zeros for those that cannot be read, and why, by their places.
-
-        A store of which nothing was read yet raises the reason.
-        """
+    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
+        """Read rows; a store of which nothing was read yet raises the reason why the first cannot be read."""
         rows: list[tuple[Tensor, Tensor | None] | None] = []
         failed: dict[int, Exception] = {}
         first: Kind | None = None if self._blank is None else kind(self._blank[0], 0)
         with isolated_randomness():
-            for place, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
+            for row, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
                 seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
                 try:
                     image, label = self.item(owner, index)
                     first = first or kind(image, 0)
                     check_kind(owner, kind(image, 0), first)
                 except Exception as error:  # of one client, whom the others need not share it with
-                    failed[place] = error
+                    failed[row] = error
                     rows.append(self._blank)
                     continue
-                self._blank = self._blank or (
-                    torch.zeros_like(image),
-                    None if label is None else torch.zeros_like(label),
-                )
+                blank = None if label is None else torch.zeros_like(label)
+                self._blank = self._blank or (torch.zeros_like(image), blank)
                 rows.append((image, label))
         if None in rows:
             raise next(iter(failed.values()))
@@ -217,40 +196,9 @@ class MapStore:
         labels = [label for _, label in known if label is not None]
         return torch.stack([image for image, _ in known]), torch.stack(labels) if labels else None, failed
 
-    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Read rows, with the arguments and results of :meth:`TensorStore.take`.
-
-        What the datasets draw at random is derived from ``key`` and the sample, and leaves the global streams alone.
-        """
-        images, labels, failed = self.read(owners, indices, key)
-        for error in failed.values():
-            raise error
-        return images, labels
-
-
-def read_item(dataset: Dataset[Any], index: int, who: str) -> Any:  # noqa: ANN401
-    """An item as the dataset has it; a ValueError says whose it is and where, if it cannot be read."""
-    try:
-        return dataset[index]
-    except (UnreadableImageError, MissingImageError, UnreadableSampleError):  # which say where it is
-        raise
-    except Exception as error:  # whatever a dataset raises
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        raise UnreadableSampleError(
-            f"{who}, sample {index}{_place(dataset, index)}, cannot be read ({reason}): fix it or leave it out"
-        ) from error
-
-
-def _place(dataset: Any, index: int) -> str:  # noqa: ANN401
-    """Where a dataset says that an item is, as torchvision's folders do, to follow its number; or nothing."""
-    if isinstance(dataset, Subset):
-        return _place(dataset.dataset, dataset.indices[index])
-    for name in ("samples", "imgs", "paths", "files"):
-        listed = getattr(dataset, name, None)
-        if isinstance(listed, list | tuple) and index < len(listed):
-            entry = listed[index][0] if isinstance(listed[index], tuple | list) and listed[index] else listed[index]
-            return f" ({str(entry)!r})" if isinstance(entry, str | Path) else ""
-    return _place(dataset.dataset, index) if hasattr(dataset, "dataset") else ""
+    def client_labels(self) -> list[Tensor | None]:
+        """Labels of every client's samples, where datasets declare them."""
+        return [declared_labels(dataset) for dataset in self.datasets]
 
 
 Store = TensorStore | MapStore
@@ -259,61 +207,191 @@ Store = TensorStore | MapStore
 def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: int | None = None) -> Store:
     """Choose the fast store if every dataset is tensors."""
     sources = [tensor_source(dataset, labelled) for dataset in datasets]
-    found = [source for source in sources if source is not None]
     for client, source in enumerate(sources):
-        if labelled and source is not None and source.labels is None:
+        if not labelled or source is None:
+            continue
+        if source.labels is None:
             raise ValueError(f"client {client}: its images have no labels; give labelled ones, or leave the client out")
-        if (
-            source is not None
-            and source.labels is not None
-            and source.labels.ndim == 1
-            and source.labels.is_floating_point()
-        ):
+        if source.labels.ndim == 1 and source.labels.is_floating_point():
             raise TypeError(
                 f"client {client}: labels are {source.labels.dtype} {tuple(source.labels.shape)}, of no vectors; give "
                 "whole numbers (N,), a class for each image, or floats (N, K) of several labels each"
             )
+    found = [source for source in sources if source is not None]
     return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
 
 
-def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
-    """Refuse images that cannot be batched together; the message begins with ``part``."""
-    if got != expected:
-        raise ValueError(
-            f"{part}client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
-            "or set image_size to have uint8 images resized"
-        )
+class FeatureCache:
+    """Features of as many sets as fit into a limit, in the order in which they are first read.
+
+    Args:
+        encode: Features (B, F) of images (B, ...) as they are read.
+        size: F.
+        limit_bytes: Of all sets together; features count four bytes each.
+        suits: Whether images (1, ...), as they are read, have the shape that features are of.
+    """
+
+    def __init__(
+        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, suits: Callable[[Tensor], bool]
+    ) -> None:
+        self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
+        self.stores: dict[int, Samples] = {}
+
+    def __call__(self, store: TensorStore) -> Samples:
+        """``store`` read as features, or itself where they would not fit or its images are of another shape."""
+        if id(store) not in self.stores:
+            need = 4 * self.size * sum(store.sizes)
+            fits = 0 < need <= self.left and self.suits(store.images[:1])
+            self.left -= need if fits else 0
+            self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
+        return self.stores[id(store)]
 
 
-def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
-    """Refuse labels of another kind than the first client's: all are classes, or all are vectors of one length."""
-    if labels.ndim > 2 or labels.shape[1:] != first.shape[1:] or labels.dtype != first.dtype:
-        raise ValueError(
-            f"client {client}: a label is {labels.dtype} {tuple(labels.shape[1:])}, an earlier client's is "
-            f"{first.dtype} {tuple(first.shape[1:])}: give all an integer, or all a float vector of K labels"
-        )
+class FeatureStore(Samples):
+    """The samples of a store with features (F,) for images, computed where these are when they are first asked for."""
+
+    on_device = True
+
+    def __init__(self, store: TensorStore, encode: Callable[[Tensor], Tensor]) -> None:
+        self.store, self.encode, self.sizes = store, encode, store.sizes
+        self._known = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
+        self._features: Tensor | None = None
+
+    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
+        """Gather rows, and compute the blocks of those that are not known yet."""
+        positions = self.starts[owners] + indices
+        blocks = torch.unique(positions // BLOCK)
+        for block in blocks[~self._known[blocks]].tolist():
+            rows = slice(block * BLOCK, (block + 1) * BLOCK)
+            features = self.encode(self.store.images[self.store.table[rows].to(self.store.images.device)])
+            if self._features is None:
+                self._features = features.new_empty(len(self.store.table), features.shape[1])
+            self._features[rows] = features
+            self._known[block] = True
+        assert self._features is not None
+        device, labels = self._features.device, self.store.labels
+        if labels is not None:
+            labels = send(labels[self.store.table[positions].to(labels.device)], device)
+        return self._features[positions.to(device)], labels, {}
 
 
-def kind(images: Tensor, skip: int = 1) -> Kind:
-    """Shape without the first ``skip`` axes, and number format."""
-    return tuple(images.shape[skip:]), images.dtype
+class RoundBatches(Dataset[AnyBatch]):
+    """The cohort batches of one round: who trains for how long is in ``plan``; B rows, or all where it is "full".
+
+    A client's batches depend on the seed, the round and the client, not on the cohort. All are drawn when the dataset
+    is made, so every worker serves the same ones. With ``private`` an item is a dict of one batch for each stream of
+    its phase, by name, and batches depend on the stream too; with ``private.secure`` on nothing but a cryptographic
+    generator. So do the datasets' random transforms, which go by an image's place: if they were known, removing an
+    image would visibly change those of all images after it. A stream continues from one of its phases to the next, and
+    does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
+
+    B is the mean number of rows where batches are Poisson samples, the largest where passes are shuffled. A batch may
+    then hold no image of a client: its count is 0. The rows (C, B, ...) are as wide as the largest count, at least 1.
+
+    Raises:
+        ValueError: If the plan has another number of phases than ``private``.
+    """
+
+    def __init__(
+        self,
+        store: Samples,
+        plan: RoundPlan,
+        batch_size: BatchSize,
+        seed: int,
+        private: PrivateSampling | None = None,
+    ) -> None:
+        self.store, self.plan, self.batch_size, self.seed, self.private = store, plan, batch_size, seed, private
+        streams = (("",),) * len(plan.steps) if private is None else private.streams
+        if len(streams) != len(plan.steps):
+            raise ValueError(
+                f"private names the streams of {len(streams)} phases, and there are {len(plan.steps)}; name those of "
+                "each phase"
+            )
+        self._items = secrets.randbits(256) if private is not None and private.secure else seed
+        self.walk = list(active_steps(plan))
+        drawn = {}
+        for name in {name for phase in streams for name in phase}:
+            steps = [own for own, named in zip(plan.steps, streams, strict=True) if name in named]
+            totals = map(sum, zip(*steps, strict=True))
+            drawn[name] = [iter(self._draw(name, *one)) for one in zip(plan.clients, totals, strict=True)]
+        self.indices = [  # of each step, by stream and active client
+            {name: list(map(next, drawn[name][:active])) for name in streams[phase]} for phase, _, active in self.walk
+        ]
+
+    def __len__(self) -> int:
+        return len(self.walk)
+
+    def __getitem__(self, step: int) -> AnyBatch:
+        batches = {name: self._batch(name, step) for name in self.indices[step]}
+        return batches[""] if self.private is None else batches
+
+    def _draw(self, name: str, client: int, steps: int) -> Sequence[Tensor]:
+        """All batches of a stream for a client: indices into its images."""
+        size, seed, round = self.store.sizes[client], self.seed, self.plan.round
+        if self.private is None:
+            return batch_indices(size, self.batch_size, steps, seed, "batches", round, client).unbind()
+        secure = self.private.secure
+        if self.private.sampling == "poisson":
+            rate = sampling_rate(size, self.batch_size)
+            return poisson_batches(size, rate, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+        rows = rows_per_batch(size, self.batch_size)
+        return shuffled_batches(size, rows, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+
+    def _batch(self, name: str, step: int) -> CohortBatch:
+        """A stream's batch in a step. Samples that cannot be read are zeros, or, in a private round, not in it."""
+        phase, indices, round = self.walk[step][0], self.indices[step][name], self.plan.round
+        clients, counts = self.plan.clients[: len(indices)], tuple(map(len, indices))
+        if not clients:
+            return no_batch(phase, step, round)
+        owners, rows = torch.tensor(clients).repeat_interleave(torch.tensor(counts)), torch.cat(list(indices))
+        if not len(rows):  # an image is read for its shape, and dropped
+            owners, rows = torch.tensor(clients[:1]), torch.zeros(1, dtype=torch.int64)
+        stream = () if self.private is None else (derive_seed(self._items, f"stream/{name}"),)
+        x, y, reasons = self.store.read(owners, rows, (self._items, round, step, *stream))
+        assert y is not None
+        failed = {int(owners[row]): _reason(error, int(owners[row])) for row, error in reasons.items()}
+        kept = [row for row in range(sum(counts)) if self.private is None or row not in reasons]
+        if len(kept) < len(x):
+            x, y, left = x[kept], y[kept], owners[kept].tolist()
+            counts = tuple(left.count(client) for client in clients)
+        return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, round, tuple(failed.items()))
 
 
-@contextmanager
-def isolated_randomness() -> Iterator[None]:
-    """Set the global random streams of Python, NumPy and torch by :func:`seed_all` of 0, and put them back on exit."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        seed_all(0)
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+def _reason(error: Exception, client: int) -> str:
+    """Why a client's sample cannot be read; the client is named."""
+    return str(error) if f"client {client}" in str(error) else f"client {client}: {error}"
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global streams of Python, NumPy and torch (on the CPU): datasets' transforms draw from these."""
-    random.seed(derive_seed(seed, "python"))
-    np.random.seed(np.frombuffer(derive_seed(seed, "numpy").to_bytes(16, "little"), dtype=np.uint32))
-    seed_global(seed, "torch")
+class EvalBatches(Dataset[EvalBatch]):
+    """All samples of all clients, each once, in order of client; the last batch may have fewer than B rows.
+
+    The run's seed is for datasets that draw.
+    """
+
+    def __init__(self, store: Samples, batch_size: int, seed: int) -> None:
+        self.store, self.batch_size, self.seed = store, batch_size, seed
+        self.owners = torch.arange(len(store.sizes)).repeat_interleave(torch.tensor(store.sizes))
+        self.indices = torch.arange(len(self.owners)) - store.starts[self.owners]
+
+    def __len__(self) -> int:
+        return -(-len(self.owners) // self.batch_size)
+
+    def __getitem__(self, step: int) -> EvalBatch:
+        rows = slice(step * self.batch_size, (step + 1) * self.batch_size)
+        x, y = self.store.take(self.owners[rows], self.indices[rows], (self.seed, -1, step))
+        assert y is not None
+        return EvalBatch(x, y, self.owners[rows])
+
+
+def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[T]:
+    """Serve batches in order. Tensors are gathered in this process: workers would only slow that down."""
+    workers = num_workers if store.by_item else 0
+    # Its own generator, or each iterator would take a number from the global stream.
+    own = generator(0, "loader")
+    # Where training is on a GPU, what the host reads is copied there without a wait.
+    pin = torch.cuda.is_initialized() and not store.on_device
+    return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_is, generator=own, pin_memory=pin)
+
+
+def _as_is(batch: Any) -> Any:  # noqa: ANN401 - the default would turn tuples into lists
+    return batch

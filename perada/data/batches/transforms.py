@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as tensors: decoded from files of any mode, cropped, mirrored, resized and normalised."""
+"""Images as tensors, decoded from files of any mode, and batches of them made ready for a model."""
 
+import secrets
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,11 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as vision
 
-from perada.core.batches import ImageConfig
+from perada.core.batches import CohortBatch, EvalBatch, ImageConfig
 from perada.core.checks import check_number
+from perada.core.seeding import generator
 from perada.core.states import send
+from perada.engine.losses import real_rows
 
+BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535  # what 16 bits hold
+UNREADABLE = (OSError, SyntaxError, ValueError)  # what Pillow raises depends on the format
 _DEEP = ("F", "I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
@@ -71,12 +77,7 @@ def read_image(
             return decode(ImageOps.exif_transpose(image), mode, full_scale)
     except FileNotFoundError:
         raise MissingImageError(f"{name or path} does not exist: {remedy}") from None
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-    ) as error:  # what Pillow raises depends on the format
+    except (*UNREADABLE, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split())
         raise UnreadableImageError(f"{name or path} is not a readable image ({reason}): {remedy}") from None
 
@@ -93,30 +94,21 @@ def _scaled(values: np.ndarray[Any, Any], mode: str, full_scale: float | None) -
     return np.rint(values.astype(np.float64) * (255 / top)).astype(np.uint8)
 
 
-class UnreadableImageError(ValueError):
-    """A file that is not an image, or a broken one; the message is one line, from a worker process too."""
+class _OneLineError(Exception):
+    """Torch makes a worker's error anew in the main process, from its traceback; its last line is the message."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_without_traceback(message))
+        if "Original Traceback" in message:
+            message = message.strip().rpartition("\n")[2].partition(": ")[2]
+        super().__init__(message)
 
 
-class UnreadableSampleError(ValueError):
-    """A sample that a dataset does not give, or that is NaN; the message is one line, from a worker process too."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(_without_traceback(message))
+class UnreadableImageError(_OneLineError, ValueError):
+    """A file that is not an image, or a sample that a dataset does not give, or one that is NaN."""
 
 
-class MissingImageError(FileNotFoundError):
-    """A file that is not there; the message is one line, from a worker process too."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(_without_traceback(message))
-
-
-def _without_traceback(message: str) -> str:
-    """Torch makes a worker's error anew in the main process, from its traceback; the last line is the message."""
-    return message.strip().rpartition("\n")[2].partition(": ")[2] if "Original Traceback" in message else message
+class MissingImageError(_OneLineError, FileNotFoundError):
+    """A file that is not there."""
 
 
 def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
@@ -217,3 +209,90 @@ def augment(images: Tensor, crops: Tensor, padding: int) -> Tensor:
     which = torch.arange(number, device=images.device)[:, None, None, None]
     plane = torch.arange(channels, device=images.device)[None, :, None, None]
     return padded[which, plane, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Lay out the clients' rows as (C, B, ...), zeros at the end of the shorter ones; B is at least 1.
+
+    >>> pad(torch.tensor([1, 2, 3]), (2, 1)).tolist()
+    [[1, 2], [3, 0]]
+    """
+    longest = max(1, *counts)
+    if min(counts) == longest:
+        return rows.view(len(counts), longest, *rows.shape[1:])
+    padded = rows.new_zeros(len(counts), longest, *rows.shape[1:])
+    places = torch.cat([torch.arange(count) + client * longest for client, count in enumerate(counts)])
+    padded.flatten(0, 1).index_copy_(0, send(places, rows.device), rows)
+    return padded
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Makes a batch ready for the model, on the device it is on.
+
+    uint8 images are as :func:`prepare_images` makes them. Before that, cohort batches are augmented if asked for, with
+    draws that depend on the seed, the round, the client and the step alone; for private training also on the stream.
+    Padding stays zero.
+
+    Args:
+        image: What the backbone asks of images.
+        image_size: Height and width to resize to, or None.
+        crop_padding: Shift training images by up to so many pixels; 0 for not.
+        flip: Mirror half of the training images.
+        seed: The run's seed.
+        secure: Augment the images of private training by the operating system's generator instead: the draws go by an
+            image's place in the batch, and whoever knew them could tell from the others whether an image is there.
+    """
+
+    image: ImageConfig | None = None
+    image_size: int | None = None
+    crop_padding: int = 0
+    flip: bool = False
+    seed: int = 0
+    secure: bool = False
+
+    @property
+    def augments(self) -> bool:
+        """Whether training images are changed at random."""
+        return self.flip or self.crop_padding > 0
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Refuse to augment what is not an image."""
+        if self.augments and len(shape) != 3:
+            raise ValueError(
+                f"images have shape {shape}, but crop_padding and flip need (channels, height, width); leave both out"
+            )
+
+    def __call__(self, batch: BatchT) -> BatchT:
+        """Prepare a cohort batch, one for each stream by name, a batch of test data, or images (B, ...)."""
+        if isinstance(batch, Tensor):
+            return prepare_images(batch, self.image, self.image_size)
+        if isinstance(batch, EvalBatch):
+            return batch._replace(x=prepare_images(batch.x, self.image, self.image_size))
+        if isinstance(batch, CohortBatch):
+            return self._cohort(batch)
+        return {name: self._cohort(own, name) for name, own in batch.items()}
+
+    def _cohort(self, batch: CohortBatch, stream: str | None = None) -> CohortBatch:
+        if not batch.clients:
+            return batch
+        x = prepare_images(self._augment(batch, stream), self.image, self.image_size)
+        if min(batch.counts) < x.shape[1]:
+            real = real_rows(batch.counts, x.shape[1], x.device)
+            x = x * real.view(*real.shape, *[1] * (x.ndim - 2))
+        return batch._replace(x=x)
+
+    def _augment(self, batch: CohortBatch, stream: str | None) -> Tensor:
+        """Shift and mirror the images (C, B, Ch, H, W), as asked for.
+
+        A client draws for its own rows alone, since the width depends on others' batches.
+        """
+        if not self.augments:
+            return batch.x
+        purpose = "augment" if stream is None else f"augment/{stream}"
+        seed = secrets.randbits(256) if self.secure and stream is not None else self.seed
+        sources = [generator(seed, purpose, batch.round, client, batch.step) for client in batch.clients]
+        drawn = zip(batch.counts, sources, strict=True)
+        own = [draw_crops(rows, self.flip, self.crop_padding, source) for rows, source in drawn]
+        crops = pad(torch.cat(own), batch.counts).flatten(0, 1)
+        return augment(batch.x.flatten(0, 1), crops, self.crop_padding).view_as(batch.x)

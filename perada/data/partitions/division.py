@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.samples import length
+from perada.data.batches.datasets import length
 from perada.data.federated import FederatedData
 from perada.data.partitions.base import Partition, Split, divide
 from perada.data.partitions.shares import Array, hashed_share, whole_groups

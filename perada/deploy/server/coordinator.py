@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
-from perada.data.batches.preparation import Preparation
+from perada.data.batches.transforms import Preparation
 from perada.deploy.protocol import Answer, Kind, Order, Spec, Transport, largest, pack, spec_of
 from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
 from perada.deploy.server.images import ServerImages

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from perada.core.rounds import batch_indices
 from perada.core.states import send
-from perada.data.batches.preparation import Preparation
 from perada.data.batches.samples import Store, make_store
+from perada.data.batches.transforms import Preparation
 
 
 class ServerImages:

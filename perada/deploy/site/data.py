@@ -16,8 +16,8 @@ from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, one_of
 from perada.core.files import write_atomic
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
 from perada.core.states import send
-from perada.data.batches.loaders import PrivateRoundBatches, RoundBatches, loader
-from perada.data.batches.samples import MapStore, Samples, length
+from perada.data.batches.datasets import length
+from perada.data.batches.samples import MapStore, RoundBatches, Rows, Samples, loader
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions.division import identities_of
@@ -67,8 +67,7 @@ class OneClient:
     ) -> Iterator[AnyBatch]:
         """The prepared local steps of a plan."""
         store = self._numbered()
-        given = store, plan, self.data.batch_size, self.data.preparation.seed
-        whole = RoundBatches(*given) if private is None else PrivateRoundBatches(*given, private)
+        whole = RoundBatches(store, plan, self.data.batch_size, self.data.preparation.seed, private)
         # Others may take more steps: nothing is done then, and a site may say any number.
         own = Subset(whole, [place for place, (*_, active) in enumerate(active_steps(plan)) if active])
         for batch in loader(own, store, self.data.num_workers):
@@ -94,18 +93,19 @@ class OneClient:
             numbered.datasets, numbered.num_classes = {self.number: store.datasets[0]}, store.num_classes  # type: ignore[assignment]  # looked up only
             numbered.sizes = {self.number: self.size}  # type: ignore[assignment]  # likewise
             return numbered
-        return _Numbered(store, self.number)  # type: ignore[return-value]  # its sizes are looked up only
+        return _Numbered(store, self.number)
 
 
-class _Numbered:
+class _Numbered(Samples):
     """A store of one client, which has another number."""
 
     def __init__(self, store: Samples, number: int) -> None:
-        self.store, self.sizes = store, {number: store.sizes[0]}
+        self.store, self.on_device = store, store.on_device
+        self.sizes = {number: store.sizes[0]}  # type: ignore[assignment]  # looked up only
 
-    def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """As the store's."""
-        return self.store.take(torch.zeros_like(owners), indices, key)
+        return self.store.read(torch.zeros_like(owners), indices, key)
 
 
 def _moved(batch: AnyBatch, device: torch.device) -> AnyBatch:

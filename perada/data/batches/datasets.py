@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a map-style dataset holds: the tensors behind it, its items, its labels."""
+
+import random
+import reprlib
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from perada.core.seeding import derive_seed, seed_global
+from perada.data.batches.transforms import MissingImageError, UnreadableImageError
+from perada.data.sets.base import ImageSet
+
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
+
+
+class Source(NamedTuple):
+    """A dataset that is tensors: all ``images`` and ``labels`` of its base, and which ``rows`` of them it has."""
+
+    images: Tensor
+    labels: Tensor | None
+    rows: Tensor
+
+
+def length(dataset: Dataset[Any]) -> int:
+    """Number of items of a map-style dataset."""
+    return len(cast(Sized, dataset))
+
+
+def resolved(dataset: Any) -> tuple[Any, np.ndarray[Any, Any]]:  # noqa: ANN401
+    """What a dataset is a Subset of, or itself, and the items (N,) of it that are meant.
+
+    Raises:
+        IndexError: If a Subset has an item that its dataset lacks.
+    """
+    rows = np.arange(length(dataset))
+    while type(dataset) is Subset:
+        rows = np.asarray(dataset.indices, dtype=np.int64)[rows]
+        dataset, size = dataset.dataset, length(dataset.dataset)
+        wrong = rows[(rows < -size) | (rows >= size)]
+        if len(wrong):
+            raise IndexError(f"a Subset has item {wrong[0]} of a dataset of {size}; correct its indices")
+        rows = np.where(rows < 0, rows + size, rows)
+    return dataset, rows
+
+
+def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
+    """Find the tensors behind a TensorDataset, an ImageSet or a Subset of one; None if there are none.
+
+    Labels are read where they are needed alone (``labelled``).
+    """
+    base, rows = resolved(dataset)
+    if type(base) is TensorDataset and len(base.tensors) >= 1 + labelled:
+        return Source(base.tensors[0], base.tensors[1] if labelled else None, torch.from_numpy(rows))
+    if isinstance(base, ImageSet) and base.images is not None:
+        return Source(base.images, base.labels if labelled else None, torch.from_numpy(rows))
+    return None
+
+
+def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
+    """Turn labels into int64 classes, or float32 vectors of a multi-label task.
+
+    Raises:
+        TypeError: If they are neither.
+
+    >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
+    (torch.int64, torch.float32)
+    """
+    remedy = "give integer classes, or float vectors (K,) of several labels"
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # None, words, lists of unequal lengths
+        raise TypeError(f"labels are {reprlib.repr(values)}: {remedy}") from None
+    if labels.is_floating_point() and labels.ndim > 0:
+        return labels.float()
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels are {labels.dtype}: {remedy}")
+    return labels.long()
+
+
+def declared_labels(dataset: Dataset[Any]) -> Tensor | None:
+    """The labels a dataset declares, as torchvision's and image sets do, without an image; None if it declares none."""
+    base, rows = resolved(dataset)
+    targets = base.labels if isinstance(base, ImageSet) else getattr(base, "targets", None)
+    if targets is None or getattr(base, "target_transform", None) is not None:
+        return None
+    labels = as_labels(targets)
+    return labels[torch.from_numpy(rows)] if len(labels) == length(base) else None
+
+
+def read_item(dataset: Dataset[Any], index: int, who: str) -> Any:  # noqa: ANN401
+    """An item as the dataset has it; a ValueError says whose it is and where, if it cannot be read."""
+    try:
+        return dataset[index]
+    except (UnreadableImageError, MissingImageError):  # which say where it is
+        raise
+    except Exception as error:  # whatever a dataset raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raise UnreadableImageError(
+            f"{who}, sample {index}{place(dataset, index)}, cannot be read ({reason}): fix it or leave it out"
+        ) from error
+
+
+def place(dataset: Any, index: int) -> str:  # noqa: ANN401
+    """Where a dataset says that an item is, as torchvision's folders do, to follow its number; or nothing."""
+    if isinstance(dataset, Subset):
+        return place(dataset.dataset, dataset.indices[index])
+    for name in ("samples", "imgs", "paths", "files"):
+        listed = getattr(dataset, name, None)
+        if isinstance(listed, list | tuple) and index < len(listed):
+            entry = listed[index][0] if isinstance(listed[index], tuple | list) and listed[index] else listed[index]
+            return f" ({str(entry)!r})" if isinstance(entry, str | Path) else ""
+    return place(dataset.dataset, index) if hasattr(dataset, "dataset") else ""
+
+
+def kind(images: Tensor, skip: int = 1) -> Kind:
+    """Shape without the first ``skip`` axes, and number format."""
+    return tuple(images.shape[skip:]), images.dtype
+
+
+def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
+    """Refuse images that cannot be batched together; the message begins with ``part``."""
+    if got != expected:
+        raise ValueError(
+            f"{part}client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
+            "or set image_size to have uint8 images resized"
+        )
+
+
+def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
+    """Refuse labels of another kind than the first client's: all are classes, or all are vectors of one length."""
+    if labels.ndim > 2 or labels.shape[1:] != first.shape[1:] or labels.dtype != first.dtype:
+        raise ValueError(
+            f"client {client}: a label is {labels.dtype} {tuple(labels.shape[1:])}, an earlier client's is "
+            f"{first.dtype} {tuple(first.shape[1:])}: give all an integer, or all a float vector of K labels"
+        )
+
+
+@contextmanager
+def isolated_randomness() -> Iterator[None]:
+    """Set the global random streams of Python, NumPy and torch by :func:`seed_all` of 0, and put them back on exit."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        seed_all(0)
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global streams of Python, NumPy and torch (on the CPU): datasets' transforms draw from these."""
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(np.frombuffer(derive_seed(seed, "numpy").to_bytes(16, "little"), dtype=np.uint32))
+    seed_global(seed, "torch")
