@@ -201,8 +201,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
 def _tables(path: Path) -> str:
     """A run or a comparison as text."""
     if path.is_file():
-        from perada.compare.results import Results
-        from perada.compare.table import curve_tables, summary
+        from perada.compare.results import Results, curve_tables, summary
 
         try:
             records = Results(path).records

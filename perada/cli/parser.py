@@ -23,7 +23,7 @@ from perada.algorithms import ALGORITHMS
 from perada.api import FULL_NAMES, full_name
 from perada.cli.messages import subclasses
 from perada.cli.recipes import recipe_files
-from perada.compare.entries import class_of, words_of
+from perada.compare.plan import spec_of, words_of
 from perada.data import ImageSet, Partition
 from perada.server import SERVER_RULES
 
@@ -214,8 +214,8 @@ def by_name(given: Any, option: str) -> Any:  # noqa: ANN401  # any YAML
     if isinstance(own, dict) and isinstance(own.get("base"), str | dict):
         own = own | {"base": by_name(own["base"], option)}
     if option != "federated.server_rule" and name in ALGORITHMS:
-        kind, told = class_of(name)
-        return made | {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": told | own}
+        spec = spec_of(name)
+        return made | spec | {"init_args": spec["init_args"] | own}
     if option == "federated.server_rule" and name in SERVER_RULES:
         return made | {"class_path": SERVER_RULES[name].__name__}
     return made | ({"init_args": own} if own else {}) if isinstance(given, dict) else given

@@ -3,9 +3,7 @@
 
 import sys
 import time
-from contextlib import nullcontext
-from functools import partial
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
@@ -13,57 +11,33 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.api import full_name
-from perada.compare.entries import ENTRIES, names
-from perada.compare.grid import (
-    Point,
-    Range,
-    Sampler,
-    inside,
-    parse_grid,
-    parse_grids,
-    propose,
-    ranged,
-    require_optuna,
-)
-from perada.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
-from perada.compare.results import Results, choose, score, shown_score
-from perada.compare.running import Result, quiet
-from perada.compare.table import NO_POINT, curve_tables, grid_table, summary
-from perada.compare.workers import CarryOut, Workers, in_process
-
-TRIALS = 10
-"""Settings that are tried where ``--tune`` has a range."""
+from perada.compare.grid import Point, Sampler, inside, propose, ranged
+from perada.compare.plan import CHOSEN_BY, ENTRIES, TRIALS, Job, MakeCLI, Plan, Row, words
+from perada.compare.results import NO_POINT, Results, choose, curve_tables, grid_table, score, shown_score, summary
+from perada.compare.running import CarryOut, Result, quiet, runner
 
 
 class Comparison:
-    """Runs what a plan asks for and is not in the file of results yet, so many ``jobs`` at once.
+    """Runs what a plan asks for and is not in the file of results yet."""
 
-    The threads of a run do not depend on the number of runs at once, and so neither do its results.
-    """
-
-    def __init__(self, plan: Plan, results: Results, threads: int, jobs: int, carry_out: CarryOut) -> None:
-        self.plan, self.results, self.threads, self.jobs, self.carry_out = plan, results, threads, jobs, carry_out
+    def __init__(self, plan: Plan, results: Results, carry_out: CarryOut) -> None:
+        self.plan, self.results, self.carry_out = plan, results, carry_out
         self.began = time.monotonic()
         self.started = self.failed = 0
-        runs = {row: plan.count(row[1]) + len(plan.seeds) for row in plan.rows}
-        self.left = {plan.job(row, 0, "run", {}).label: count for row, count in runs.items()}
-        self.total = sum(runs.values())
+        self.total = sum(plan.count(row[1]) + len(plan.seeds) for row in plan.rows)
 
     def run(self) -> int:
         """Run the grid and the table; return how many runs failed."""
-        tuning = {row: self.plan.tuning(row) for row in self.plan.rows}
-        tried = list(chain.from_iterable(tuning.values()))
-        self._run(tried, tried)
-        for number in range(self.plan.trials):  # one of each row at a time: a trial follows from those before
-            sampled = [row for row in self.plan.rows if ranged(self.plan.grids[row[1]])]
-            jobs = {row: self._trial(row, number, tuning[row]) for row in sampled}
-            for row, job in jobs.items():
-                tuning[row].append(job)
-            tried = list(chain.from_iterable(tuning.values()))
-            self._run([*jobs.values()], tried)
-        final = self.plan.final(self._choose(tuning))
-        self._run(final, tried + final)
-        self.results.arrange(tried + final)
+        plan, tuning = self.plan, {row: self.plan.tuning(row) for row in self.plan.rows}
+        self._run(job for jobs in tuning.values() for job in jobs)
+        for number in range(plan.trials):  # one of each row at a time: a trial follows from those before
+            for row, before in tuning.items():
+                if ranged(plan.grids[row[1]]):
+                    before.append(self._trial(row, number, before))
+            self._run(jobs[-1] for row, jobs in tuning.items() if ranged(plan.grids[row[1]]))
+        final = plan.final(self._choose(tuning))
+        self._run(final)
+        self.results.arrange([*(job for jobs in tuning.values() for job in jobs), *final])
         return self.failed
 
     def _trial(self, row: Row, number: int, before: list[Job]) -> Job:
@@ -75,7 +49,7 @@ class Comparison:
                 if job.args == record["args"] and all(job.point != one.point for one in before):
                     return job
         told = [(job.point, score(self.results.find(job))) for job in before]
-        return self.plan.job(row, seed, "tune", propose(grid, told, number, self.plan.sampler, seed))
+        return self.plan.job(row, seed, "tune", propose(grid, told, number, self.plan.given.sampler, seed))
 
     def _choose(self, tuning: dict[Row, list[Job]]) -> dict[Row, Point]:
         """The best point of each row; a row without one is left out."""
@@ -84,18 +58,18 @@ class Comparison:
             best = choose([(job.point, self.results.find(job)) for job in jobs])
             if best is not None:
                 chosen[row] = best[0]
-                value = shown_score(best[1], self.plan.signed)
+                value = shown_score(best[1])
                 print(f"{jobs[0].label}: {' '.join(words(best[0]))} chosen, validation score {value} %")
             elif not jobs:
                 chosen[row] = {}
             else:
-                self.total -= self.left.pop(jobs[0].label)
+                self.total -= len(self.plan.seeds)
                 self.failed += 1
                 print(f"{jobs[0].label}: {NO_POINT}", file=sys.stderr)
         return chosen
 
-    def _run(self, wanted: list[Job], order: list[Job]) -> None:
-        """Run the jobs that have no results, and write each result as it comes, all in the order given."""
+    def _run(self, wanted: Iterable[Job]) -> None:
+        """Run the jobs that have no results, and write each result as it comes."""
         pending = []
         for job in wanted:
             found = self.results.find(job)
@@ -104,39 +78,36 @@ class Comparison:
             else:
                 found |= vars(job)
                 self.started += 1
-                self.left[job.label] -= 1
         # The first run of each recipe, value and seed scores the initial model, if that was not done.
         first = {(job.recipe, *job.varied.items(), job.seed): job for job in reversed(pending) if job.stage == "run"}
-        starts = [job for job in first.values() if not self.results.started(job.recipe, job.varied, job.seed)]
-        if self.jobs > 1:  # the longest first, so that no process has nothing to do at the end
-            pending.sort(key=lambda job: -(self.results.seconds(job.label) or 0.0))
+        starts = [job for job in first.values() if not self.results.started(job)]
+        if self.plan.given.jobs > 1:  # the longest first, so that no process has nothing to do at the end
+            pending.sort(key=lambda job: -self.results.seconds(job.label))
         for number, result in self.carry_out([(job.args, job in starts) for job in pending]):
             if result is None:
                 print(f"--- {self._progress(pending[number])}", flush=True)
             else:
-                self._take(pending[number], result, order)
+                self._take(pending[number], result)
 
-    def _take(self, job: Job, result: Result, order: list[Job]) -> None:
+    def _take(self, job: Job, result: Result) -> None:
         """Record what came of a run."""
-        self.left[job.label] -= 1
-        record = vars(job) | {"seconds": result["seconds"], "threads": self.threads}
+        record = vars(job) | {"seconds": result["seconds"], "threads": self.plan.given.threads}
         if "failed" in result:
             self.failed += 1
             print(f"{job} failed: {result['failed']}", file=sys.stderr, flush=True)
         if "start" in result:
             start = {"stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
-            self.results.add(vars(job) | start | result["start"], order)
-        self.results.add(record | result.get("run", result), order)
+            self.results.add(vars(job) | start | result["start"])
+        self.results.add(record | result.get("run", result))
 
     def _progress(self, job: Job) -> str:
         """Which run of how many, the time since the start, and an estimate of what is left."""
+        left = self.results.seconds() * (self.total - self.started) / self.plan.given.jobs
         self.started += 1
-        left = [(count, self.results.seconds(label)) for label, count in self.left.items()]
-        words = f"{tqdm.format_interval(time.monotonic() - self.began)} so far"
-        if all(seconds is not None for _, seconds in left):
-            rest = sum(count * (seconds or 0) for count, seconds in left) / self.jobs
-            words += f", about {tqdm.format_interval(rest)} left"
-        return f"{self.started}/{self.total} {job} ({words})"
+        about = f", about {tqdm.format_interval(left)} left" if left else ""
+        return (
+            f"{self.started}/{self.total} {job} ({tqdm.format_interval(time.monotonic() - self.began)} so far{about})"
+        )
 
 
 def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
@@ -149,54 +120,23 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     _add_options(parser)
     own, overrides = _divide(words, parser)
     given = parser.parse_args(own)
-    algorithms, vary = names(given.algorithms), parse_grid(given.vary, "--vary")
-    grids = parse_grids(given.tune, algorithms)
-    tuned = {one for grid in grids.values() for name in grid for one in name.split("+")}
-    both = sorted(tuned & {one for name in vary for one in name.split("+")})
-    if both:
-        raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
-    if given.paper and not algorithms:
-        raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
-    if ranged(vary):
-        name = next(name for name, values in vary.items() if isinstance(values, Range))
-        raise ValueError(f"--vary {name}: a range cannot be varied, give values")
-    sampled = any(map(ranged, grids.values()))
-    if sampled:
-        require_optuna()
-    elif given.trials is not None:
-        raise ValueError(f"--trials {given.trials} is for ranges: give --tune NAME=lo..hi, or leave --trials out")
     if given.output is not None and given.output.is_dir():
         raise IsADirectoryError(
             f"--output={given.output} is a folder; give a file, such as {given.output}/results.json"
         )
     results = Results(given.output)
     with quiet():
-        plan = Plan(
-            make_cli,
-            given.recipes,
-            algorithms,
-            given.seeds,
-            grids,
-            vary,
-            given.choose_by,
-            given.paper,
-            overrides,
-            (given.trials or TRIALS) if sampled else 0,
-            given.sampler,
-        )
-    results.check({recipe: digest for recipe, (_, digest) in plan.given.items()})
-    counts = {name: plan.count(name) for name in plan.points}
+        plan = Plan(make_cli, given, overrides)
+    results.check({recipe: digest for recipe, (_, digest) in plan.recipes.items()})
+    counts = {name: plan.count(name) for name in plan.grids}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"Not every algorithm is given the same number of settings: {listed}", file=sys.stderr)
-    with Workers(make_cli, given.threads, given.jobs) if given.jobs > 1 else nullcontext() as workers:
-        here: CarryOut = partial(in_process, make_cli, given.threads)
-        carry_out = workers.run if workers else here
-        failed = Comparison(plan, results, given.threads, given.jobs, carry_out).run()
-    if tuned:
-        print(grid_table(results.records), end="\n\n")
-    curves = curve_tables(results.records)
-    print(*([curves] if curves else []), summary(results.records), sep="\n\n")
+    with runner(make_cli, given.threads, given.jobs) as carry_out:
+        failed = Comparison(plan, results, carry_out).run()
+    tables = [grid_table(results.records)] if given.tune else []
+    tables += [curve_tables(results.records), summary(results.records)]
+    print("", *filter(None, tables), sep="\n\n")
     if failed:
         sys.exit(1)
 

@@ -4,16 +4,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
+
+import yaml
 
 from perada.api import full_name
-from perada.compare.entries import ENTRIES
 from perada.core.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
 
 Point = dict[str, str]
 """A point of the grid: values by the names that ``--tune`` gave."""
@@ -21,6 +18,8 @@ Sampler = Literal["tpe", "random"]
 
 HOLD_OUT = "--data.client_validation=0.2"
 VALIDATE = "--data.evaluate_on=validation"
+_FIXED = {"seed_everything": "--seeds gives the seeds"}
+_FIXED |= {word[2:].partition("=")[0]: "this says what is scored" for word in (HOLD_OUT, VALIDATE)}
 DRAWN = 5
 """Trials that tpe draws at random before it models the scores."""
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -29,67 +28,32 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from ``low`` to ``high``, both as they were written; whole ones where both are."""
+    """The numbers from ``low`` to ``high``; whole ones where both are."""
 
-    low: str
-    high: str
+    low: float
+    high: float
     log: bool  # drawn evenly in the logarithm
     text: str  # as it was given
 
-    @property
-    def whole(self) -> bool:
-        """Whether whole numbers are tried."""
-        return all(re.fullmatch(r"[-+]?\d+", end) for end in (self.low, self.high))
+    def number(self, value: str) -> float:
+        """A value as a number; a ValueError if it is none of this kind."""
+        return type(self.low)(value)
 
     def __contains__(self, value: str) -> bool:
-        wanted = r"[-+]?\d+" if self.whole else _NUMBER
-        return bool(re.fullmatch(wanted, value)) and float(self.low) <= float(value) <= float(self.high)
-
-    def number(self, value: str) -> float:
-        """A value as a number."""
-        return int(value) if self.whole else float(value)
+        try:
+            return self.low <= self.number(value) <= self.high
+        except ValueError:
+            return False
 
     def written(self, value: float) -> str:
         """A value in five digits that does not leave the range by that."""
-        if self.whole:
+        if isinstance(self.low, int):
             return str(value)
-        return f"{min(max(float(f'{value:.5g}'), float(self.low)), float(self.high)):.12g}"
-
-    def distribution(self) -> "BaseDistribution":
-        """What optuna draws from."""
-        from optuna.distributions import FloatDistribution, IntDistribution
-
-        if self.whole:
-            return IntDistribution(int(self.low), int(self.high), log=self.log)
-        return FloatDistribution(float(self.low), float(self.high), log=self.log)
+        return f"{min(max(float(f'{value:.5g}'), self.low), self.high):.12g}"
 
 
 Grid = dict[str, list[str] | Range]
 """Values, or a range, by name; several options joined with ``+`` get the same value."""
-
-
-def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Grid]:
-    """The grid of each algorithm (the recipes' own: ""), from the arguments of ``--tune``, which may begin with names.
-
-    Raises:
-        ValueError: As :func:`parse_grid`, or if a name is not an algorithm's. What is for one that is not among the
-            ``algorithms`` is left out.
-
-    >>> parse_grids(["model.lr_local=1,2", "ditto:model.momentum=0,0.9"], ["fedavg", "ditto"])["fedavg"]
-    {'model.lr_local': ['1', '2']}
-    """
-    grids: dict[str, list[str]] = {name: [] for name in algorithms or [""]}
-    for text in asked:
-        named, colon, _ = text.partition("=")[0].rpartition(":")
-        only = named.split(",") if colon else list(grids)
-        if colon and not algorithms:
-            raise ValueError(f"--tune {text!r} is for named algorithms: give --algorithms too")
-        for name in only:
-            if colon and name not in ENTRIES:
-                raise ValueError(f"--tune {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`")
-            if name in grids:
-                grids[name].append(text.removeprefix(f"{named}:") if colon else text)
-    return {name: parse_grid(own) for name, own in grids.items()}
 
 
 def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
@@ -108,45 +72,39 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
     grid: Grid = {}
     seen: set[str] = set()
     for text in asked:
-        name, equals, listed = text.partition("=")
+        name, _, listed = text.partition("=")
         values, options = split_values(listed), [full_name(one) for one in name.removeprefix("--").split("+")]
-        if not equals or not all(options) or not all(values):
+        if not values or not all(options):
             raise ValueError(
                 f"{option} {text!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
             )
         if len(set(values)) < len(values):
             raise ValueError(f"{option} {text!r} has a value twice: give each once")
-        known = [option.replace(".init_args.", ".") for option in options]  # the same option with and without it
-        twice = [option for n, option in enumerate(options) if known[n] in seen or known[n] in known[:n]]
-        if twice:
-            raise ValueError(f"{option} {text!r}: {twice[0]} is given twice, give it once")
-        if fixed := {"seed_everything", *(word[2:].partition("=")[0] for word in (HOLD_OUT, VALIDATE))} & {*options}:
-            what = "--seeds gives the seeds" if "seed_everything" in fixed else "this says what is scored"
-            raise ValueError(f"{option} {text!r}: {what}, so it cannot be tuned or varied")
-        seen.update(known)
+        for one in options:
+            if one in _FIXED:
+                raise ValueError(f"{option} {text!r}: {_FIXED[one]}, so it cannot be tuned or varied")
+            known = one.replace(".init_args.", ".")  # the same option with and without it
+            if known in seen:
+                raise ValueError(f"{option} {text!r}: {one} is given twice, give it once")
+            seen.add(known)
         grid["+".join(options)] = _range(options, values, f"{option} {text}") or values
     return grid
 
 
 def split_values(text: str) -> list[str]:
-    """What stands between commas, but for those within brackets or quotes; quotes around a whole value are left out.
+    """What stands between commas, but for those within brackets or quotes; none where that cannot be read.
 
     >>> split_values('1, [2,3],{"a": "b,c"},"d, e"')
     ['1', '[2,3]', '{"a": "b,c"}', 'd, e']
     """
-    values, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        depth += 0 if quote else (letter in "[{(") - (letter in ")}]")
-        if letter == "," and not depth and not quote:
-            values.append("")
-        else:
-            values[-1] += letter
-    stripped = [value.strip() for value in values]
-    return [value[1:-1] if re.fullmatch(r"\"[^\"]*\"|'[^']*'", value) else value for value in stripped]
+    try:
+        listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
+    except yaml.YAMLError:
+        return []
+    return [
+        node.value if isinstance(node, yaml.ScalarNode) else text[node.start_mark.index - 1 : node.end_mark.index - 1]
+        for node in listed.value
+    ]
 
 
 def _range(options: Sequence[str], values: Sequence[str], text: str) -> Range | None:
@@ -157,12 +115,13 @@ def _range(options: Sequence[str], values: Sequence[str], text: str) -> Range | 
     if len(values) > 1:
         raise ValueError(f"{text!r}: a range stands alone, give either a range or values")
     low, high, scale = match.groups()
+    kind = int if all(re.fullmatch(r"[-+]?\d+", end) for end in (low, high)) else float
     log = scale == "log" or (scale is None and any(one.rpartition(".")[2].startswith("lr") for one in options))
-    if not float(low) < float(high):
+    if not kind(low) < kind(high):
         raise ValueError(f"{text!r}: {low} is not below {high}, give the lower end first")
-    if log and float(low) <= 0:
+    if log and kind(low) <= 0:
         raise ValueError(f"{text!r}: a logarithmic range begins above zero, raise {low} or add :linear")
-    return Range(low, high, log, values[0])
+    return Range(kind(low), kind(high), log, values[0])
 
 
 def ranged(grid: Grid) -> bool:
@@ -176,12 +135,14 @@ def points(grid: Grid) -> list[Point]:
     return [dict(zip(grid, one, strict=True)) for one in product(*lists) if one] if len(lists) == len(grid) else []
 
 
-def ends(grid: Grid) -> list[Point]:
-    """Two points between which all others lie: with every range at its low end and at its high end."""
-    return [
-        {name: getattr(values, end) if isinstance(values, Range) else values[place] for name, values in grid.items()}
-        for end, place in (("low", 0), ("high", -1))
-    ]
+def corners(grid: Grid) -> list[Point]:
+    """Points that together have every value, and both ends of every range."""
+    listed = {
+        name: [values.written(values.low), values.written(values.high)] if isinstance(values, Range) else values
+        for name, values in grid.items()
+    }
+    most = max(map(len, listed.values()), default=0)
+    return [{name: values[min(place, len(values) - 1)] for name, values in listed.items()} for place in range(most)]
 
 
 def inside(grid: Grid, point: Point) -> bool:
@@ -191,12 +152,6 @@ def inside(grid: Grid, point: Point) -> bool:
     (True, False)
     """
     return point.keys() == grid.keys() and all(value in grid[name] for name, value in point.items())
-
-
-def require_optuna() -> None:
-    """Refuse to sample without the package that does so."""
-    if find_spec("optuna") is None:
-        raise ModuleNotFoundError("--tune with a range needs the package 'optuna': pip install perada[tune]")
 
 
 def propose(grid: Grid, told: Sequence[tuple[Point, float | None]], number: int, sampler: Sampler, seed: int) -> Point:
@@ -213,27 +168,32 @@ def propose(grid: Grid, told: Sequence[tuple[Point, float | None]], number: int,
         seed: Of the draws; trials at random are the same for all algorithms.
     """
     import optuna
-    from optuna.distributions import CategoricalDistribution
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    found = {name: values for name, values in grid.items() if isinstance(values, Range)}
-    space = {
-        name: values.distribution() if isinstance(values, Range) else CategoricalDistribution(values)
-        for name, values in grid.items()
-    }
+    space: dict[str, Any] = {}
+    for name, values in grid.items():
+        if isinstance(values, Range):
+            kind: Any = IntDistribution if isinstance(values.low, int) else FloatDistribution
+            space[name] = kind(values.low, values.high, log=values.log)
+        else:
+            space[name] = CategoricalDistribution(values)
     drawn = derive_seed(seed, "tune", number) % 2**32
-    chosen = (
-        optuna.samplers.RandomSampler(seed=drawn)
-        if sampler == "random"
-        else optuna.samplers.TPESampler(seed=drawn, n_startup_trials=DRAWN)
-    )
+    tpe = optuna.samplers.TPESampler(seed=drawn, n_startup_trials=DRAWN)
+    chosen = optuna.samplers.RandomSampler(seed=drawn) if sampler == "random" else tpe
     study = optuna.create_study(direction="maximize", sampler=chosen)
     for point, score in told:
         if inside(grid, point):
-            values = {name: found[name].number(value) if name in found else value for name, value in point.items()}
+            read = {
+                name: values.number(point[name]) if isinstance(values, Range) else point[name]
+                for name, values in grid.items()
+            }
             # A trial that was pruned before its first score ranks behind all that have one.
             state = TrialState.PRUNED if score is None else TrialState.COMPLETE
-            study.add_trial(create_trial(params=values, distributions=space, value=score, state=state))
+            study.add_trial(create_trial(params=read, distributions=space, value=score, state=state))
     given = study.ask(space).params
-    return {name: found[name].written(value) if name in found else str(value) for name, value in given.items()}
+    return {
+        name: values.written(given[name]) if isinstance(values, Range) else str(given[name])
+        for name, values in grid.items()
+    }

@@ -1,30 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is run: every recipe, algorithm, seed, and value of the grid, as options of ``perada fit``."""
 
-import difflib
 import hashlib
+import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from perada.algorithms import Algorithm
-from perada.compare.entries import ENTRIES
-from perada.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, Sampler, ends, points, ranged
+from jsonargparse import Namespace
+
+from perada.algorithms import ALGORITHMS, Algorithm
+from perada.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
 
 MakeCLI = Callable[[Sequence[str]], Any]
 """Builds trainer, model and data from options of ``perada fit``."""
 Row = tuple[str, str, tuple[tuple[str, str], ...]]
 """A row of the table: recipe, algorithm, and the values of what ``--vary`` names."""
 
+TRIALS = 10
+"""Settings that are tried where ``--tune`` has a range."""
 START = "before fine-tuning"
 """The row of the initial model: pretrained backbone, untrained adapter."""
 CHOSEN_BY = ("personal/local_test", "personal/global_test")
 """The scores whose mean, on validation images, chooses from the grid where nothing else is asked for."""
 DIAGNOSED = ("theory/", "updates/")
 """What the names of diagnostics begin with."""
+FULL = ("--model.adapter=full", "--model.adapter_options=null")
+"""Train the whole model."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row that can be asked for by name: an algorithm with its options of ``perada fit``."""
+
+    base: str  # its name for make_algorithm, which says its class and its arguments
+    options: tuple[str, ...] = ()  # further ones that belong to it
+    paper: tuple[str, ...] = FULL  # with which it trains what its paper trains
+
+    def words(self, given: type[Algorithm], paper: bool = False) -> list[str]:
+        """Options of ``perada fit`` for this algorithm, with ``paper`` those that train what the paper trains.
+
+        An algorithm of the class ``given``, the recipe's own, keeps the arguments that the recipe gives it; any other
+        has its own defaults, and not another algorithm's arguments of the same name.
+        """
+        own = spec_of(self.base)
+        reset = [] if own["class_path"] == _path(given) else ["--federated.algorithm=null"]
+        return [*reset, *words_of("federated.algorithm", own), *self.options, *(self.paper if paper else ())]
+
+    def check(self, made: Namespace) -> None:
+        """Refuse to call by this name an algorithm that is another one by its ``class_path`` or ``init_args``."""
+        own = spec_of(self.base)
+        wrong = [
+            f"{name}={made.init_args.get(name)}"
+            for name, value in own["init_args"].items()
+            if made.init_args.get(name) != value
+        ]
+        if made.class_path != own["class_path"] or wrong:
+            other = wrong[0] if made.class_path == own["class_path"] else made.class_path
+            raise ValueError(
+                f"--algorithms {self.base}: an option or a --config for all runs makes it {other}, so that its row "
+                "would show another algorithm; leave that out, or --algorithms (then a recipe has its own algorithm)"
+            )
+
+
+_BACKBONE = ("--model.train_backbone=true",)
+ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
+    # PerAda is about adapters: the recipe's.
+    "perada": Entry("perada", paper=()),
+    "perada_no_kd": Entry("perada_no_kd", paper=()),
+    # Where the adapter is what stays private, the backbone is trained and shared beside it.
+    "fedalt_adapter": Entry("fedalt_adapter", _BACKBONE, paper=()),
+    "fedsim_adapter": Entry("fedsim_adapter", _BACKBONE, paper=()),
+    # Algorithms that are another one with an option of its own.
+    "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
+    "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),
+}
+
+
+def words_of(option: str, made: dict[str, Any]) -> list[str]:
+    """Options of ``perada fit`` for a class with its arguments.
+
+    >>> words_of("data.partition", {"class_path": "Shards", "init_args": {"num_clients": 3}})
+    ['--data.partition=Shards', '--data.partition.num_clients=3']
+    """
+    own = [
+        f"--{option}.{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in made.get("init_args", {}).items()
+    ]
+    return [f"--{option}={made['class_path']}", *own]
+
+
+def spec_of(name: str) -> dict[str, Any]:
+    """Class of a named algorithm, and the arguments that tell it from other names of that class, as in a recipe."""
+    kind, own = _bound(ALGORITHMS[name])
+    defaults = inspect.signature(kind).parameters
+    told = [argument for make in ALGORITHMS.values() if _bound(make)[0] is kind for argument in _bound(make)[1]]
+    return {
+        "class_path": _path(kind),
+        "init_args": {argument: own.get(argument, defaults[argument].default) for argument in told},
+    }
+
+
+def _bound(make: Callable[..., Algorithm]) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
+    """Class and arguments of an entry of :data:`perada.algorithms.ALGORITHMS`."""
+    given = partial(make)  # of a partial it is the same one
+    return given.func, inspect.signature(given.func).bind_partial(*given.args, **given.keywords).arguments
+
+
+def _path(kind: Callable[..., Algorithm]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Grid]:
+    """The grid of each algorithm (the recipes' own: ""), from the arguments of ``--tune``, which may begin with names.
+
+    What is for an algorithm that is not among the ``algorithms`` is left out.
+
+    >>> parse_grids(["model.lr_local=1,2", "ditto:model.momentum=0,0.9"], ["fedavg", "ditto"])["fedavg"]
+    {'model.lr_local': ['1', '2']}
+    """
+    grids: dict[str, list[str]] = {name: [] for name in algorithms}
+    for text in asked:
+        named, colon, _ = text.partition("=")[0].rpartition(":")
+        if colon and "" in grids:
+            raise ValueError(f"--tune {text!r} is for named algorithms: give --algorithms too")
+        for name in named.split(",") if colon else grids:
+            if colon and name not in ENTRIES:
+                raise ValueError(f"--tune {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`")
+            if name in grids:
+                grids[name].append(text.removeprefix(f"{named}:"))
+    return {name: parse_grid(own) for name, own in grids.items()}
 
 
 @dataclass(frozen=True)
@@ -57,62 +169,61 @@ def words(point: Point) -> list[str]:
     return [f"--{option}={value}" for name, value in point.items() for option in name.split("+")]
 
 
-@dataclass
 class Plan:
     """The runs that a command asks for.
 
-    Attributes:
+    Args:
         make_cli: See :data:`MakeCLI`.
-        recipes: Names or files.
-        algorithms: Keys of :data:`~perada.compare.entries.ENTRIES`; where empty, each recipe's own.
-        seeds: Seeds of the runs; the grid is run with the first.
-        grids: The grid of each algorithm, of whose points the best is taken.
-        vary: Values of which each makes a row of its own.
-        chosen_by: Scores whose mean, on validation images, chooses from the grid.
-        paper: Whether each algorithm trains what its paper trains.
+        given: The options of ``perada compare``.
         overrides: Options of ``perada fit`` for every run.
-        trials: Points that are tried of a grid with a range.
-        sampler: How they are drawn.
 
     Raises:
-        ValueError: If a run's options cannot be parsed: nothing has been run by then.
+        ValueError: If options contradict one another, or a run's cannot be parsed: nothing has been run by then.
+        ModuleNotFoundError: If there is a range, and not the package that draws from it.
     """
 
-    make_cli: MakeCLI
-    recipes: Sequence[str]
-    algorithms: Sequence[str]
-    seeds: list[int]
-    grids: dict[str, Grid]
-    vary: Grid
-    chosen_by: list[str]
-    paper: bool
-    overrides: Sequence[str]
-    trials: int
-    sampler: Sampler
-
-    def __post_init__(self) -> None:
-        self.seeds = list(dict.fromkeys(self.seeds))
-        varied = [tuple(point.items()) for point in points(self.vary)] or [()]  # the last name's values change fastest
-        self.rows: list[Row] = list(dict.fromkeys(product(self.recipes, self.algorithms or [""], varied)))
-        # Where nothing is tuned there is no point; those of ranges are found as results come.
-        self.points = {name: points(grid) for name, grid in self.grids.items()}
-        self.signed = self.chosen_by
-        self.given: dict[str, tuple[type[Algorithm], str]] = {}
-        for recipe in self.recipes:
-            cli = self.make_cli(["--config", recipe])
-            self.given[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
-        asked = {part for grid in (self.vary, *self.grids.values()) for name in grid for part in name.split("+")}
-        if twice := sorted(asked & {word[2:].partition("=")[0] for word in self.overrides if word.startswith("--")}):
-            raise ValueError(f"--{twice[0]} is given for every run, and tuned or varied: leave one of them out")
+    def __init__(self, make_cli: MakeCLI, given: Namespace, overrides: Sequence[str]) -> None:
+        self.make_cli, self.given, self.overrides = make_cli, given, overrides
+        asked = list(ENTRIES) if "all" in given.algorithms else given.algorithms
+        algorithms = list(dict.fromkeys(asked)) or [""]
+        self.seeds = list(dict.fromkeys(given.seeds))
+        vary, self.grids = parse_grid(given.vary, "--vary"), parse_grids(given.tune, algorithms)
+        self._check_options(vary)
+        self.trials = (given.trials or TRIALS) if any(map(ranged, self.grids.values())) else 0
+        varied = [tuple(point.items()) for point in points(vary)] or [()]  # the last name's values change fastest
+        self.rows: list[Row] = list(dict.fromkeys(product(given.recipes, algorithms, varied)))
+        self.signed: list[str] = given.choose_by
+        self.recipes: dict[str, tuple[type[Algorithm], str]] = {}
+        for recipe in given.recipes:
+            cli = make_cli(["--config", recipe])
+            self.recipes[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
         for row in self.rows:
             self._check(row)
+
+    def _check_options(self, vary: Grid) -> None:
+        """Refuse options that contradict one another."""
+        ranges = any(map(ranged, self.grids.values()))
+        tuned = {one for grid in self.grids.values() for name in grid for one in name.split("+")}
+        varied = {one for name in vary for one in name.split("+")}
+        if both := sorted(tuned & varied):
+            raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
+        if twice := sorted((tuned | varied) & {word[2:].partition("=")[0] for word in self.overrides}):
+            raise ValueError(f"--{twice[0]} is given for every run, and tuned or varied: leave one of them out")
+        if self.given.paper and "" in self.grids:
+            raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
+        if ranged(vary):
+            name = next(name for name, values in vary.items() if isinstance(values, Range))
+            raise ValueError(f"--vary {name}: a range cannot be varied, give values")
+        if self.given.trials is not None and not ranges:
+            raise ValueError(f"--trials {self.given.trials} is for ranges: give --tune NAME=lo..hi, or leave it out")
+        if ranges and find_spec("optuna") is None:
+            raise ModuleNotFoundError("--tune with a range needs the package 'optuna': pip install perada[tune]")
 
     def _check(self, row: Row) -> None:
         """Refuse a row with runs that cannot be made."""
         cli = self.make_cli(self.job(row, self.seeds[0], "run", {}).args)
-        grid = self.grids[row[1]]
-        shared = [name for name in self.chosen_by if name.startswith("global/")]
-        if grid and shared and not cli.loop.algorithm.global_model:
+        shared = [name for name in self.given.choose_by if name.startswith("global/")]
+        if self.grids[row[1]] and shared and not cli.loop.algorithm.global_model:
             name = row[1] or type(cli.loop.algorithm).__name__
             raise ValueError(f"--choose_by {shared[0]}: {name} has no global model; leave it or the score out")
         self._sign(cli.model.score_names)
@@ -123,67 +234,59 @@ class Plan:
                 "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
                 "its results: the noise would follow from it; leave secure_rng out"
             )
-        tried: set[str] = set()
-        for point in ends(grid) if ranged(grid) else self.points[row[1]]:
-            if tried.issuperset(words(point)):
-                continue
-            tried.update(words(point))
+        for point in corners(self.grids[row[1]]):
             job = self.job(row, self.seeds[0], "tune", point)
             try:
                 self.make_cli(job.args)
             except Exception as error:  # a parser's or a class's
                 raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
 
-    def job(self, row: Row, seed: int, stage: str, point: Point) -> Job:
-        """A run of a row."""
-        recipe, algorithm, varied = row
-        given, digest = self.given[recipe]
-        label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
-        own = ENTRIES[algorithm].words(given, self.paper) if algorithm else []
-        tunes = stage == "tune"
-        args = [
-            *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
-            *own,
-            f"--seed_everything={seed}",
-            *([HOLD_OUT] if tunes else []),
-            *self.overrides,
-            *words(dict(varied)),
-            *words(point),
-            *([VALIDATE] if tunes else []),
-        ]
-        grid = self.grids[algorithm]
-        tuned = [
-            f"--tune={name}={values.text if isinstance(values, Range) else ','.join(values)}"
-            for name, values in grid.items()
-        ]
-        if ranged(grid):
-            tuned += [f"--trials={self.trials}", f"--sampler={self.sampler}"]
-        choice = [f"--choose_by={','.join(self.chosen_by)}"] if tuned and self.chosen_by != list(CHOSEN_BY) else []
-        variant = [*(["--paper"] if self.paper else []), *self.overrides, *words(dict(varied)), *tuned, *choice]
-        label += named(dict(varied))
-        return Job(label, recipe, seed, stage, point, args, variant, digest, self.signed, dict(varied))
-
     def _sign(self, scores: dict[str, bool]) -> None:
         """Put a minus before the scores to choose by of which the lower one is the better."""
-        if unknown := [name for name in self.chosen_by if name not in scores]:
-            close = difflib.get_close_matches(unknown[0], scores, n=3) or [
-                name for name in scores if "_test_" not in name
-            ]
+        chosen_by = self.given.choose_by
+        if unknown := [name for name in chosen_by if name not in scores]:
+            close = get_close_matches(unknown[0], scores, n=3) or [name for name in scores if "_test_" not in name]
             raise ValueError(
                 f"--choose_by {unknown[0]}: no such score with this --model.metric; did you mean {', '.join(close)}?"
             )
-        signed = ["-" * scores[name] + name for name in self.chosen_by]
-        if self.signed not in (self.chosen_by, signed):
+        signed = ["-" * scores[name] + name for name in chosen_by]
+        if self.signed not in (chosen_by, signed):
             raise ValueError("--choose_by: of a score the lower is better in some recipes only; give all one metric")
         self.signed = signed
 
+    def job(self, row: Row, seed: int, stage: str, point: Point) -> Job:
+        """A run of a row."""
+        recipe, algorithm, varied = row
+        own, digest = self.recipes[recipe]
+        label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
+        given, grid, tunes = [*self.overrides, *words(dict(varied))], self.grids[algorithm], stage == "tune"
+        args = [
+            *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
+            *(ENTRIES[algorithm].words(own, self.given.paper) if algorithm else ()),
+            f"--seed_everything={seed}",
+            *([HOLD_OUT] if tunes else []),
+            *given,
+            *words(point),
+            *([VALIDATE] if tunes else []),
+        ]
+        variant = ["--paper"] * self.given.paper + given
+        for name, values in grid.items():
+            variant.append(f"--tune={name}={values.text if isinstance(values, Range) else ','.join(values)}")
+        if ranged(grid):
+            variant += [f"--trials={self.trials}", f"--sampler={self.given.sampler}"]
+        if grid and self.given.choose_by != list(CHOSEN_BY):
+            variant.append(f"--choose_by={','.join(self.given.choose_by)}")
+        label += named(dict(varied))
+        return Job(label, recipe, seed, stage, point, args, variant, digest, self.signed, dict(varied))
+
     def count(self, algorithm: str) -> int:
         """How many settings of an algorithm are tried."""
-        return self.trials if ranged(self.grids[algorithm]) else len(self.points[algorithm])
+        grid = self.grids[algorithm]
+        return self.trials if ranged(grid) else len(points(grid))
 
     def tuning(self, row: Row) -> list[Job]:
         """The runs of the grid for a row; none where it has a range."""
-        return [self.job(row, self.seeds[0], "tune", point) for point in self.points[row[1]]]
+        return [self.job(row, self.seeds[0], "tune", point) for point in points(self.grids[row[1]])]
 
     def final(self, chosen: dict[Row, Point]) -> list[Job]:
         """The runs of the table, for the rows that have a point."""
@@ -195,7 +298,7 @@ class Plan:
 
     def _prefix(self, recipe: str) -> str:
         """What tells a row from the same one of another recipe."""
-        return f"{recipe.removesuffix('.yaml')} " if len(self.recipes) > 1 else ""
+        return f"{recipe.removesuffix('.yaml')} " if len(self.given.recipes) > 1 else ""
 
 
 def _digest(paths: Iterable[str]) -> str:

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: fit, score, count."""
+"""One run: fit, score, count; and several at once, in processes of their own."""
 
 import logging
 import math
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from tqdm import tqdm
 
 from perada.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 from perada.lightning.steps import NothingLearnedError
@@ -20,6 +28,13 @@ SCORED = ("personal/", "global/", *DIAGNOSED)
 """How the names of scores begin."""
 Result = dict[str, Any]
 """What a run gives: ``run`` and, where it was asked for, ``start``, each scores by name; or ``failed``, the reason."""
+Task = tuple[Sequence[str], bool]
+"""Options of ``perada fit``, and whether to score the initial model too."""
+Event = tuple[int, Result | None]
+"""The number of a task, and its result; None when it starts."""
+CarryOut = Callable[[Sequence[Task]], Generator[Event]]
+"""Runs tasks, and yields starts and results as they come."""
+SILENT = "--trainer.enable_progress_bar=false"
 
 
 class Stopwatch(pl.Callback):
@@ -61,15 +76,12 @@ def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -
 @contextmanager
 def quiet() -> Iterator[None]:
     """Leave out what Lightning tells of every trainer; warnings stay."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric")]
-    levels = [logger.level for logger in loggers]
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
@@ -149,3 +161,77 @@ def epsilons(last: dict[str, float]) -> dict[str, float | str]:
 def _known(scores: dict[str, float]) -> dict[str, float | None]:
     """NaN is not JSON."""
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}
+
+
+@contextmanager
+def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
+    """What runs tasks, each with so many ``threads``: this process or, for several ``jobs`` at once, so many others.
+
+    Those end with the ``with`` statement, at once where it ends in an error.
+    """
+    if jobs == 1:
+        yield partial(_in_process, make_cli, threads)
+        return
+    before = dict(os.environ)
+    # Processes inherit it: libraries read the first as they are imported, Python the other.
+    os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"})
+    pools = [_pool() for _ in range(jobs)]
+    try:
+        yield partial(_in_pools, pools, make_cli, threads)
+    except BaseException:
+        for process in active_children():
+            process.kill()
+        raise
+    finally:
+        for pool in pools:
+            pool.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
+    for number, (args, start) in enumerate(tasks):
+        yield number, None
+        yield number, attempt(make_cli, args, start, threads)
+
+
+def _in_pools(
+    pools: list[ProcessPoolExecutor], make_cli: MakeCLI, threads: int, tasks: Sequence[Task]
+) -> Generator[Event]:
+    """Run tasks, started in this order. A pool has one process, so that one that dies takes only its own run along."""
+    waiting, free = [*enumerate(tasks)][::-1], [*range(len(pools))]
+    under_way: dict[Future[Result], tuple[int, int]] = {}
+    while waiting or under_way:
+        while waiting and free:
+            number, (args, start) = waiting.pop()
+            yield number, None
+            future = pools[free[-1]].submit(attempt, make_cli, [*args, SILENT], start, threads)
+            under_way[future] = number, free.pop()
+        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+            number, place = under_way.pop(future)
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                result = {"failed": "its process was killed, or crashed, before it was done", "seconds": 0.0}
+                pools[place] = _pool()
+            free.append(place)
+            yield number, result
+
+
+def _pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    """Prepare a process: it ends with the one that started it, which Ctrl-C is for; it prints to standard error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -19,7 +19,7 @@ WRITERS = {
     "predictions.csv": PREDICTIONS.to_csv,
     "results.json": lambda path: write_json(path, {"numbers": [1.0] * 20}),
     "state.safetensors": lambda path: write_atomic(path, bytes(100)),
-    "table.json": lambda path: Results(path).add({"stage": "run", "args": [], "recipe": "r", "seed": 0}, []),
+    "table.json": lambda path: Results(path).add({"stage": "run", "args": [], "recipe": "r", "seed": 0}),
 }
 
 

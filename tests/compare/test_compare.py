@@ -17,12 +17,11 @@ from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison
 from perada.cli.runs import make_cli
-from perada.compare.entries import ENTRIES, names
+from perada.compare.command import Comparison
 from perada.compare.grid import parse_grid
-from perada.compare.results import Results, choose, score
-from perada.compare.running import epsilons, same_budget
-from perada.compare.table import curve_tables, grid_table, summary
-from perada.compare.workers import Workers
+from perada.compare.plan import ENTRIES, Plan
+from perada.compare.results import Results, choose, curve_tables, grid_table, score, summary
+from perada.compare.running import epsilons, runner, same_budget
 from perada.core.digests import KEY
 from perada.data import Digits
 from tests import recipes
@@ -135,9 +134,11 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
     assert f"--model.lr_local={best} chosen, validation score {100 * means[best]:.2f} %" in shown
     assert fitted(*rates[best]).items() <= records[-1].items()
     assert rows(shown)["perada_no_kd"]["chosen"] == best
-    grid = next(line for line in shown.splitlines() if line.startswith("| perada_no_kd"))
-    cells = [cell.strip() for cell in grid.strip("|").split("|")]
-    assert cells[1:] == [*(f"{100 * means[rate]:.2f}" for rate in rates), best]
+    grid = [line for line in shown.splitlines() if line.startswith("| perada_no_kd")][:3]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in grid]
+    assert [row[1:] for row in cells] == [
+        [rate, f"{100 * means[rate]:.2f}", "chosen" * (rate == best)] for rate in rates
+    ]
     # With other test images the grid gives the same, and only the table changes.
     main([*command, "--output", "out/blank.json", "--data.dataset=BlankDigits"])
     with open("out/blank.json") as file:
@@ -195,15 +196,15 @@ def stub(args):
 def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
     tasks = [(["a"], False), (["die"], False), (["b"], True), (["c"], False), (["die"], False), (["d"], False)]
     before = dict(os.environ)
-    with Workers(stub, threads=3, jobs=2) as workers:
-        events = list(workers.run(tasks))
-        events += [(6 + number, result) for number, result in workers.run([(["e"], False)])]
+    with runner(stub, threads=3, jobs=2) as carry_out:
+        events = list(carry_out(tasks))
+        events += [(6 + number, result) for number, result in carry_out([(["e"], False)])]
     assert sorted(number for number, result in events if result is None) == list(range(7))
     results = {number: result for number, result in events if result is not None}
     for number in (0, 2, 3, 5):
         assert results[number]["failed"] == f"ValueError: {tasks[number][0]} with 3 and 3 threads"
     assert results[6]["failed"] == "ValueError: ['e'] with 3 and 3 threads"
-    assert all("ended with code 7" in results[number]["failed"] for number in (1, 4))
+    assert all(results[number]["failed"].startswith("its process was killed, or crashed") for number in (1, 4))
     assert active_children() == []
     assert dict(os.environ) == before
     assert "not for standard output" not in capfd.readouterr().out
@@ -216,8 +217,8 @@ def slow(args):
 
 
 def test_a_comparison_that_is_stopped_ends_its_processes(tmp_path):
-    with pytest.raises(KeyboardInterrupt), Workers(slow, threads=1, jobs=2) as workers:
-        for _ in workers.run([([str(tmp_path / name)], False) for name in "abc"]):
+    with pytest.raises(KeyboardInterrupt), runner(slow, threads=1, jobs=2) as carry_out:
+        for _ in carry_out([([str(tmp_path / name)], False) for name in "abc"]):
             raise KeyboardInterrupt
     for child in active_children():
         child.join(30)
@@ -268,7 +269,10 @@ def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
         main([*command[:-1], "out/grid.json", *GRID])
     shown = capsys.readouterr().out
     assert "fedrep: every run of the grid failed or diverged" in shown
-    assert "| fedrep | failed | failed | failed |      – |" in shown
+    assert [line.split("|")[3].strip() for line in shown.splitlines() if line.startswith("| fedrep ")][:3] == [
+        "failed"
+    ] * 3
+    assert " chosen |" not in shown
 
 
 @pytest.mark.filterwarnings("ignore:round 0:UserWarning")
@@ -285,7 +289,8 @@ def test_choice():
         return {"personal/local_test": local, "personal/global_test": everywhere, "diverged": diverged}
 
     tried = [({"lr": "1"}, scored(0.9, 0.1)), ({"lr": "2"}, scored(0.4, 0.8)), ({"lr": "3"}, scored(0.8, 0.4))]
-    assert choose(tried) == choose(tried[1:]) == ({"lr": "2"}, pytest.approx(0.6))
+    assert choose(tried) == choose(tried[1:]) == tried[1]
+    assert [score(record) for _, record in tried] == pytest.approx([0.5, 0.6, 0.6])
     assert choose([*tried, ({"lr": "4"}, scored(None, None, True)), ({"lr": "5"}, {"failed": "x"})]) == choose(tried)
     assert choose([({"lr": "4"}, scored(1.0, 1.0, True)), ({"lr": "5"}, None)]) is None
 
@@ -331,6 +336,17 @@ def algorithm(*words):
     return make_cli(["--config", "tiny.yaml", "--trainer.logger=false", *words], run=False).loop.algorithm
 
 
+@pytest.mark.parametrize(
+    ("asked", "planned"), [(["all", "ditto"], list(ENTRIES)), (["ditto", "fedavg", "ditto"], ["ditto", "fedavg"])]
+)
+def test_each_name_is_one_row_and_all_stands_for_every_one(recipe, monkeypatch, asked, planned):
+    rows = []
+    monkeypatch.setattr(Plan, "_check", lambda plan, row: rows.append(row[1]))  # which parses each
+    monkeypatch.setattr(Comparison, "run", lambda comparison: 0)
+    main(["compare", recipe, "--algorithms", *asked])
+    assert rows == planned
+
+
 @pytest.mark.slow
 def test_entries_are_the_named_algorithms(recipe):
     given = [
@@ -340,8 +356,6 @@ def test_entries_are_the_named_algorithms(recipe):
     ]
     mine = type(make_algorithm("perada"))
     assert set(ALGORITHMS) <= set(ENTRIES)
-    assert names(["all", "ditto"]) == list(ENTRIES)
-    assert names(["ditto", "fedavg", "ditto"]) == ["ditto", "fedavg"]
     for name in ALGORITHMS:
         made, expected = algorithm(*given[:2], *ENTRIES[name].words(mine)), make_algorithm(name)
         assert type(made) is type(expected)
@@ -486,7 +500,10 @@ def test_rows_of_other_options_and_seeds_that_failed():
     shown = summary(records)
     assert list(rows(shown)) == ["x", "x --paper", "y (1 of 2 failed)", "z (failed)"]
     assert "- y, seed 1: ValueError: no" in shown
-    assert grid_table(records).splitlines()[2] == "| z | 40.00 | failed |      1 |"
+    assert grid_table(records).splitlines()[2:4] == [
+        "| z |  1 |  40.00 | chosen |",
+        "| z |  2 | failed |        |",
+    ]
     assert "- z, seed 0, 2: ValueError: too high" in grid_table(records)
 
 
@@ -757,11 +774,12 @@ def test_the_lower_error_is_chosen():
         )
     ]
     assert [score(record) for record in records] == pytest.approx([-0.3, -0.1, 0.15])
-    assert choose([({"lr": str(n)}, record) for n, record in enumerate(records[:2])]) == ({"lr": "1"}, -0.1)
+    assert choose([({"lr": str(n)}, record) for n, record in enumerate(records[:2])]) == ({"lr": "1"}, records[1])
     run = {"stage": "tune", "label": "ditto", "recipe": "r", "seed": 0, "variant": ["--tune=lr=0,1"]}
     tried = [run | record | {"point": {"lr": str(n)}} for n, record in enumerate(records[:2])]
     shown = grid_table(tried)
-    assert [cell.strip() for cell in shown.splitlines()[2].split("|")[1:-1]] == ["ditto", "30.00", "10.00", "1"]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[2:4]]
+    assert cells == [["ditto", "0", "30.00", ""], ["ditto", "1", "10.00", "chosen"]]
     assert "personal/local_test_ece on held-out validation images; the lowest is chosen" in shown
     assert "-personal" not in shown
 

@@ -10,7 +10,7 @@ import yaml
 
 from perada.cli import main
 from perada.cli.runs import make_cli
-from perada.compare.grid import Range, ends, inside, parse_grid, propose, ranged
+from perada.compare.grid import Range, corners, inside, parse_grid, propose, ranged
 from tests import recipes
 
 RATE = "model.lr_local+model.lr_personal"
@@ -42,15 +42,15 @@ def results(name="r"):
 
 def test_what_a_range_is():
     assert parse_grid(["a.lr_server=1e-3..1", "b=0.5..2", "c=0.1..10:log", "d=0,1", "e=../x"]) == {
-        "a.lr_server": Range("1e-3", "1", True, "1e-3..1"),
-        "b": Range("0.5", "2", False, "0.5..2"),
-        "c": Range("0.1", "10", True, "0.1..10:log"),
+        "a.lr_server": Range(1e-3, 1.0, True, "1e-3..1"),
+        "b": Range(0.5, 2.0, False, "0.5..2"),
+        "c": Range(0.1, 10.0, True, "0.1..10:log"),
         "d": ["0", "1"],
         "e": ["../x"],
     }
     assert not parse_grid(["model.lr=0.1..1:linear"])["model.lr"].log
     assert ranged(parse_grid(["a=1..4"])) and not ranged(parse_grid(["a=1,4"]))
-    assert ends(parse_grid(["a=1..4", "b=x,y"])) == [{"a": "1", "b": "x"}, {"a": "4", "b": "y"}]
+    assert corners(parse_grid(["a=1..4", "b=x,y"])) == [{"a": "1", "b": "x"}, {"a": "4", "b": "y"}]
 
 
 def test_draws_are_uniform_or_logarithmic_and_whole():
@@ -120,7 +120,7 @@ def of(records, stage, label):
 
 @pytest.mark.parametrize("sampler", ["tpe", pytest.param("random", marks=pytest.mark.slow)])
 def test_each_algorithm_gets_so_many_trials_and_the_file_is_all_that_is_kept(sampler, capsys, monkeypatch):
-    monkeypatch.setattr("perada.compare.workers.attempt", quick)
+    monkeypatch.setattr("perada.compare.running.attempt", quick)
     command = [*COMMAND, "--sampler", sampler, "--trials"]
 
     def run(trials, *out):
@@ -190,6 +190,6 @@ def test_what_is_no_range_is_refused_before_anything_runs(words, says, tmp_path)
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("perada.compare.grid.find_spec", lambda name: None)
+    monkeypatch.setattr("perada.compare.plan.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="needs the package 'optuna': pip install perada"):
         main([*COMMAND, *OUT])
