@@ -3,9 +3,10 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from textwrap import indent, wrap
+from textwrap import indent, shorten, wrap
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -20,12 +21,11 @@ from perada.federation.cohort import ClientOptimizer
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.store import StoreKind
 from perada.lightning import FederatedLoop
+from perada.lightning.callbacks import make_trainer
 from perada.lightning.checkpoint import find_checkpoint
-from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier, LRSchedule
-from perada.lightning.plain import as_plain
 from perada.lightning.run_folder import no_trace_if_refused
-from perada.lightning.trainer import make_trainer
+from perada.lightning.strategies import check_trainer
 from perada.models.backbones import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
@@ -178,6 +178,27 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     with plain_data(path, trainer), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)
+
+
+def as_plain(value: object) -> Any:  # noqa: ANN401  # what YAML holds
+    """An option as it stands in a recipe; what has no place in one as a string that shows what it is.
+
+    >>> as_plain(make_algorithm("ditto", prox_strength=0.5))
+    {'class_path': 'perada.algorithms.perada.Ditto', 'init_args': {'prox_strength': 0.5}}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): as_plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(one) for one in value]
+    if isinstance(value, Distillation | Privacy | ClientPrivacy):
+        return asdict(value)
+    if isinstance(value, Algorithm | ServerRule):
+        names = [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
+        options = {name: as_plain(getattr(value, name)) for name in names}
+        return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": options}
+    return shorten(repr(value), 500, placeholder="...")
 
 
 def _algorithm(given: str | Algorithm, options: dict[str, Any] | None, prox_strength: float | None) -> Algorithm:

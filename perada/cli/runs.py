@@ -19,12 +19,11 @@ from perada.cli.parser import RecipeParser, explained, import_named, spelt_out, 
 from perada.cli.recipes import comparison
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile
+from perada.lightning.callbacks import OF_A_TRAINER, listed, own_parts
 from perada.lightning.checkpoint import find_checkpoint
-from perada.lightning.checks import check_trainer
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
-from perada.lightning.strategies import device_defaults
-from perada.lightning.trainer import listed, own_parts
+from perada.lightning.strategies import check_trainer, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, mode_line, shift_tables
 from perada.results.restore import plain_data
@@ -82,8 +81,8 @@ class PeradaCLI(LightningCLI):
         if not self.runs:  # the config.yaml of a run holds these of its subcommand
             for name in ("ckpt_path", "weights_only"):
                 parser.add_argument(f"--{name}", type=str | bool | None, default=None)
-        defaults = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
-        parser.set_defaults({f"trainer.{name}": value for name, value in (defaults | device_defaults()).items()})
+        defaults = OF_A_TRAINER | device_defaults()
+        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add perada's logger, progress bar and checkpoint where the recipe names none."""

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from perada.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
-from perada.lightning.steps import NothingLearnedError
+from perada.lightning.parts import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
 

@@ -17,9 +17,9 @@ from perada.core.states import State
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings
 from perada.federation.store import Storage
-from perada.lightning.checks import check_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.strategies import check_trainer
 from perada.privacy import calibrate
 from perada.privacy.client_level import ClientLevel
 
@@ -53,6 +53,7 @@ class Recipe:
     data: FederatedDataModule
 
     def __post_init__(self) -> None:
+        self.module.trainer = self.trainer
         check_trainer(self.trainer)
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -105,22 +106,9 @@ class Recipe:
 
     def settings(self, **changes: Any) -> Settings:
         """How the rounds go, with ``changes``; noise comes from a cryptographic generator, whatever was asked for."""
-        loop = self.loop
-        settings = Settings(
-            loop.algorithm,
-            self.module.training_options,
-            loop.distillation,
-            loop.weighting,
-            loop.phases,
-            loop.seed,
-            loop.clients_per_round,
-            self.module.clients_per_chunk,
-            loop.server_rule,
-            None if loop.privacy is None else replace(loop.privacy, secure_rng=True),
-            None if loop.client_privacy is None else replace(loop.client_privacy, secure_rng=True),
-            Storage("device"),
-        )
-        return replace(settings, **changes)
+        sections = {"privacy": self.loop.privacy, "client_privacy": self.loop.client_privacy}
+        secure: dict[str, Any] = {name: own and replace(own, secure_rng=True) for name, own in sections.items()}
+        return self.loop.settings_of(self.module, **{"storage": Storage("device")} | secure | changes)
 
     def level(self, sites: int) -> ClientLevel | None:
         """Privacy of whole clients in rounds of so many sites, at least; None where none is asked for.

@@ -14,7 +14,7 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.engine.loss_scaling import LossScaling
 from perada.federation.cohort import LocalTraining
 from perada.federation.store import Storage
-from perada.privacy.options import ClientPrivacy, Privacy
+from perada.privacy.options import ClientPrivacy, Privacy, test_mode
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerData
@@ -60,6 +60,11 @@ class Settings:
     def private(self) -> bool:
         """Whether any privacy was asked for."""
         return self.privacy is not None or self.client_privacy is not None
+
+    @property
+    def test_mode(self) -> bool:
+        """Whether the noise of a private run follows from the seed, which is then written nowhere."""
+        return test_mode(self.privacy, self.client_privacy)
 
 
 def check_rule(settings: Settings, public: int, labelled: int) -> None:

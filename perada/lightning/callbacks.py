@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks beside the loop: the progress bar, and a table of predictions."""
+"""Callbacks beside the loop: the progress bar, a table of predictions; and a trainer that has what a run needs."""
 
 import csv
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from tqdm import tqdm
 
 from perada.core.files import writing
 from perada.core.text import SPREADS
+from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.federated_loop import ON_THE_BAR, FederatedLoop
+from perada.lightning.strategies import check_trainer, choose_strategy, device_defaults
 
 
 class RoundProgressBar(TQDMProgressBar):
@@ -29,7 +33,7 @@ class RoundProgressBar(TQDMProgressBar):
         self.train_progress_bar.set_description(f"Round {trainer.current_epoch}{last}")
 
 
-class RoundLines(pl.callbacks.ProgressBar):
+class RoundLines(ProgressBar):
     """One line on standard error for each round, for files and wherever else there is no terminal.
 
     A line has the round, its seconds with evaluation, what is left by the mean of the rounds before, and the scores of
@@ -95,21 +99,13 @@ class PredictionFile(pl.Callback):
         """Start an empty table."""
         self._rows = []
 
-    def on_predict_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Mapping[str, Tensor],
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, *hook: Any) -> None:
         """Add a batch."""
+        outputs: Mapping[str, Tensor] = hook[2]
         models = [name for name in ("personal", "global") if name in outputs]
         self._rows = self._rows or [["image", "client", "label", *models]]
         columns = [outputs["owner"], outputs["y"]]
-        for name in models:
-            logits = outputs[name]
+        for logits in (outputs[name] for name in models):
             columns.append((logits > 0).long() if outputs["y"].dim() > 1 else logits.argmax(-1))
         for row in zip(*(column.tolist() for column in columns), strict=True):
             self._rows.append([str(len(self._rows) - 1), *map(_cell, row)])
@@ -126,3 +122,50 @@ class PredictionFile(pl.Callback):
 
 def _cell(value: object) -> str:
     return " ".join(str(int(one)) for one in value) if isinstance(value, list) else str(value)
+
+
+OF_A_TRAINER = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+"""Options of a trainer that have other defaults than Lightning's."""
+
+
+def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
+    """A trainer for ``rounds`` rounds with perada's defaults: one device, CSV logs, a checkpoint after every round.
+
+    Under torchrun it has as many devices as processes were started. Without a logger there is no run folder, and no
+    checkpoint unless a callback writes one.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+    given = listed(options.pop("callbacks", None))
+    options = OF_A_TRAINER | {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | device_defaults() | options
+    chosen, added = own_parts(options, given)
+    trainer = pl.Trainer(callbacks=[loop, *given, *added], **options | chosen)
+    check_trainer(trainer)
+    return trainer
+
+
+def own_parts(options: Mapping[str, Any], callbacks: list[pl.Callback]) -> tuple[dict[str, Any], list[pl.Callback]]:
+    """What a trainer with these options and callbacks lacks: perada's logger and strategy, bar and checkpoint.
+
+    Returns:
+        Options over those given, and callbacks beside those given.
+    """
+    chosen: dict[str, Any] = {}
+    added: list[pl.Callback] = []
+    if options.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+        added.append(round_progress())
+    saving, logger = options.get("enable_checkpointing"), options.get("logger")
+    if saving is None and logger is False:
+        chosen["enable_checkpointing"] = saving = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    if saving is not False and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+        added.append(RoundCheckpoint())
+    if logger in (None, True):
+        chosen["logger"] = CSVLogger(options.get("default_root_dir") or ".")
+    chosen["strategy"] = choose_strategy(options.get("strategy"), options["devices"], options.get("num_nodes", 1))
+    return chosen, added
+
+
+def listed(callbacks: pl.Callback | list[pl.Callback] | None) -> list[pl.Callback]:
+    """Callbacks as Lightning takes them, none, one or several, as a list."""
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []

@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: atomic files with a digest, what they belong to, and runs that resume from them."""
 
+import errno
 import hashlib
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import TorchCheckpointIO
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from perada.core.checks import check_choice
 from perada.core.files import open_atomic
+from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
-from perada.federation.settings import Settings
-from perada.lightning.module import FederatedClassifier
+from perada.lightning.parts import Parts
 from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
 
-REMEDY = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
-"""After an error of the disk."""
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -35,15 +37,23 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:  # noqa: ANN401  # Lightning's
-        """Write a checkpoint; an OSError names the file."""
+        """Write a checkpoint, as a zip archive with the digest of its bytes as its comment.
+
+        It goes to the disk as it is made: no copy of it is held in memory. An OSError names the file.
+        """
         if "://" in str(path):  # of another file system, which has ways of its own
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        try:
-            _write(checkpoint, Path(path))
-        except OSError as error:
-            what = f"the checkpoint {str(path)!r} could not be written"
-            raise OSError(error.errno, f"{what}: {error.strerror or error}; {REMEDY}") from error
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomic(target, former=target.with_name(PREVIOUS) if target.name == LAST else None) as file:
+            hashed = _Hashed(file)
+            try:
+                torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # it needs write and flush
+            except RuntimeError as error:  # torch's own, while it handles what the file raised
+                raise (error.__context__ or error) from None
+            file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
+            file.write(LENGTH + MARK + hashed.digest.hexdigest().encode())
 
     def load_checkpoint(
         self,
@@ -64,48 +74,33 @@ def write_whole(trainer: pl.Trainer) -> None:
 
 
 class _Hashed:
-    """A file that is written from its beginning to its end, with the digest of its bytes.
-
-    torch's writer makes an error of its own of what ``write`` raises: so the first OSError is kept, and nothing is
-    written after it.
-    """
+    """A file that is written from its beginning to its end, with the digest of its bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest = file, hashlib.sha256()
-        self.error: OSError | None = None
+        self.file, self.digest, self.flush = file, hashlib.sha256(), file.flush
 
     def write(self, content: bytes) -> int:
         """Write some more."""
-        if self.error is None:
-            try:
-                self.file.write(content)
-                self.digest.update(content)
-            except OSError as error:
-                self.error = error
-        return len(content)
-
-    def flush(self) -> None:
-        """Nothing to do: the file is flushed at its end."""
+        self.digest.update(content)
+        return self.file.write(content)
 
 
-def _write(checkpoint: dict[str, Any], target: Path) -> None:
-    """Put a checkpoint in its place, as a zip archive with the digest of its bytes as its comment.
+def explain(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Have an error of the disk say where the run is and how to resume; those of writes do not even have a path.
 
-    It goes to the disk as it is made: no copy of it is held in memory.
+    A program that SIGTERM ends says so by its status, as shells give it; Lightning leaves it at 0.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open_atomic(target, former=target.with_name(PREVIOUS) if target.name == LAST else None) as file:
-        hashed = _Hashed(file)
-        torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # it needs write and flush
-        if hashed.error is not None:
-            raise hashed.error
-        file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
-        file.write(LENGTH + MARK + hashed.digest.hexdigest().encode())
+    if isinstance(exception, SIGTERMException):
+        exception.code = 128 + signal.SIGTERM
+    if isinstance(exception, OSError) and exception.errno in OF_THE_DISK:
+        remedy = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
+        exception.strerror = f"{exception.strerror}; {remedy}"
+        folders = (getattr(logger, "log_dir", None) for logger in trainer.loggers)
+        exception.filename = exception.filename or next(filter(None, folders), trainer.default_root_dir)
 
 
-Described = dict[str, dict[str, Any]]
 CLIENTS = "clients"
-"""What ``resume_allow`` must name for it."""
+"""What ``resume_allow`` must name for more clients."""
 OF_CLIENTS = ("number of clients", "clients' numbers of images", "partition of the data")
 """What a checkpoint then need not have in common with the run that loads it."""
 
@@ -133,21 +128,8 @@ class RoundCheckpoint(ModelCheckpoint):
         """Nothing was saved."""
 
 
-def newest_checkpoint(root: Path) -> Path:
-    """The whole checkpoint written last below ``root/lightning_logs``, as :func:`newest_whole` finds it.
-
-    A FileNotFoundError if there is none.
-    """
-    found = list(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"))
-    path = newest_whole(found)
-    if path is None:
-        where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
-        raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
-    return path
-
-
 def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
-    """The path of a checkpoint asked for as ``last`` or by its path.
+    """The path of a checkpoint asked for by its path or, as ``last``, the whole one written last below ``root``.
 
     Raises:
         FileNotFoundError: If it is not there.
@@ -158,29 +140,34 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     if not isinstance(ckpt_path, str | Path):
         raise ValueError(f"ckpt_path={ckpt_path!r} cannot be used; give a checkpoint's path, or 'last'")
     if ckpt_path == "last":
-        return str(newest_checkpoint(root))
+        found = list(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"))
+        path = newest_whole(found)
+        if path is None:
+            where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
+            raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
+        return str(path)
     if not Path(ckpt_path).is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
     check_whole_file(Path(ckpt_path))
     return ckpt_path
 
 
-def belonging(
-    settings: Settings, data: FederatedDataModule, module: FederatedClassifier, disguise: bool = False
-) -> dict[str, Any]:
-    """What a checkpoint must have in common with the run that loads it, in plain types.
+def described(parts: Parts) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of its run, in plain types.
 
-    With ``disguise`` a mark of the seed stands in its place.
+    Returns:
+        ``belongs``, what it must have in common with the run that loads it, with a mark in the place of a seed that is
+        not to be told; and ``options`` that change what rounds compute, by the names that users give them.
     """
-    assert module.adapted is not None
+    settings, data, module, training = parts.settings, parts.data, parts.module, parts.settings.training
     model = module.model.state_dict()
     partition = hashlib.sha256(json.dumps(data.partition_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    return {
-        "backbone": module.adapted.backbone.name,
-        "adapter": type(module.adapted.config).__name__,
+    belongs = {
+        "backbone": parts.adapted.backbone.name,
+        "adapter": type(parts.adapted.config).__name__,
         "algorithm": settings.algorithm.kind,
         "server rule": settings.rule.kind,
-        "seed": disguised(settings.seed, partition) if disguise else settings.seed,
+        "seed": disguised(settings.seed, partition) if settings.test_mode else settings.seed,
         "number of classes": data.num_classes,
         "number of clients": data.num_clients,
         "clients' numbers of images": list(data.train_sizes),
@@ -188,55 +175,66 @@ def belonging(
         "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
         "frozen weights": module.frozen_digest,
     }
-
-
-def training_options(settings: Settings, data: FederatedDataModule, module: FederatedClassifier) -> dict[str, Any]:
-    """Options that change what rounds compute, by the names that users give them, in plain types."""
-    training = settings.training
-    return {
+    options = {
         **{f"lr_{role}": rate for role, rate in training.lr.items()},
-        "optimizer": training.optimizer,
-        "momentum": training.momentum,
-        "weight_decay": training.weight_decay,
-        "clip_norm": training.clip_norm,
+        **{name: getattr(training, name) for name in ("optimizer", "momentum", "weight_decay", "clip_norm")},
         "lr_schedule": [module.lr_schedule, module.lr_gamma, module.lr_every],
         "precision": str(module.trainer.precision),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "augmentation": list(data.augmentation),
-        "clients_per_round": settings.clients_per_round,
-        "weighting": settings.weighting,
+        **{name: getattr(settings, name) for name in ("clients_per_round", "weighting", "refuse_far")},
         "local_training": repr(settings.phases),
         "algorithm": repr(settings.algorithm),
         "server_rule": repr(settings.rule),
-        "refuse_far": settings.refuse_far,
         **{f"distillation.{name}": value for name, value in asdict(settings.distillation).items()},
     }
+    return {"belongs": belongs, "options": options}
 
 
-def described(settings: Settings, data: FederatedDataModule, module: FederatedClassifier, disguise: bool) -> Described:
-    """What a checkpoint says of its run."""
+def alike(parts: Parts, done: int) -> dict[str, Any]:
+    """What must be the same in all processes of a job, with ``done`` rounds behind it, by name, in plain types."""
+    said, trainer = described(parts), parts.trainer
     return {
-        "belongs": belonging(settings, data, module, disguise),
-        "options": training_options(settings, data, module),
+        **said["belongs"],
+        **said["options"],
+        "number of rounds (max_epochs)": trainer.max_epochs,
+        "number of rounds behind it": done,
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        "limit_val_batches": trainer.limit_val_batches,
+        "eval_batch_size": parts.data.eval_batch_size,
+        "global_test_clients": parts.module.global_test_clients,
+        "metric": parts.module.metric,
+        "privacy": repr((parts.settings.privacy, parts.settings.client_privacy)),
     }
 
 
-def check_saved(saved: Described, here: Described, test_mode: bool, training: bool, allowed: Sequence[str]) -> None:
+def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
+    """Refuse, by a ValueError that names the first difference, processes that are about to train different things."""
+    for rank, other in enumerate(ranks.gather(mine)):
+        for name, value in mine.items():
+            if other.get(name) != value:
+                raise ValueError(
+                    f"process {rank} has another {name} than process {ranks.rank}: data and options must be the same "
+                    "in all; draw what is random in your script from a fixed seed"
+                )
+
+
+def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
     """Compare what :func:`described` said when a checkpoint was written with what it says now.
 
     A ValueError names the first difference. Options count where ``training`` resumes, but for those that are
-    ``allowed``; a name among these must be that of an option, or ``clients`` for more clients. In the ``test_mode`` of
+    ``allowed``; a name among these must be that of an option, or ``clients`` for more clients. In the test mode of
     privacy, who only evaluates need not know the seed.
     """
+    here = described(parts)
     for name in allowed:
         check_choice("resume_allow", name, (*here["options"], CLIENTS))
     more = CLIENTS in allowed and saved["belongs"]["number of clients"] != here["belongs"]["number of clients"]
+    free = OF_CLIENTS if more else ("seed",) if parts.settings.test_mode and not training else ()
     for name, value in here["belongs"].items():
-        if more and name in OF_CLIENTS:
-            continue
         former = saved["belongs"].get(name)
-        if former != value and not (name == "seed" and test_mode and not training):
+        if former != value and name not in free:
             remedy = "resume with the configuration that wrote it"
             if not training:
                 remedy = (
@@ -245,13 +243,12 @@ def check_saved(saved: Described, here: Described, test_mode: bool, training: bo
             raise ValueError(
                 f"the checkpoint belongs to another run: its {name} {_difference(former, value)}; {remedy}"
             )
-    former = saved.get("options", {})  # not in checkpoints of former versions
-    for name, value in here["options"].items():
-        if training and name in former and former[name] != value and name not in allowed:
+    for name, value in here["options"].items() if training else ():
+        former = saved["options"].get(name)
+        if former != value and name not in allowed:
             raise ValueError(
-                f"the checkpoint belongs to a run with {name}={_short(former[name])}, and here it is {_short(value)}; "
-                f"resume with the former, or accept the change by resume_allow=[{name!r}] "
-                f"(--federated.resume_allow=[{name}])"
+                f"the checkpoint belongs to a run with {name}={_short(former)}, and here it is {_short(value)}; resume "
+                f"with the former, or accept the change by resume_allow=[{name!r}] (--federated.resume_allow=[{name}])"
             )
 
 
@@ -264,7 +261,9 @@ def disguised(seed: int, salt: str) -> str:
 def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
     """Let training resume from a checkpoint after its ``rounds`` whole rounds; ``step`` is the last optimiser step.
 
-    A ValueError if it cannot, or fewer rounds are asked for than it has behind it.
+    The saved state of Lightning's loop is made to say that these rounds are over and the next has not begun, also where
+    it was written within a round, or between its end and the end of its epoch. A ValueError if training cannot resume,
+    or fewer rounds are asked for than are over.
     """
     if "loops" not in checkpoint:
         raise ValueError(
@@ -276,15 +275,7 @@ def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) 
             f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give at least "
             f"{rounds}"
         )
-    to_round_boundary(checkpoint["loops"]["fit_loop"], rounds, step)
-
-
-def to_round_boundary(loop: dict[str, Any], rounds: int, step: int) -> None:
-    """Let the saved state of Lightning's loop say that ``rounds`` rounds are over and the next has not begun.
-
-    A checkpoint written within a round, or between its end and the end of its epoch, is thereby one of the end of the
-    last whole round.
-    """
+    loop = checkpoint["loops"]["fit_loop"]
     for count in ("total", "current"):
         loop["epoch_progress"][count] = dict.fromkeys(loop["epoch_progress"][count], rounds)
         batches = loop["epoch_loop.batch_progress"]
@@ -319,30 +310,26 @@ def grown(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[st
         ValueError: If a client is gone or has another number of images, or the run is private.
     """
     former = saved["belongs"]
+    names, here = saved["info"].get("clients"), cast(Sequence[int | str] | None, data.client_names)
     if CLIENTS not in allowed or former["number of clients"] == data.num_clients:
         return saved
-    names, here = saved["info"].get("clients"), data.client_names
-    if names is not None and here is not None:
-        gone = next((name for name in names if name not in here), None)
-        numbers = [] if gone else [here.index(name) for name in names]
-    else:
-        names, numbers = None, list(range(former["number of clients"]))
-        gone = data.num_clients if data.num_clients < len(numbers) else None
-    if gone is not None:
-        raise ValueError(
-            f"client {gone!r} of the checkpoint is not among the {data.num_clients} clients of this run; resume with "
-            "all of its clients and others"
-        )
-    for old, new in enumerate(numbers):
-        images = former["clients' numbers of images"][old], data.train_sizes[new]
-        if images[0] != images[1]:
-            who = names[old] if names else old
+    if names is None or here is None:
+        names, here = range(former["number of clients"]), range(data.num_clients)
+    places, numbers = {name: place for place, name in enumerate(here)}, []
+    for name, images in zip(names, former["clients' numbers of images"], strict=True):
+        if name not in places:
             raise ValueError(
-                f"client {who} had {images[0]} training images when the checkpoint was written, and here it has "
-                f"{images[1]}; give the former clients the images that they had (such as by ByDomain)"
+                f"client {name!r} of the checkpoint is not among the {data.num_clients} clients of this run; resume "
+                "with all of its clients and others"
+            )
+        numbers.append(places[name])
+        if images != data.train_sizes[places[name]]:
+            raise ValueError(
+                f"client {name} had {images} training images when the checkpoint was written, and here it has "
+                f"{data.train_sizes[places[name]]}; give the former clients the images that they had"
             )
     ledgers = saved["federation"]["privacy"] or {}
-    if len(numbers) < data.num_clients and (ledgers.get("images") or ledgers.get("clients")):
+    if ledgers.get("images") or ledgers.get("clients"):
         raise ValueError(
             f"the checkpoint is of a private run of {len(numbers)} clients, and here there are {data.num_clients}: its "
             "noise and its ledgers are of these clients; start anew, or let the others join by perada personalize"

@@ -6,37 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytorch_lightning as pl
-from torch import Tensor
-
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of, joining
 from perada.core.checks import check_number, check_whole
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.joining import joining_data
-from perada.lightning.callbacks import RoundProgressBar
+from perada.lightning.callbacks import make_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.results import class_counts
-from perada.lightning.strategies import device_defaults
-from perada.models.backbones import AdaptedModel
+from perada.lightning.scoring import class_counts
 from perada.privacy import Privacy
 from perada.results.clients import Joined
 from perada.results.run import Run
 
 SCORE = "personal/local_test"
-
-
-class _Begun(FederatedClassifier):
-    """A classifier whose network is there already, in the state that training begins with."""
-
-    def __init__(self, adapted: AdaptedModel, **options: Any) -> None:
-        super().__init__(adapted.backbone.name, **options)
-        self._given = adapted
-
-    def _adapt(self) -> AdaptedModel:
-        return self._given
+OPTIONS = ("optimizer", "momentum", "weight_decay", "clip_norm", "lr_schedule", "lr_gamma", "lr_every", "metric")
 
 
 def personalize(
@@ -89,23 +74,17 @@ def personalize(
     check_whole("batch_size", batch_size, optional=True)
     check_number("lr", lr, least=0, optional=True)
     check_name(run, name)
-    how = run.info.get("training")
+    how, info = run.info.get("training"), run.info
     if how is None:
-        raise ValueError(
-            "run.info has no 'training', since an earlier perada made the run: how its clients trained is not known; "
-            "train the run again"
-        )
-    privacy = _privacy(run)
+        raise ValueError("run.info does not say how the run's clients trained ('training'); train the run again")
     base = algorithm_of(how["algorithm"]) if algorithm is None else algorithm
     ours, phases = joining(base, tuple(Phase(**phase) for phase in how["phases"]))
     if local_steps is not None:
         phases = tuple(Phase(phase.name, steps=local_steps) for phase in phases)
     if rounds is None:
-        alone = base.inference == "global"
-        rounds = 1 if alone else _rounds_of_each(how)
-    own = joining_data(
-        data, name, run.preprocessing, run.info.get("classes"), run.info["num_classes"], run.info["multilabel"]
-    )
+        taken = how["rounds"] * (how["clients_per_round"] or how["num_clients"]) / how["num_clients"]
+        rounds = 1 if base.inference == "global" else max(1, math.ceil(taken))
+    own = joining_data(data, name, run.preprocessing, info.get("classes"), info["num_classes"], info["multilabel"])
     assert own.client_names is not None
     name = own.client_names[0]
     check_name(run, name)
@@ -113,32 +92,26 @@ def personalize(
         own,
         batch_size=how["batch_size"] if batch_size is None else batch_size,
         image_size=run.preprocessing.last_size,
-        num_classes=run.info["num_classes"],
+        num_classes=info["num_classes"],
         crop_padding=how["crop_padding"],
         flip=how["flip"],
     )
-    options = ("optimizer", "momentum", "weight_decay", "clip_norm", "lr_schedule", "lr_gamma", "lr_every", "metric")
-    rates = {rate: how[rate] if lr is None else lr for rate in ("lr_personal", "lr_local")}
-    module = _Begun(run.adapted(), **rates, **{option: how[option] for option in options})
-    loop = FederatedLoop(ours, privacy=privacy, seed=seed)
+    given: dict[str, Any] = {rate: how[rate] if lr is None else lr for rate in ("lr_personal", "lr_local")}
+    adapted = run.adapted()
+    module = FederatedClassifier(adapted.backbone.name, **given | {option: how[option] for option in OPTIONS})
+    module.adapted = adapted
+    loop = FederatedLoop(ours, privacy=_privacy(run), seed=seed)
     loop.phases = phases
-    devices: dict[str, Any] = device_defaults() | ({} if accelerator is None else {"accelerator": accelerator})
-    trainer = pl.Trainer(
-        **devices | {"devices": 1},
-        callbacks=[loop, *([RoundProgressBar()] if progress else [])],
-        enable_progress_bar=progress,
-        max_epochs=rounds,
-        check_val_every_n_epoch=rounds,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    before = None
+    options: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": progress}
+    options |= {} if accelerator is None else {"accelerator": accelerator}
+    trainer = make_trainer(loop, rounds, rounds, **options)
+    before = after = None
     if served.val_dataloader():
         trainer.validate(module, datamodule=served, verbose=False)
-        before = _score(module.per_client)
+        before = float(module.per_client[SCORE][0])
     trainer.fit(module, datamodule=served)
+    if before is not None:
+        after = float(module.per_client[SCORE][0])
     found = loop.outcome(module)
     joined = Joined(
         name,
@@ -151,9 +124,9 @@ def personalize(
             "rounds": rounds,
             "steps": rounds * sum(phase.local_steps(served.train_sizes[0], served.batch_size) for phase in phases),
             "before": before,
-            "after": _score(module.per_client),
+            "after": after,
         },
-        {part: rows[0] for part, rows in class_counts(module, served).items()},
+        {part: rows[0] for part, rows in class_counts(loop.parts).items()},
     )
     return run.with_client(joined)
 
@@ -170,14 +143,3 @@ def _privacy(run: Run) -> Privacy | None:
     """What the new client's images are protected by."""
     sample = (run.info.get("privacy") or {}).get("sample")
     return None if sample is None else replace(Privacy(**sample["options"]), ledger="release")
-
-
-def _rounds_of_each(how: dict[str, Any]) -> int:
-    """Rounds that a client of the run took part in, on average."""
-    clients = how["num_clients"]
-    share: float = how["rounds"] * (how["clients_per_round"] or clients) / clients
-    return max(1, math.ceil(share))
-
-
-def _score(per_client: dict[str, Tensor]) -> float | None:
-    return float(per_client[SCORE][0]) if SCORE in per_client else None

@@ -2,7 +2,7 @@
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -127,8 +127,9 @@ class FederatedClassifier(pl.LightningModule):
         self.cache_features, self.metric, self.global_test_clients = cache_features, metric, global_test_clients
         self.automatic_optimization = False
         self.strict_loading = False
-        self.adapted: AdaptedModel | None = None
+        self.adapted: AdaptedModel | None = None  # what is there already, it trains
         self.multilabel, self.seed, self.folds = False, 0, False
+        self._task: tuple[int, bool, int] | None = None
         self.per_client: dict[str, Tensor] = {}
         self.per_class: dict[str, Tensor] = {}
         self.metrics: list[Metric] = []
@@ -148,16 +149,13 @@ class FederatedClassifier(pl.LightningModule):
         Raises:
             ValueError: If the data's number of classes is not the one that was asked for, or it was built otherwise.
         """
-        if self.adapted is not None and (self.num_classes, self.multilabel) != (num_classes, multilabel):
+        task = num_classes, multilabel, seed
+        if self._task not in (None, task):
             raise ValueError(
-                f"the FederatedClassifier was built for {self.num_classes} classes, and the data has {num_classes}, or "
-                "labels of another kind; make a new one"
+                f"the FederatedClassifier was built for {self.num_classes} classes and the seed {self.seed}, and the "
+                f"data has {num_classes}, or labels of another kind, or the seed is {seed}; make a new one"
             )
-        if self.adapted is not None and self.seed != seed:
-            raise ValueError(
-                "the FederatedClassifier was built with another seed than that of the FederatedLoop; make a new one"
-            )
-        if self.adapted is not None:
+        if self._task is not None:
             return
         if self.num_classes not in (None, num_classes):
             raise ValueError(
@@ -165,28 +163,25 @@ class FederatedClassifier(pl.LightningModule):
                 "leave num_classes out or correct it"
             )
         self.metrics = make_metrics(self.metric, multilabel, num_classes)
-        self.num_classes, self.seed = num_classes, seed
-        self.adapted = self._adapt()
+        self._task = self.num_classes, self.multilabel, self.seed = task
+        self.adapted = self.adapted or self.spec.build()
         self.model = self.adapted.model
-        self.multilabel = multilabel
         convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
         suits = convolutions > 1 and self.adapted.channels_last
         channels_last = suits if self.channels_last is None else self.channels_last
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
-        self.engine = self._engine(self.engine_name, channels_last)
+        compiled = {} if self.torch_compile is True else self.torch_compile or None
+        self._make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compiled)
+        self.engine = self._make_engine(self.engine_name)
         self.slot = make_slot(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )
 
-    def _engine(self, kind: EngineName, channels_last: bool) -> Engine:
-        compiled = {} if self.torch_compile is True else self.torch_compile or None
-        return Engine(self.model, kind, channels_last=channels_last, compile=compiled)
-
     def take_loop(self) -> None:
         """Have clients trained one after another from now on."""
-        self.engine = self._engine("loop", self.engine.memory_format is torch.channels_last)
+        self.engine = self._make_engine("loop")
 
     @property
     def spec(self) -> ModelSpec:
@@ -201,9 +196,6 @@ class FederatedClassifier(pl.LightningModule):
             self.adapter_options,
             self.seed,
         )
-
-    def _adapt(self) -> AdaptedModel:
-        return self.spec.build()
 
     def initial_state(self, index: int) -> State:
         """The ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""
@@ -280,17 +272,17 @@ class FederatedClassifier(pl.LightningModule):
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> dict[str, Tensor]:
         """Logits (B, K) of the owner's personal model and of the global one, with the owner of each image."""
         federation, found = self._states(), {"owner": batch.owner, "y": batch.y}
-        shared = shared_logits(federation, batch.x) if federation.settings.algorithm.global_model else None
-        if federation.personalized:
-            own = own_logits(federation, batch)
-            # One number format on all ranks, also on one that has none of the owners.
-            kind = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
-            rows = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device) if own is None else own
-            own = rows.to(kind)
-            federation.ranks.sum_([own])
-        else:
-            own = shared
-        return found | {name: logits for name, logits in (("personal", own), ("global", shared)) if logits is not None}
+        if federation.settings.algorithm.global_model:
+            found["global"] = shared_logits(federation, batch.x)
+        if not federation.personalized:
+            return found | {"personal": found["global"]}
+        own = own_logits(federation, batch)
+        # One number format on all ranks, also on one that has none of the owners.
+        kind = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
+        rows = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device) if own is None else own
+        found["personal"] = rows.to(kind)
+        federation.ranks.sum_([found["personal"]])
+        return found
 
     def _states(self) -> Federation:
         if self.federation is None:

@@ -6,6 +6,7 @@ The journal is beside the checkpoints that a run writes, and beside those it cam
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,18 +21,10 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.digests import sealed
 from perada.core.files import clear
-from perada.federation.federation import Federation
 from perada.federation.store import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
-from perada.lightning.steps import rounds_left
+from perada.lightning.parts import Parts, run_folder
 from perada.privacy.ledgers import JOURNAL, Journal
-
-
-def run_folder(trainer: pl.Trainer) -> Path | None:
-    """The run's folder; ``None`` where it has none."""
-    if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-        return None
-    return Path(trainer.log_dir) if trainer.log_dir else None
 
 
 @contextmanager
@@ -47,27 +40,23 @@ def no_trace_if_refused(trainer: pl.Trainer) -> Iterator[None]:
         yield
     except BaseException:
         for folder in made if trainer.is_global_zero else []:
-            begun = {path.name for path in folder.glob("*")}
-            own = {path.name for path in folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")}
-            with suppress(OSError):  # it holds other runs, or is another process's and not empty any more
-                for name in own if begun == own else ():
-                    (folder / name).unlink()
-                folder.rmdir()
-                folder.parent.rmdir()
+            if all(path.match(f"events.out.tfevents.*.{os.getpid()}.*") for path in folder.glob("*")):
+                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # it holds other runs
+                    folder.parent.rmdir()
         raise
 
 
-def write_description(trainer: pl.Trainer, partition: dict[str, Any], config: dict[str, Any]) -> None:
+def write_description(parts: Parts, config: dict[str, Any]) -> None:
     """Write who has which images, and the configuration if there is one, into the run's folder, and tell loggers."""
     if config:
-        log_options(trainer, config)
-    folder = run_folder(trainer)  # all processes ask, rank 0 writes
-    if folder is None or not trainer.is_global_zero:
+        log_options(parts.trainer, config)
+    folder = parts.folder()
+    if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = folder.parent  # whoever was killed may have left a file as large as a checkpoint
-    clear([*runs.glob("*/checkpoints/.*.partial"), *runs.glob("*/clients/**/.*.partial"), *runs.glob("*/.*.partial")])
-    (folder / "partition.json").write_text(json.dumps(sealed(partition)))
+    left = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")  # by whoever was killed
+    clear(path for pattern in left for path in folder.parent.glob(pattern))
+    (folder / "partition.json").write_text(json.dumps(sealed(parts.data.partition_dict())))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -91,17 +80,17 @@ def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
                 logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
 
 
-def storage(wanted: Storage, clients_per_round: int, num_clients: int, trainer: pl.Trainer) -> Storage:
+def store_of(wanted: Storage, clients_per_round: int | None, num_clients: int, trainer: pl.Trainer) -> Storage:
     """Where a run holds its clients' states: their files, if any, are in its folder.
 
     Files that only older checkpoints name are deleted where all that writes checkpoints replaces its own.
     """
-    limit, folder = trainer.max_epochs, run_folder(trainer)
+    limit, folder, drawn = trainer.max_epochs, run_folder(trainer), clients_per_round or num_clients
     return replace(
         wanted,
         folder=None if folder is None else folder / "clients",
         prune=all(isinstance(callback, RoundCheckpoint) for callback in trainer.checkpoint_callbacks),
-        clients=num_clients if limit is None or limit < 0 else min(num_clients, limit * clients_per_round),
+        clients=num_clients if limit is None or limit < 0 else min(num_clients, limit * drawn),
     )
 
 
@@ -114,9 +103,8 @@ def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
     for path in map(Path, saved.get("journals", [])):
         moved = Path(os.path.normpath(folder / os.path.relpath(path, before)))  # together with the checkpoint
         # A stranger's checkpoint may name any file, and these are written to.
-        here = [
-            place for place in (path, moved) if place.name == JOURNAL and place.is_file() and not place.is_symlink()
-        ]
+        places = [place for place in (path, moved) if place.name == JOURNAL and place.is_file()]
+        here = [place for place in places if not place.is_symlink()]
         if not here and path.parent != before:  # its own one is asked for when it is read
             rank_zero_warn(
                 f"privacy: {str(path)!r} is not there, of a run that this one was resumed from: rounds that others "
@@ -126,15 +114,15 @@ def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[Path]) -> None:
+def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
     """Have private rounds written down from now on, in the folders of the trainer's checkpoint callbacks.
 
     What only the ``earlier`` journals know of, those of the runs that this one is resumed from, is counted.
     """
-    protection = federation.protection
+    trainer, protection = parts.trainer, parts.federation.protection
     if not protection.private:
         return
-    begun = protection.count_begun(earlier, federation.ranks)
+    begun = protection.count_begun(earlier, parts.federation.ranks)
     if begun:
         rank_zero_warn(
             f"privacy: round {', '.join(map(str, begun))} was begun once already since this checkpoint was written; "
@@ -146,8 +134,8 @@ def keep_journal(trainer: pl.Trainer, federation: Federation, earlier: Sequence[
         protection.journal = Journal(own, earlier)
 
 
-def journal_rounds_to_come(trainer: pl.Trainer, federation: Federation) -> None:
+def journal_rounds_to_come(parts: Parts) -> None:
     """Where no checkpoint callback names a folder, keep the journal in the default one from the first checkpoint on."""
-    done = federation.rounds_done
-    if trainer.training and rounds_left(trainer, done) and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-        federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, done)
+    trainer, federation = parts.trainer, parts.federation
+    if trainer.training and parts.rounds_left() and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, federation.rounds_done)

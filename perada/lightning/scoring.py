@@ -1,82 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores after the last round and on shifted test sets."""
+"""What a fit measures: each client's scores, those on shifted sets and after the last round, and the run's record."""
 
 import json
 import math
 import time
-from itertools import groupby, islice
+from dataclasses import asdict
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.data import FederatedDataModule
+from perada.algorithms.joining import algorithm_record
 from perada.data.shifts import Condition
-from perada.federation.evaluation import sample_clients
+from perada.federation.evaluation import Evaluation, sample_clients
 from perada.federation.shifted import ShiftedEvaluation, ShiftedScores
-from perada.lightning.module import FederatedClassifier
-from perada.lightning.results import run_evaluation
-from perada.lightning.run_folder import run_folder
-from perada.lightning.steps import federation_of, prepared, progress, warn_broken
+from perada.lightning.parts import Parts, warn_broken
 from perada.results.report import SHIFTS_FILE
-from perada.results.restore import restoring
+from perada.results.run_file import write_fitted
+
+History = list[dict[str, float]]
 
 
-def score_shifts(trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
+class Measured:
+    """What is known of each client besides its last scores.
+
+    Attributes:
+        initial: Scores by name of the models before the first round, those of each client (M,).
+        by_round: For each evaluation its ``round`` and each client's ``personal/local_test``.
+        command: The command line of the run; empty where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.initial: dict[str, list[float]] = {}
+        self.by_round: list[dict[str, Any]] = []
+        self.command: list[str] = []
+
+    def begin(self, parts: Parts) -> None:
+        """Score the initial models on their clients' images: two passes at most, once, before the first round."""
+        if parts.federation.rounds_done or self.initial or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+            return
+        evaluation = Evaluation(parts.federation, parts.module.metrics, [])
+        if parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step):
+            self.initial = {name: _rounded(values) for name, values in evaluation.result()[1].items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"initial": self.initial, "by_round": self.by_round}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where a checkpoint ended; with nothing where clients were added."""
+        self.initial, self.by_round = state.get("initial", {}), state.get("by_round", [])
+
+    def write(self, parts: Parts, history: History) -> None:
+        """Keep what each client scored, and write all there is so far into the run's folder, whatever loggers write."""
+        scores = parts.module.per_client.get("personal/local_test")
+        if scores is not None and history:  # in place of an earlier evaluation of the round
+            kept = [own for own in self.by_round if own["round"] < history[-1]["round"]]
+            self.by_round = [*kept, {"round": history[-1]["round"], "personal/local_test": _rounded(scores)}]
+        folder = parts.folder()
+        if folder is not None:
+            content = {
+                "num_clients": parts.data.num_clients,
+                "train_sizes": list(parts.data.train_sizes),
+                "command": [] if parts.settings.test_mode else self.command,
+                "info": run_info(parts),
+                "metrics": metrics_of(parts, history, self),
+            }
+            write_fitted(folder, content)
+
+
+def _rounded(scores: torch.Tensor) -> list[float]:
+    """Scores as they are written: more digits than any number of images gives."""
+    return [round(value, 6) for value in scores.tolist()]
+
+
+def metrics_of(parts: Parts, history: History, measured: Measured) -> dict[str, Any]:
+    """``Run.metrics``: see :class:`perada.Run`."""
+    module = parts.module
+    clients = {name: scores.tolist() for name, scores in module.per_client.items()}
+    found = {
+        "rounds": history,
+        "clients": clients | parts.federation.protection.epsilons(parts.data.num_clients),
+        "per_class": {name: scores.tolist() for name, scores in module.per_class.items()},
+        "shifts": module.shifted.get("kinds"),
+        **measured.state_dict(),
+        "partition": class_counts(parts),
+        **module.details,
+    }
+    return {name: value for name, value in found.items() if value or name in ("rounds", "clients")}
+
+
+def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
+    """Images (M, K) of each client and class, by ``train`` and ``test``; nothing of a private run's, which they are."""
+    return {} if parts.settings.private else parts.data.class_counts()
+
+
+def run_info(parts: Parts) -> dict[str, Any]:
+    """The facts of ``Run.info``; without the seed where noise would follow from it."""
+    settings, data, module, federation = parts.settings, parts.data, parts.module, parts.federation
+    algorithm, (padding, flip) = settings.algorithm, data.augmentation
+    options = ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric")
+    training = {  # what a client does that joins later
+        "algorithm": algorithm_record(algorithm),
+        "phases": [asdict(phase) for phase in settings.phases],
+        "rounds": federation.rounds_done,
+        "num_clients": federation.num_clients,
+        "clients_per_round": settings.clients_per_round,
+        "images": list(data.train_sizes),
+        "batch_size": data.batch_size,
+        "crop_padding": padding,
+        "flip": flip,
+        **{f"lr_{role}": rate for role, rate in module.lr.items()},
+        **{name: getattr(module, name) for name in options},
+        "clip_norm": None if module.clip_norm == math.inf else module.clip_norm,
+    }
+    return {
+        "backbone": module.backbone if isinstance(module.backbone, str) else None,
+        "pretrained": module.pretrained,
+        "num_classes": module.num_classes,
+        "image_size": module.image_size if data.image_size is None else data.image_size,
+        "built_for": module.image_size,
+        "preprocessing": data.preprocessing.record(),
+        "train_backbone": module.train_backbone,
+        "adapter": module.adapter if isinstance(module.adapter, str) else None,
+        "adapter_options": module.adapter_options,
+        "algorithm": algorithm.kind,
+        "average": algorithm.average,
+        "global_model": algorithm.global_model,
+        "multilabel": module.multilabel,
+        "classes": data.classes,
+        "clients": data.client_names,
+        "seed": None if settings.test_mode else settings.seed,
+        "training": training,
+        "privacy": federation.protection.record(data.num_clients),
+    }
+
+
+def score_shifts(parts: Parts) -> bool:
     """Run all models on the shifted sets, and keep the scores in the module; return whether there was anything to run.
 
     The trainer's limit of test batches, or of validation batches in training, holds for each pass over the images.
     """
+    data, module, trainer, federation = parts.data, parts.module, parts.trainer, parts.federation
     limit = trainer.limit_test_batches if trainer.state.fn == "test" else trainer.limit_val_batches
     if not data.conditions or not limit:
         return False
     began, found = time.perf_counter(), []
-    with torch.no_grad(), trainer.precision_plugin.forward_context():
-        for condition in progress(trainer, data.conditions, "Shifts"):
-            found.append((condition, _scores(data, module, condition, limit)))
-    module.shifted = _summary(found, federation_of(module).settings.algorithm.global_model)
-    module.shifted |= {"of": _described(data), "seconds": time.perf_counter() - began}
-    folder = run_folder(trainer)  # all processes ask, rank 0 writes
-    if folder is not None and module.shifted["kinds"] and trainer.is_global_zero:
-        folder.mkdir(parents=True, exist_ok=True)
+    everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
+    for condition in parts.progress(data.conditions, "Shifts"):
+        evaluation = ShiftedEvaluation(federation, module.metrics, everywhere, condition.others)
+        parts.evaluate(data.shift_loader(condition), limit, evaluation.step)
+        found.append((condition, evaluation.result()))
+    module.shifted = _summary(found, parts.settings.algorithm.global_model)
+    module.shifted |= {"of": _described(parts), "seconds": time.perf_counter() - began}
+    folder = parts.folder()
+    if folder is not None and module.shifted["kinds"]:
         (folder / SHIFTS_FILE).write_text(json.dumps(module.shifted["kinds"], indent=1) + "\n")
     return True
 
 
-def scored_shifts(data: FederatedDataModule, module: FederatedClassifier) -> bool:
-    """Whether the module holds scores of the shifts that the data has."""
-    return module.shifted.get("of") == _described(data)
+def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
+    """Take over the scores of a checkpoint, but for those of shifts where the data has others by now."""
+    module, shifted = parts.module, saved["shifted"]
+    module.per_class, module.details = saved["per_class"], saved["measured"].get("details", {})
+    forgotten = {} if shifted.get("of") == _described(parts) else shifted
+    for kind in ("scores", "per_client"):
+        own = forgotten.get(kind, {})
+        setattr(module, kind, {name: value for name, value in saved[kind].items() if name not in own})
+    module.shifted = {} if forgotten else shifted
 
 
-@restoring()
-def restore_shifts(data: FederatedDataModule, module: FederatedClassifier, shifted: dict[str, Any]) -> None:
-    """Take over the scores of a checkpoint, or forget them where the data has other shifts by now."""
-    module.shifted = shifted
-    if not scored_shifts(data, module):
-        module.shifted = {}
-        for kind in ("scores", "per_client"):
-            known = getattr(module, kind)
-            setattr(module, kind, {name: known[name] for name in known if name not in shifted.get(kind, {})})
-
-
-def _described(data: FederatedDataModule) -> dict[str, str]:
-    return {name: repr(shift) for name, shift in data.shifts.items()}
-
-
-def _scores(
-    data: FederatedDataModule, module: FederatedClassifier, condition: Condition, limit: float
-) -> dict[str, ShiftedScores]:
-    federation = federation_of(module)
-    everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
-    evaluation = ShiftedEvaluation(federation, module.metrics, everywhere, condition.others)
-    batches = data.shift_loader(condition)
-    count = int(len(batches) * limit) if isinstance(limit, float) else limit
-    for index, batch in enumerate(islice(batches, count)):
-        evaluation.step(data.prepare(data.transfer_batch_to_device(batch, module.device, 0)), index)
-    return evaluation.result()
+def _described(parts: Parts) -> dict[str, str]:
+    return {name: repr(shift) for name, shift in parts.data.shifts.items()}
 
 
 def _summary(found: list[tuple[Condition, dict[str, ShiftedScores]]], shared: bool) -> dict[str, Any]:
@@ -118,77 +216,57 @@ def _mean_and_std(values: torch.Tensor) -> tuple[float, float]:
     return float(known.mean()), float(known.std(correction=0)) if len(known) else math.nan
 
 
-def personalize(trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier) -> bool:
+def personalize(parts: Parts) -> bool:
     """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
-    federation = federation_of(module)
-    settings, protection = federation.settings, federation.protection
-    tuning = settings.algorithm.personalization()
+    federation, data, clients = parts.federation, parts.data, range(parts.data.num_clients)
+    tuning, protection = parts.settings.algorithm.personalization(), federation.protection
     if tuning is None or federation.tuned is not None or not federation.rounds_done:
         return False
-    size = settings.clients_per_round or data.num_clients
-    able = protection.affordable(range(data.num_clients), tuning=True)
-    if len(able) < data.num_clients:
-        missing = sorted({*range(data.num_clients)} - {*able})
+    able = protection.affordable(clients, tuning=True)
+    missing = sorted({*clients} - {*able})
+    if missing:
         rank_zero_warn(f"privacy: client {', '.join(map(str, missing))} cannot afford the fine-tuning")
-    ordered = sorted(able, key=lambda client: -data.train_sizes[client])
+    ordered, size = sorted(able, key=lambda client: -data.train_sizes[client]), parts.settings.clients_per_round
+    size = size or len(clients)
     groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     sampling = None if protection.images is None else protection.images.sampling(tuning=True)
     plans = [data.plan_for(group, federation.rounds_done, [tuning[1]]) for group in groups]
-    with trainer.precision_plugin.forward_context():
-        broken, failed = federation.personalize(
-            progress(trainer, plans, "Fine-tune"), lambda plan: prepared(data, module, plan, sampling)
-        )
-    module.shifted = {}  # of the models before
+    with parts.precision():
+        shown = parts.progress(plans, "Fine-tune")
+        broken, failed = federation.personalize(shown, lambda plan: parts.prepared(plan, sampling))
+    parts.module.shifted = {}  # of the models before
     warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 
-def finish(
-    trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, history: list[dict[str, float]]
-) -> None:
-    """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
-    tuned = personalize(trainer, data, module)
-    scored = not history or any(name.startswith("personal/") for name in history[-1])
-    changed = tuned
-    if tuned or not scored:
-        changed |= score(trainer, data, module, history)
-    if data.shifts_when != "test" and history and not scored_shifts(data, module):
-        if score_shifts(trainer, data, module):
-            module.add_shifted()
-            _record(trainer, module, history)
-            changed = True
-    if changed:
-        save_again(trainer)
+def finish(parts: Parts, history: History) -> None:
+    """Fine-tune also where training was stopped early, and score what came out where that was not done yet.
 
-
-def score(
-    trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, history: list[dict[str, float]]
-) -> bool:
-    """Evaluate outside of Lightning's validation; return whether there was anything to evaluate.
-
-    The scores are logged, and added to the last record of the history, if it has one.
+    The scores are logged, and added to the last record of the history, if it has one; the newest checkpoint of each
+    callback is written once more.
     """
-    module.on_validation_epoch_start()
-    if not run_evaluation(trainer, data, module, module.validation_step):
-        return False
-    module.score()
-    _record(trainer, module, history)
-    return True
-
-
-def _record(trainer: pl.Trainer, module: FederatedClassifier, history: list[dict[str, float]]) -> None:
-    """Log the scores, and add them to the last record of the history, if it has one."""
-    for record in history[-1:]:
-        record |= module.scores
-    round = history[-1]["round"] if history else 0
-    for logger in trainer.loggers:
-        logger.log_metrics({"epoch": round, "round": round, **module.scores}, step=max(0, trainer.global_step - 1))
-
-
-def save_again(trainer: pl.Trainer) -> None:
-    """Write the newest checkpoint of each callback once more, with what came after the last round."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-            newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
-            if newest:
-                trainer.save_checkpoint(newest, callback.save_weights_only)
+    module, tuned = parts.module, personalize(parts)
+    scored = not history or any(name.startswith("personal/") for name in history[-1])
+    found = False
+    if tuned or not scored:
+        module.on_validation_epoch_start()
+        found = parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, module.validation_step)
+        if found:
+            module.score()
+    if parts.data.shifts_when != "test" and history and module.shifted.get("of") != _described(parts):
+        if score_shifts(parts):
+            module.add_shifted()
+            found = True
+    if found:
+        for record in history[-1:]:
+            record |= module.scores
+        round = history[-1]["round"] if history else 0
+        for logger in parts.trainer.loggers:
+            values = {"epoch": round, "round": round, **module.scores}
+            logger.log_metrics(values, step=max(0, parts.trainer.global_step - 1))
+    if tuned or found:
+        for callback in parts.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and not parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+                newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
+                if newest:
+                    parts.trainer.save_checkpoint(newest, callback.save_weights_only)

@@ -16,18 +16,16 @@ from perada.core.states import State, expand, get_state
 from perada.data import FederatedDataModule, Phase
 from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.settings import Settings
-from perada.lightning.checkpoint import write_whole
 from perada.lightning.checks import (
     check_batch_norm,
     check_distillation,
     check_images,
-    check_trainer,
     keep_clients_apart,
     try_own,
     use_features,
 )
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.strategies import share_work
+from perada.lightning.parts import Parts
 from perada.privacy import ClientPrivacy, Privacy, calibrate
 from perada.privacy.account import Account, Training
 from perada.privacy.client_level import ClientLevel
@@ -40,56 +38,33 @@ MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/
 """Metrics, or their first parts, that private training may stop by: clients' images have no part in them."""
 
 
-def set_up_trainer(trainer: pl.Trainer) -> None:
-    """Check a trainer, and let it write whole checkpoints and share the clients out among its processes."""
-    check_trainer(trainer)
-    write_whole(trainer)
-    if trainer.world_size > 1:
-        share_work(trainer)
-
-
-def set_up_rounds(
-    settings: Settings,
-    trainer: pl.Trainer,
-    data: FederatedDataModule,
-    module: FederatedClassifier,
-    stage: str,
-    protection: Protection | None,
-) -> Protection:
+def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Protection:
     """Check that model, data and algorithm fit one another, and tell the data how rounds go.
 
-    Args:
-        settings: How the rounds go.
-        trainer: The trainer.
-        data: The clients' images.
-        module: The model, built.
-        stage: Lightning's, ``fit`` or another.
-        protection: The privacy that an earlier set-up planned; ``None`` where there was none.
-
-    Returns:
-        The privacy of the rounds.
+    ``stage`` is Lightning's, ``protection`` the privacy that an earlier set-up planned; that of the rounds is returned.
 
     Raises:
         ValueError: If something does not fit, or privacy that is asked for cannot be kept.
     """
-    clients, algorithm = data.num_clients, settings.algorithm
-    algorithm.check(module.slot, clients)
-    settings.rule.check(max(1, (settings.clients_per_round or clients) // algorithm.modes))
-    try_own(settings, data, module)
+    settings, trainer, data, clients = parts.settings, parts.trainer, parts.data, parts.data.num_clients
+    settings.algorithm.check(parts.module.slot, clients)
+    settings.rule.check(max(1, (settings.clients_per_round or clients) // settings.algorithm.modes))
+    try_own(parts)
     fresh = protection is None or stage == "fit"  # an evaluation before may have planned other rounds
     if fresh or protection is None:
-        check_private(settings, trainer, data, module)
+        check_private(parts)
         rounds = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-        with trainer.precision_plugin.forward_context():
-            protection = protect(settings, rounds, data, module)
-    _tell_data(settings, data, module, protection)
+        with parts.precision():
+            protection = protect(parts, rounds)
+    data.use_features(None)
+    configure_rounds(parts, protection)
     batch = data.trial_batch(trial_clients(settings, clients))
-    features = _try_batch(settings, trainer, data, module, batch, stage)
+    check_first(parts, batch, stage == "fit")
+    features = use_features(parts, batch.x[0, 0])
     if fresh and settings.privacy is not None and (features or stage != "fit"):  # else images were tried already
-        with trainer.precision_plugin.forward_context():
-            try_gradients(settings.privacy, module, batch, features)
-    check_distillation(settings, data)
-    check_batch_norm(data, module, settings.distillation if algorithm.distills else None)
+        with parts.precision():
+            try_gradients(settings.privacy, parts.module, batch, features)
+    check_distillation(parts)
     if stage == "fit":
         if not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
@@ -97,52 +72,39 @@ def set_up_rounds(
     return protection
 
 
-def _tell_data(
-    settings: Settings, data: FederatedDataModule, module: FederatedClassifier, protection: Protection
-) -> None:
-    """Say how batches and clients are drawn: otherwise where training is private."""
-    assert module.adapted is not None
-    data.use_features(None)
-    data.configure_rounds(
-        seed=settings.seed,
-        clients_per_round=settings.clients_per_round,
-        phases=settings.phases,
-        image=module.adapted.backbone.image,
+def configure_rounds(parts: Parts, protection: Protection) -> None:
+    """Tell the data how batches and clients are drawn: otherwise where training is private."""
+    parts.data.configure_rounds(
+        seed=parts.settings.seed,
+        clients_per_round=parts.settings.clients_per_round,
+        phases=parts.settings.phases,
+        image=parts.adapted.backbone.image,
         private=None if protection.images is None else protection.images.sampling(),
         eligible=protection.affordable if protection.limited else None,
     )
 
 
-def _try_batch(
-    settings: Settings,
-    trainer: pl.Trainer,
-    data: FederatedDataModule,
-    module: FederatedClassifier,
-    batch: CohortBatch,
-    stage: str,
-) -> bool:
-    """Send a round's first images through the model; return whether features are served from now on."""
-    check_images(batch.x, data, module)
-    if not settings.private:  # else a network that mixes images is refused
-        keep_clients_apart(module, batch.x)
-    if stage == "fit":
-        with trainer.precision_plugin.forward_context():
-            check_network(settings, trainer, module, batch)
-    return use_features(batch.x[0, 0], trainer, data, module)
+def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
+    """Send a round's first images through the model; where it ``fits`` privately, see that each stands alone.
+
+    A ValueError if they do not pass, or not alone.
+    """
+    check_images(parts, batch.x)
+    if not parts.settings.private:  # else a network that mixes images is refused
+        keep_clients_apart(parts, batch.x)
+    elif fits:
+        with parts.precision():
+            check_network(parts, batch)
+    check_batch_norm(parts)
 
 
-def check_private(
-    settings: Settings, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
-) -> None:
+def check_private(parts: Parts) -> None:
     """Refuse, by a ValueError with the remedy, what would not be private."""
+    settings, trainer, data, module = parts.settings, parts.trainer, parts.data, parts.module
     distils = bool(settings.distillation.steps)
     if settings.client_privacy is not None:
         check_client_level(settings.algorithm, settings.rule, settings.weighting, distils)
-        if settings.client_privacy.delta >= 1 / data.num_clients:
-            rank_zero_warn(
-                f"client_privacy: delta={settings.client_privacy.delta} is not below 1 / {data.num_clients}, the "
-                "number of clients: it allows to show one client in full; give less"
-            )
+        _warn_of_delta("client_privacy", settings.client_privacy.delta, data.num_clients, "clients", "client")
     if not settings.private:
         return
     if data.tokens:
@@ -173,11 +135,14 @@ def check_private(
             f"privacy: clip_norm={module.clip_norm} (of the FederatedClassifier) would clip once more, after the "
             "noise; leave it out: privacy.max_norm clips every image's gradient"
         )
-    most = max(data.train_sizes)
-    if settings.privacy.delta >= 1 / most:
+    _warn_of_delta("privacy", settings.privacy.delta, max(data.train_sizes), "images of the largest client", "image")
+
+
+def _warn_of_delta(section: str, delta: float, count: int, of: str, one: str) -> None:
+    if delta >= 1 / count:
         rank_zero_warn(
-            f"privacy: delta={settings.privacy.delta} is not below 1 / {most}, the images of the largest client: it "
-            "allows to show one image in full; give less"
+            f"{section}: delta={delta} is not below 1 / {count}, the number of {of}: it allows to show one {one} in "
+            "full; give less"
         )
 
 
@@ -211,16 +176,14 @@ def trial_clients(settings: Settings, num_clients: int) -> list[int]:
     return cohort[: settings.clients_per_chunk or num_clients]
 
 
-def check_network(settings: Settings, trainer: pl.Trainer, module: FederatedClassifier, batch: CohortBatch) -> None:
+def check_network(parts: Parts, batch: CohortBatch) -> None:
     """Refuse, by a ValueError, a network in which images, or clients, of a round's first batch do not stand alone."""
-    if not settings.private:
-        return
+    settings, module = parts.settings, parts.module
     if settings.privacy is not None:
         check_trained_norms(module)
         try_gradients(settings.privacy, module, batch)
-    check_products(trainer.strategy.root_device)  # where it will train: now it may be elsewhere
-    device = next(module.model.parameters()).device
-    x, y, states = batch.x.to(device), batch.y.to(device), _near(module, len(batch.clients))
+    check_products(parts.trainer.strategy.root_device)  # where it will train: now it may be elsewhere
+    x, y, states = parts.near(batch.x), parts.near(batch.y), _near(module, len(batch.clients))
     if settings.privacy is not None:
         check_one_image(settings.privacy, module.engine, states, x, y, batch.counts, module.multilabel)
     elif module.engine.kind == "folded" and len(batch.clients) > 1:
@@ -259,13 +222,12 @@ def _near(module: FederatedClassifier, clients: int) -> State:
     return states
 
 
-def protect(
-    settings: Settings, rounds: int | None, data: FederatedDataModule, module: FederatedClassifier
-) -> Protection:
+def protect(parts: Parts, rounds: int | None) -> Protection:
     """Set up the privacy of a run of so many ``rounds``, ``None`` where that is open.
 
     A ValueError if what is asked for cannot be kept.
     """
+    settings, data, module = parts.settings, parts.data, parts.module
     clients, algorithm = data.num_clients, settings.algorithm
 
     def planned(start: int) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several devices: a strategy whose processes each train their own clients, and what must be alike in all of them."""
+"""Trainers: what they may be asked for, and a strategy for several devices whose processes train their own clients."""
 
 import os
 import signal
@@ -10,19 +10,15 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from perada.core.ranks import Ranks
-from perada.data import FederatedDataModule
-from perada.federation.settings import Settings
-from perada.lightning.checkpoint import training_options
-from perada.lightning.module import FederatedClassifier
+from perada.lightning.checkpoint import write_whole
 
 
 class LostRankError(ConnectionError):
@@ -100,15 +96,10 @@ def _lost(trainer: pl.Trainer | None, who: str) -> str:
     happened = (
         f"{who} has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends"
     )
-    written = [
-        path
-        for callback in (trainer.checkpoint_callbacks if trainer else ())
-        for path in (getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", ""))
-        if path and Path(path).is_file()
-    ]
-    if not written:
+    saving = trainer.checkpoint_callback if trainer else None
+    newest = getattr(saving, "last_model_path", "") or getattr(saving, "best_model_path", "")
+    if not newest:
         return f"{happened}. There is no checkpoint yet: start again"
-    newest = max(written, key=lambda path: Path(path).stat().st_mtime_ns)
     return f"{happened}. Resume from {newest} with ckpt_path=last, on any number of devices"
 
 
@@ -139,13 +130,65 @@ def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  
     return "auto" if count in (0, 1, "1") and num_nodes == 1 else FederatedStrategy.strategy_name
 
 
-def share_work(trainer: pl.Trainer) -> None:
-    """Leave the batches as the datamodule gives them, and the logged values as they are on every process."""
-    # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
-    trainer._accelerator_connector.use_distributed_sampler = False
-    trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]  # of Lightning, whose own hangs
-    # Every process logs the same values, those of all clients.
-    warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed setting")
+OTHERS = {
+    "accumulate_grad_batches": (("1",), "a batch is one local step of every client; give a larger batch_size"),
+    "gradient_clip_val": (
+        ("None", "0", "0.0"),
+        "it does not know the clients; give clip_norm to the FederatedClassifier, which clips each client's gradient",
+    ),
+    "val_check_interval": (
+        ("None", "1.0"),
+        "models are there only between rounds; give check_val_every_n_epoch, the number of rounds between two "
+        "evaluations",
+    ),
+    "max_steps": (("-1",), "it would stop within a round; give max_epochs, the number of rounds"),
+    "precision": (
+        ("32-true", "bf16-mixed", "16-mixed"),
+        "it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'",
+    ),
+}
+"""Options of a trainer that rounds have no use for: the values that they may have, and why no other."""
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse, by a ValueError, a trainer that is set to what federated rounds cannot do."""
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
+        raise ValueError(
+            f"strategy={type(trainer.strategy).__name__} cannot be used on {trainer.world_size} devices: clients are "
+            "not replicas of one model; give strategy='perada'"
+        )
+    if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(
+            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: torchrun started "
+            f"{os.environ['WORLD_SIZE']} processes; leave both out"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise ValueError(
+                f"{type(callback).__name__} cannot be used: it trains steps on trial, which belong to no round and, in "
+                "private training, to no ledger; set batch_size and the learning rates yourself"
+            )
+    for name, (allowed, why) in OTHERS.items():
+        value = getattr(trainer, name)
+        if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning
+            raise ValueError(f"{name}={value!r} cannot be used: {why}")
+
+
+def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
+    """Check a trainer with one ``loop``, and let it write whole checkpoints and share the clients out among processes.
+
+    Each process gets the batches as the datamodule gives them, and logs the same values, those of all clients.
+    """
+    if sum(isinstance(callback, loop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
+        raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
+    check_trainer(trainer)
+    write_whole(trainer)
+    if trainer.world_size > 1:
+        # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]  # of Lightning, whose own hangs
+        said = "It is recommended to use .* when logging on epoch level in distributed setting"
+        warnings.filterwarnings("ignore", said)
 
 
 def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
@@ -157,36 +200,6 @@ def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
     if not trainer.received_sigterm and trainer.strategy.launcher is not None:
         trainer.strategy.launcher.kill(signum)
     trainer._signal_connector.received_sigterm = True
-
-
-def options_here(
-    settings: Settings, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier, done: int
-) -> dict[str, Any]:
-    """Options that change what a run computes or how often its processes meet, in plain types.
-
-    The run is resumed from a checkpoint with ``done`` rounds behind it, or begins with 0.
-    """
-    return training_options(settings, data, module) | {
-        "number of rounds (max_epochs)": trainer.max_epochs,
-        "number of rounds behind it": done,
-        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-        "limit_val_batches": trainer.limit_val_batches,
-        "eval_batch_size": data.eval_batch_size,
-        "global_test_clients": module.global_test_clients,
-        "metric": module.metric,
-        "privacy": repr((settings.privacy, settings.client_privacy)),
-    }
-
-
-def check_alike(ranks: Ranks, belongs: dict[str, Any]) -> None:
-    """Refuse, by a ValueError that names the first difference, processes that are about to train different things."""
-    for rank, other in enumerate(ranks.gather(belongs)):
-        for name, value in belongs.items():
-            if other.get(name) != value:
-                raise ValueError(
-                    f"process {rank} has another {name} than process {ranks.rank}: data and options must be the same "
-                    "in all; draw what is random in your script from a fixed seed"
-                )
 
 
 StrategyRegistry.register(

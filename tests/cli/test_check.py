@@ -51,7 +51,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
         "privacy: noise_multiplier=1.0 and target_epsilon=3.0: give one of them",
         "lr_personal=-1.0 cannot be used",
         "batch_size=-3 cannot be used; give a whole number of 1 or more",
-        "precision=64 cannot be used: it casts whole models",
+        "precision='64-true' cannot be used: it casts whole models",
         "clients_per_round=9 cannot be used; give a whole number from 1 to 3",
     ]
     assert [[text for text in wanted if text in line] for line in said].count([]) == 0

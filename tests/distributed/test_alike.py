@@ -4,8 +4,8 @@
 import pytest
 
 from perada.core.ranks import Ranks
-from perada.lightning import federated_loop
-from perada.lightning.strategies import check_alike
+from perada.lightning import checkpoint
+from perada.lightning.checkpoint import check_alike
 
 from .job import run
 
@@ -23,9 +23,9 @@ class Another(Ranks):
 def said(monkeypatch, **options):
     """What a process with these options tells the others."""
     found = []
-    monkeypatch.setattr(federated_loop, "check_alike", lambda ranks, mine: found.append(mine))
+    monkeypatch.setattr(checkpoint, "check_alike", lambda ranks, mine: found.append(mine))
     run("perada", **{"rounds": 1} | options)
-    return found[0] | {f"option {name}": value for name, value in found[1].items()}
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def said(monkeypatch, **options):
 def test_another_option_is_named(monkeypatch, option, name):
     mine, other = said(monkeypatch), said(monkeypatch, **option)
     check_alike(Another(said(monkeypatch)), mine)
-    with pytest.raises(ValueError, match=f"process 1 has another option {name}.* than process 0"):
+    with pytest.raises(ValueError, match=f"process 1 has another {name}.* than process 0"):
         check_alike(Another(other), mine)

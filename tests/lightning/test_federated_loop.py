@@ -419,7 +419,7 @@ def test_a_module_of_another_loop_is_refused(tiny, tmp_path):
     trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
     trainer.fit(module, data)
     other, _, _, _ = build(tiny, tmp_path, algorithm="ditto", rounds=1)
-    with pytest.raises(ValueError, match="make a new one"):
+    with pytest.raises(ValueError, match="make new ones"):
         other.fit(module, data)
 
 

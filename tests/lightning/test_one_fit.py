@@ -19,6 +19,7 @@ from perada.privacy import Privacy, history_epsilon
 PIXELS, CLASSES, SIGMA = 16, 3, 1000.0
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 AGAIN = r"this FederatedLoop has been fitted.*make a new FederatedLoop"
+OTHERS = r"a FederatedLoop belongs to one FederatedClassifier.* was used with others; make new ones"
 
 
 def data(images=8, clients=2):
@@ -93,14 +94,14 @@ def test_a_loop_does_not_change_its_module_or_data():
     one, network, served = loop(), module(), data()
     trainer(one).fit(network, served)
     for call in (trainer(one).validate, trainer(one).test):
-        refused("this FederatedLoop belongs to another FederatedClassifier", lambda call=call: call(module(), served))
+        refused(OTHERS, lambda call=call: call(module(), served))
     for call in (trainer(one).validate, trainer(one).test):
-        refused("this FederatedLoop belongs to another FederatedDataModule", lambda call=call: call(network, data()))
+        refused(OTHERS, lambda call=call: call(network, data()))
     other = loop()
-    refused("the FederatedClassifier was trained by another FederatedLoop", lambda: trainer(other).fit(network, served))
+    refused(OTHERS, lambda: trainer(other).fit(network, served))
     # Nor one with the very same algorithm, whose states it would take for its own.
     same = FederatedLoop(one.algorithm, privacy=one.privacy)
-    refused("the FederatedClassifier was trained by another FederatedLoop", lambda: trainer(same).fit(network, served))
+    refused(OTHERS, lambda: trainer(same).fit(network, served))
     trainer(one).validate(network, served, verbose=False)
     trainer(one).test(network, served, verbose=False)
 
@@ -111,7 +112,7 @@ def test_copies_of_a_loop(copied):
     fresh, network, served = loop(), module(), data()
     early = copied(fresh)
     trainer(fresh).fit(network, served)
-    refused("trained by another FederatedLoop", lambda: trainer(early).fit(network, served))
+    refused(OTHERS, lambda: trainer(early).fit(network, served))
     trainer(early).fit(module(), served)
     assert len(fresh.history) == len(early.history) == 1
     late = copy.copy(fresh)

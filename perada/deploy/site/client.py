@@ -21,8 +21,8 @@ from perada.federation.cohort import Trained
 from perada.federation.evaluation import Scores
 from perada.federation.settings import Settings
 from perada.federation.site import Site
-from perada.lightning.checks import check_batch_norm, check_images, keep_clients_apart
-from perada.lightning.setup import check_network, check_private, protect
+from perada.lightning.parts import Parts
+from perada.lightning.setup import check_first, check_private, configure_rounds, protect
 from perada.privacy.account import Row
 from perada.privacy.accounting import ROUNDING, History, history_epsilon
 from perada.privacy.ledgers import Ledger, Ledgers
@@ -73,25 +73,13 @@ class Client:
         # What needs the server's images or other clients is the server's to check.
         alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
         self.settings: Settings = recipe.settings(distillation=Distillation(steps=0), **alone)
+        parts = Parts(self.data, self.module, self.settings)
         with recipe.context():
-            self._protection = protection = protect(self.settings, recipe.rounds, self.data, self.module)
-        self._noise = [] if protection.images is None else list(protection.images.account.noise_multipliers)
-        assert self.module.adapted is not None
-        self.data.configure_rounds(
-            seed=self.settings.seed,
-            clients_per_round=None,
-            phases=self.settings.phases,
-            image=self.module.adapted.backbone.image,
-            private=None if protection.images is None else protection.images.sampling(),
-        )
-        with recipe.context():
-            check_private(self.settings, recipe.trainer, self.data, self.module)
-            batch = self.data.trial_batch([0])
-            check_images(batch.x, self.data, self.module)
-            if self.settings.privacy is None:
-                keep_clients_apart(self.module, batch.x)
-            check_network(self.settings, recipe.trainer, self.module, batch)
-        check_batch_norm(self.data, self.module, None)
+            self._protection = protection = protect(parts, recipe.rounds)
+            self._noise = [] if protection.images is None else list(protection.images.account.noise_multipliers)
+            configure_rounds(parts, protection)
+            check_private(parts)
+            check_first(parts, self.data.trial_batch([0]), fits=True)
         self.planned = self._planned()
 
     def _planned(self) -> Counter[tuple[float, float]]:
