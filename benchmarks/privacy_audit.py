@@ -30,6 +30,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import PerAda, ServerStep
+from perada.core.rounds import RoundPlan
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy import client_level, clipping
@@ -205,7 +206,7 @@ def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: in
             sent = {"weight": torch.tensor([[0.0, 9.0 if held else torch.nan]] + [[0.5, 0.0]] * (len(clients) - 1))}
             for round in range(2):
                 before = level.norm
-                level.spend(clients)
+                level.spend(level.cost(RoundPlan(round, tuple(clients), ())))
                 mean = level.privatized(sent, received, round, clients)["weight"].mean(0)
                 votes = -len(clients) * np.log(level.norm / before) / options.clip_lr
                 # Each by the difference that the client makes, 1 and -1/2, over the variance of its noise.

@@ -17,9 +17,8 @@ from perada.algorithms import Algorithm, make_algorithm
 from perada.core.checks import check_options, check_whole
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine.engine import EngineName
-from perada.federation.cohort import ClientOptimizer
 from perada.federation.diagnostics import Diagnostic
-from perada.federation.store import StoreKind
+from perada.federation.settings import ClientOptimizer, StoreKind
 from perada.lightning import FederatedLoop
 from perada.lightning.callbacks import make_trainer
 from perada.lightning.checkpoint import find_checkpoint

@@ -118,7 +118,7 @@ def test_a_checkpoint_names_no_folder_but_of_clients(tiny, tmp_path):
     run, outside = tmp_path / "lightning_logs" / "version_0", tmp_path / "outside"
     (run / "clients").rename(outside)
     changed(checkpoint(tmp_path), lambda saved: saved.update(folder=str(outside)))
-    with pytest.raises(ValueError, match=r"names files in '.*outside', which is no run's"):
+    with pytest.raises(ValueError, match=r"names files in '.*outside', which is not a run's"):
         fit(tiny, tmp_path, client_store="disk", rounds=3, ckpt_path=str(checkpoint(tmp_path)))
 
 

@@ -23,7 +23,7 @@ from perada.deploy.site.data import image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.state import STATE, Book, read_state
 from perada.deploy.site.worker import SiteWorker
-from perada.privacy.ledgers import Ledger
+from perada.privacy.accounting import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
 

@@ -15,8 +15,7 @@ import torch
 from perada.algorithms import Broadcast, Stacks
 from perada.core.states import State
 from perada.data import FederatedDataModule
-from perada.federation.settings import Settings
-from perada.federation.store import Storage
+from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import check_trainer

@@ -7,50 +7,45 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 
 import secrets
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Slot, Stacks
+from perada.algorithms.base import Slot, Stacks
 from perada.algorithms.trial import no_logits
 from perada.core.batches import AnyBatch, one_of
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.ranks import Ranks
+from perada.core.rounds import RoundPlan, Shares
 from perada.core.seeding import Streams
 from perada.core.states import State, clone, prefix
 from perada.engine.engine import Engine
-from perada.engine.loss_scaling import LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
+from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.engine.losses import client_losses
-from perada.privacy.protection import PrivateRound
+from perada.federation.settings import LocalTraining, Settings
+from perada.privacy.protection import Protection
 
-ClientOptimizer = Literal["sgd", "adam", "adamw"]
 
+class Site:
+    """Where clients train: what they keep and what reaches them come in, a :class:`Cohort` that trains comes out.
 
-@dataclass(frozen=True)
-class LocalTraining:
-    """How clients train. The optimiser is started afresh each round and phase."""
+    It is the same for all clients of a simulation, and for the one client of a site. Nothing here knows the server's
+    state. The ``protection`` is that of the clients' images, ``scales`` are their loss scales, in float16.
+    """
 
-    optimizer: ClientOptimizer
-    lr: dict[str, float]  # by role; a role without one has that of ``local``
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip_norm: float | None = None  # each client's gradient of each role is scaled down to at most this norm
-    multilabel: bool = False  # binary cross-entropy per label instead of cross-entropy
+    def __init__(self, engine: Engine, slot: Slot, settings: Settings, protection: Protection | None = None) -> None:
+        self.engine, self.slot, self.settings, self.protection = engine, slot, settings, protection or Protection()
+        self.scales = KeptScales(settings.loss_scaling)
 
-    def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
-        """Optimiser of a role's leaves (C, ...), with ``factor`` of its rate; ``masked`` lets clients skip steps."""
-        rate = self.lr.get(role, self.lr["local"]) * factor
-        if masked and self.optimizer == "sgd":
-            return MaskedSGD(leaves, rate, self.momentum, self.weight_decay)
-        if masked:
-            return MaskedAdam(leaves, rate, self.weight_decay, decoupled=self.optimizer == "adamw")
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
-        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return kind(leaves, lr=rate, weight_decay=self.weight_decay)
+    def open(
+        self, plan: RoundPlan, kept: Stacks, received: State, factor: float = 1.0, tuning: bool = False
+    ) -> "Cohort":
+        """Start local training of the plan's C clients, or the fine-tuning that follows the last round.
+
+        What they ``kept`` and ``received`` from the server is (C, ...); ``factor`` is that of their learning rates.
+        """
+        return Cohort(self, plan, kept, received, factor, tuning)
 
 
 class Chunk:
@@ -117,42 +112,41 @@ class Trained(NamedTuple):
     counts: Tensor  # (C,) whose update counts
 
 
-class Cohort:
-    """The clients of one round while they train.
+class Outcomes(NamedTuple):
+    """What became of the C clients of a round, known to all ranks; every tensor is (C,), on the CPU."""
 
-    What they ``kept`` and ``received`` from the server is (C, ...) in the plan's order, longest first. ``factor`` is
-    that of the learning rates in this round, ``seed`` the run's, for dropout. ``clients_per_chunk`` of them, by default
-    all, are in one forward and backward pass. ``private`` gives the losses where training is private, ``scales`` are
-    the clients' loss scales in float16.
-    """
+    broken: list[int]  # clients whose training became NaN or infinite
+    finite: Tensor  # whose training stayed finite
+    counts: Tensor  # whose update counts
+    losses: dict[str, Tensor]  # mean over a client's steps, by role, where the role has one
+    skipped: Tensor | None  # steps that were, in float16
+    failed: dict[int, str]  # clients of whom a sample could not be read, and why
+
+
+class Cohort:
+    """The clients of one round while they train at a ``site``, in the plan's order, longest first."""
 
     def __init__(
-        self,
-        engine: Engine,
-        algorithm: Algorithm,
-        slot: Slot,
-        plan: RoundPlan,
-        phases: Sequence[Phase],
-        kept: Stacks,
-        received: State,
-        training: LocalTraining,
-        *,
-        factor: float = 1.0,
-        seed: int = 0,
-        clients_per_chunk: int | None = None,
-        private: PrivateRound | None = None,
-        scales: LossScales | None = None,
+        self, site: Site, plan: RoundPlan, kept: Stacks, received: State, factor: float = 1.0, tuning: bool = False
     ) -> None:
-        self.private, self.scales = private, scales
-        self.engine, self.algorithm, self.slot, self.plan, self.phases = engine, algorithm, slot, plan, phases
-        self.kept, self.received, self.training, self.factor = kept, received, training, factor
-        size = 1 if engine.kind == "loop" else clients_per_chunk or len(plan.clients)
-        opened = algorithm.open(kept, received, slot)
-        clients = len(plan.clients)
+        engine, settings, clients = site.engine, site.settings, len(plan.clients)
+        tuned = settings.algorithm.personalization() if tuning else None
+        self.algorithm, self.phases = (settings.algorithm, settings.phases) if tuned is None else (tuned[0], tuned[1:])
+        self.engine, self.slot, self.training, self.plan, self.factor = (
+            engine,
+            site.slot,
+            settings.training,
+            plan,
+            factor,
+        )
+        self.kept, self.received, self.private = kept, received, site.protection.open(plan, tuning)
+        device = next(iter(received.values())).device
+        self.scales = site.scales.open("clients", clients, device)
+        size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
+        opened = self.algorithm.open(kept, received, site.slot)
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
         self.chunks = [Chunk(opened, kept, received, start, stop) for start, stop in bounds]
-        device = next(iter(received.values())).device
-        own = secrets.randbits(256) if private is not None and private.secure else seed
+        own = secrets.randbits(256) if self.private is not None and self.private.secure else settings.seed
         self.streams = {
             role: Streams.derived(own, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
             for role in opened
@@ -206,6 +200,27 @@ class Cohort:
             for role, total in self.losses.items()
             if self.descents[role].any()
         }
+
+    def outcomes(self, trained: Trained, shares: Shares, ranks: Ranks) -> Outcomes:
+        """Put together what the ranks know of their clients, or of a stand-in where one has none."""
+        finite, places, means = trained.finite, shares.places, self.mean_losses()
+        known = [torch.full_like(finite, role in means) for role in self.losses]
+        skipped = torch.zeros_like(finite) if self.scales is None else self.scales.skipped
+        rows = [finite, trained.counts, skipped, *known, *(means.get(role, own) for role, own in self.losses.items())]
+        table = torch.zeros(len(rows), len(shares.plan.clients), dtype=torch.float64)
+        if places:
+            table[:, places] = torch.stack([row.detach().to("cpu", torch.float64) for row in rows])[:, : len(places)]
+        ranks.sum_([table])
+        losses = zip(self.losses, table[3 : 3 + len(known)], table[3 + len(known) :], strict=True)
+        finite = table[0].bool()
+        return Outcomes(
+            [client for client, fine in zip(shares.plan.clients, finite.tolist(), strict=True) if not fine],
+            finite,
+            table[1].bool(),
+            {role: row.float() for role, has, row in losses if has.any()},
+            None if self.scales is None else table[2],
+            {client: reason for own in ranks.gather(self.failed) for client, reason in own.items()},
+        )
 
 
 class _Step:

@@ -6,6 +6,7 @@ Shape suffixes: C clients of a round, G global models, B images, K classes. A pr
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -15,10 +16,14 @@ from perada.algorithms import PerAda
 from perada.core.batches import CohortBatch
 from perada.core.checks import check_choice
 from perada.core.ranks import Ranks
+from perada.core.rounds import Shares
 from perada.core.states import State
 from perada.engine.engine import Engine
 from perada.engine.losses import client_losses
+from perada.federation.cohort import Cohort
+from perada.federation.metrics import probabilities
 from perada.federation.settings import FederationData, Settings
+from perada.server import Updates
 from perada.server.aggregate import client_weights, double
 
 Diagnostic = Literal["distillation_distance", "personal_distance", "ensemble_error", "gradient_norms", "update_norms"]
@@ -80,51 +85,36 @@ def choose(asked: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, st
     return tuple(name for name in ALL if name in asked)
 
 
-def probabilities(logits: Tensor, multilabel: bool) -> Tensor:
-    """Predictions (..., K) of logits (..., K), in double precision."""
-    return double(logits).sigmoid() if multilabel else double(logits).softmax(-1)
-
-
+@dataclass
 class Measuring:
     """Measures the models of a round on public and on test images.
 
     Every local and personal model runs on the process that holds it; sums over them are all that travels.
 
-    Args:
+    Attributes:
         engine: Runs the models.
         data: Public images and test images.
-        locals_: The local models θ_m (c, ...) of this process.
-        count: Local models of all processes.
-        globals_: Global models (G, ...), the same on all processes; the last is w.
-        personal: The personal models v_m (p, ...) of this process.
+        updates: The local models θ_m (C, ...).
+        globals: Global models (G, ...), the same on all processes; the last is w.
+        personal: The personal models v_m (p, ...) of this process, at ``places`` among the round's ``clients``.
         multilabel: Whether labels are 0/1 per class.
-        ranks: The processes.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        data: FederationData,
-        locals_: State,
-        count: int,
-        globals_: State,
-        personal: State,
-        multilabel: bool,
-        ranks: Ranks,
-    ) -> None:
-        self.engine, self.data, self.multilabel, self.ranks = engine, data, multilabel, ranks
-        self.locals, self.count, self.globals, self.personal = locals_, count, globals_, personal
-        self.device = next(iter(globals_.values())).device
+    engine: Engine
+    data: FederationData
+    updates: Updates
+    globals: State
+    personal: State
+    places: Sequence[int]
+    clients: int
+    multilabel: bool
 
-    def measure(self, names: Collection[str], places: Sequence[int], clients: int) -> dict[str, float]:
-        """The metrics asked for by ``names``; the personal models stand at ``places`` among the round's ``clients``.
-
-        All processes call it.
-        """
-        found = self._distances(names, places, clients) if ON_PUBLIC & set(names) else {}
+    def measure(self, names: Collection[str]) -> dict[str, float]:
+        """The metrics asked for by ``names``; all processes call it."""
+        found = self._distances(names) if ON_PUBLIC & set(names) else {}
         return found | (self._ensemble_error() if "ensemble_error" in names else {})
 
-    def _distances(self, names: Collection[str], places: Sequence[int], clients: int) -> dict[str, float]:
+    def _distances(self, names: Collection[str]) -> dict[str, float]:
         """One pass over the public set.
 
         The ensemble distillation distance of a global model (section 5, before Theorem 1), from 0 to 2, is
@@ -132,11 +122,11 @@ class Measuring:
         distance of a personal model from w (Theorem 2, second term, without its factor 2), from 0 to 1, is
         1/n Σ_i min(1, ‖p_m(x_i) − g(x_i)‖₁).
         """
-        size, own = self.data.public_size, list(places)
+        size, own, device = self.data.public_size, list(self.places), next(iter(self.globals.values())).device
         far = torch.zeros(_rows(self.globals), dtype=torch.float64)
-        near = torch.zeros(clients, dtype=torch.float64)
+        near = torch.zeros(self.clients, dtype=torch.float64)
         for rows in torch.split(torch.arange(size), ROWS):
-            x = self.data.public_images(rows, self.device)
+            x = self.data.public_images(rows, device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.multilabel)
             if "distillation_distance" in names:
                 _, h_BK = self._means(x, g_GBK.shape[-1])
@@ -144,7 +134,7 @@ class Measuring:
             if own:
                 p_CBK = probabilities(self.engine.shared_logits(self.personal, x), self.multilabel)
                 near[own] += (p_CBK - g_GBK[-1]).abs().sum(-1).clamp(max=1).sum(1).to(near)
-        self.ranks.sum_([near])
+        self.updates.ranks.sum_([near])
         found = {}
         if "distillation_distance" in names:
             models = ["theory/averaged_distance", "theory/distilled_distance"]
@@ -160,7 +150,7 @@ class Measuring:
         E (1 − 1/C Σ_m h_m(x)_y); for several labels an image the mean over labels.
         """
         right = missed = total = 0.0
-        for x, y in self.data.test_batches(self.device):
+        for x, y in self.data.test_batches(next(iter(self.globals.values())).device):
             classes = self.engine.shared_logits({k: v[:1] for k, v in self.globals.items()}, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
             if self.multilabel:
@@ -173,12 +163,13 @@ class Measuring:
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """Means over the local models of all processes of their logits and of their predictions, (B, K) each."""
         sums = torch.zeros(2, len(x), classes, device=x.device)
-        if _rows(self.locals):
-            logits = self.engine.shared_logits(self.locals, x)
+        local = {key: value for key, value in self.updates.own.items() if key in self.globals}
+        if _rows(local):
+            logits = self.engine.shared_logits(local, x)
             sums = torch.stack([double(logits).sum(0), probabilities(logits, self.multilabel).sum(0)])
         sums = double(sums)
-        self.ranks.sum_([sums])
-        means = sums / self.count
+        self.updates.ranks.sum_([sums])
+        means = sums / self.updates.clients
         return means[0], means[1]
 
 
@@ -191,86 +182,57 @@ def mean_and_spread(name: str, values: Tensor) -> dict[str, float]:
     return {name: float(values.mean()), f"{name}_std": float(values.std(correction=0))}
 
 
-def full_gradients(
-    engine: Engine,
-    roles: Sequence[State],
-    parameters: Sequence[str],
-    batches: Iterable[CohortBatch],
-    multilabel: bool,
-    together: int | None = None,
-) -> tuple[list[State], Tensor]:
-    """Gradient (C, ...), for each role, of every client's mean loss L_m over all of its training images.
-
-    The numbers of images (C,) come with them. The model is in evaluation mode: L_m is then a function of the parameters
-    alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at. At
-    most so many run ``together``.
-    """
-    stacks = [{k: v.detach().clone().requires_grad_(k in parameters) for k, v in state.items()} for state in roles]
-    clients = len(next(iter(stacks[0].values())))
-    rows = torch.zeros(clients, dtype=torch.float64)
-    for batch in batches:
-        rows[: len(batch.clients)] += torch.tensor(batch.counts)
-        for start in range(0, len(batch.clients), together or clients):
-            part = slice(start, start + (together or clients))
-            counts = batch.counts[part]
-            part = slice(start, start + len(counts))
-            x, y = batch.x[part, : max(counts)], batch.y[part, : max(counts)]
-            for stack in stacks:
-                with torch.enable_grad():
-                    logits = engine.logits({key: value[part] for key, value in stack.items()}, x, counts=counts)
-                    losses = client_losses(logits, y, counts, multilabel)
-                    (losses * torch.tensor(counts, device=losses.device)).sum().backward()
-    found = []
-    for stack in stacks:
-        gradients = {}
-        for key, leaf in stack.items():
-            if leaf.requires_grad:
-                total = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                gradients[key] = double(total) / _per_client(rows, total)
-        found.append(gradients)
-    return found, rows
-
-
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
     """Numbers (C,) in double precision, so that they multiply (C, ...)."""
     return double(values.to(like.device)).view(-1, *[1] * (like.dim() - 1))
 
 
+def full_gradients(
+    cohort: Cohort, settings: Settings, roles: Sequence[State], batches: Iterable[CohortBatch]
+) -> tuple[list[State], Tensor]:
+    """Gradient (C, ...), for each role, of every client's mean loss L_m over all of its training images.
+
+    The numbers of images (C,) come with them. The model is in evaluation mode: L_m is then a function of the parameters
+    alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at.
+    """
+    engine, names, clients = cohort.engine, cohort.slot.parameters, len(next(iter(roles[0].values())))
+    stacks = [{k: v.detach().clone().requires_grad_(k in names) for k, v in state.items()} for state in roles]
+    together = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
+    rows = torch.zeros(clients, dtype=torch.float64)
+    for batch in batches:
+        rows[: len(batch.clients)] += torch.tensor(batch.counts)
+        for start in range(0, len(batch.clients), together):
+            counts = batch.counts[start : start + together]
+            part = slice(start, start + len(counts))
+            x, y = batch.x[part, : max(counts)], batch.y[part, : max(counts)]
+            for stack in stacks:
+                with torch.enable_grad():
+                    logits = engine.logits({key: value[part] for key, value in stack.items()}, x, counts=counts)
+                    losses = client_losses(logits, y, counts, settings.training.multilabel)
+                    (losses * torch.tensor(counts, device=losses.device)).sum().backward()
+    found = []
+    for stack in stacks:
+        leaves = {key: leaf for key, leaf in stack.items() if leaf.requires_grad}
+        sums = {key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for key, leaf in leaves.items()}
+        found.append({key: double(total) / _per_client(rows, total) for key, total in sums.items()})
+    return found, rows
+
+
 def gradient_norms(
-    engine: Engine,
-    settings: Settings,
-    parameters: Sequence[str],
-    received: State,
-    kept: Mapping[str, State],
-    batches: Iterable[CohortBatch],
-    places: Sequence[int],
-    clients: int,
-    ranks: Ranks,
+    cohort: Cohort, settings: Settings, batches: Iterable[CohortBatch], shares: Shares, ranks: Ranks
 ) -> dict[str, float]:
     """Squared norms of the gradients that PerAda's convergence theorems bound, at the start of a round.
 
     ``theory/global_gradient`` is ‖∇L(w^t)‖², the term e = 0 of Theorem 3 (equations 18 to 20): L is the mean of the L_m
     over the round's clients, by the run's weights (1/M in the paper). ``theory/personal_gradient`` is
     ‖∇_v P_m(v_m^t, w^t)‖², the term s = 0 of Theorem 4, with P_m(v, w) = L_m(v) + λ/2 ‖v − w‖²: its mean over clients,
-    and the standard deviation; only of PerAda and Ditto, whose objective that is. The gradients are full ones.
-
-    Args:
-        engine: Runs the models.
-        settings: Of the run.
-        parameters: Names of the trained tensors.
-        received: What this process's clients received (c, ...), or a stand-in.
-        kept: What they kept, by role.
-        batches: Their training images, each once.
-        places: Where they stand among the round's C clients; none for a stand-in.
-        clients: C.
-        ranks: The processes; all call it.
+    and the standard deviation; only of PerAda and Ditto, whose objective that is. The gradients are full ones, of the
+    clients of the ``cohort``, or a stand-in, whose training images come in ``batches``, each once. All ranks call it.
     """
-    algorithm = settings.algorithm
-    roles = [received] + ([kept["personal"]] if isinstance(algorithm, PerAda) else [])
-    together = 1 if engine.kind == "loop" else settings.clients_per_chunk
-    multilabel = settings.training.multilabel
-    gradients, rows = full_gradients(engine, roles, parameters, batches if places else (), multilabel, together)
-    here, own = list(places), len(places)
+    algorithm, received, here, clients = settings.algorithm, cohort.received, shares.places, len(shares.plan.clients)
+    roles = [received] + ([cohort.kept["personal"]] if isinstance(algorithm, PerAda) else [])
+    gradients, rows = full_gradients(cohort, settings, roles, batches if here else ())
+    own = len(here)
     images = torch.zeros(clients, dtype=torch.float64)
     images[here] = rows[:own]
     ranks.sum_([images])
@@ -281,7 +243,7 @@ def gradient_norms(
     if isinstance(algorithm, PerAda):
         norms = torch.zeros(clients, dtype=torch.float64)
         for key, value in gradients[1].items():
-            pull = double(kept["personal"][key]) - double(received[key])
+            pull = double(cohort.kept["personal"][key]) - double(received[key])
             norms[here] += (value + algorithm.prox_strength * pull)[:own].flatten(1).square().sum(1).to(norms)
         ranks.sum_([norms])
         found |= mean_and_spread("theory/personal_gradient", norms)

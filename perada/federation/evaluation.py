@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of the clients' models and of the global one, and their logits."""
+"""Scores of the clients' models and of the global one, on their own test sets and on shifted ones, and their logits."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,135 +9,11 @@ import torch
 from torch import Tensor
 
 from perada.core.batches import EvalBatch
-from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.losses import ensemble
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, Tally, spread
-from perada.server.aggregate import double
-
-
-class _Piece(NamedTuple):
-    """Predictions of some models on some images, on the CPU."""
-
-    models: tuple[int, ...]
-    predictions: Tensor
-    labels: Tensor
-    groups: Tensor
-
-
-class Scores:
-    """Scores P ``models`` on G ``groups`` of images each by some metrics; labels are 0/1 per class if ``multilabel``.
-
-    Accuracy is counted on the device, and nothing is copied from it before the end; the others have to keep all
-    predictions.
-    """
-
-    def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
-        self.metrics, self.multilabel = metrics, multilabel
-        self._counted = any(metric.compute is None for metric in metrics)
-        self._kept = any(metric.compute is not None for metric in metrics)
-        self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
-        self._pieces: list[_Piece] = []
-
-    def __bool__(self) -> bool:
-        """Whether anything was added."""
-        return bool(self._pieces) or bool(self._counts.any())
-
-    def update(
-        self,
-        logits: Tensor,
-        y: Tensor,
-        groups: Tensor | None = None,
-        *,
-        models: Sequence[int] | None = None,
-        counted: Tensor | None = None,
-    ) -> None:
-        """Add a batch: logits (p, B, K) of p ``models``, by default all, and classes (B,) or labels (B, K).
-
-        ``groups`` (B,) are those of the images, by default group 0; ``counted`` (B,) tells which count, by default all.
-        """
-        models = range(self._counts.shape[1]) if models is None else models
-        groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
-        if self._counted:
-            self._count(logits, y, groups, models, counted)
-        if not self._kept:
-            return
-        # In double precision: in single, confident predictions would all be ranked alike.
-        exact = logits.cpu().double()  # of a device that may have none
-        predictions = exact.sigmoid() if self.multilabel else exact.softmax(-1)
-        rows = slice(None) if counted is None else counted.cpu()
-        self._pieces.append(_Piece(tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
-
-    def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
-        if self.multilabel:
-            right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
-            every = torch.full_like(right, logits.shape[-1])
-        else:
-            right = (logits.argmax(-1) == y).long()
-            every = torch.ones_like(right)
-        both = torch.stack([right, every])
-        if counted is not None:
-            both = both * counted
-        self._counts = send(self._counts, both.device)
-        sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
-        self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
-
-    @property
-    def counts(self) -> Tensor:
-        """Right predictions and all, (2, P, G), on the CPU; zeros unless a metric is accuracy."""
-        return self._counts.cpu()
-
-    def merge(self, ranks: Ranks) -> None:
-        """Add what the other processes counted; all of them call it, once, at the end."""
-        ranks.sum_([self._counts])
-        if self._kept:
-            self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
-
-    def compute(self) -> Tensor:
-        """Scores (P, G) by the first metric, on the CPU; NaN where a model has no image of a group."""
-        return self.means(self.metrics[:1])[self.metrics[0].name]
-
-    def means(self, metrics: Sequence[Metric] | None = None) -> dict[str, Tensor]:
-        """Scores (P, G) by each metric; of one that scores each class, the mean of the classes that occur."""
-        every = self.all(metrics)
-        return {name: scores if scores.dim() == 2 else scores.nanmean(-1) for name, scores in every.items()}
-
-    def all(self, metrics: Sequence[Metric] | None = None) -> dict[str, Tensor]:
-        """Scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU."""
-        metrics = self.metrics if metrics is None else metrics
-        found = {}
-        for metric in metrics:
-            if metric.compute is None:
-                counts = self._counts.cpu().float()
-                found[metric.name] = counts[0] / counts[1]
-        computed = [metric for metric in metrics if metric.compute is not None]
-        return found | (self._by_group(computed) if computed else {})
-
-    def _by_group(self, metrics: Sequence[Metric]) -> dict[str, Tensor]:
-        """Scores by metrics of all predictions for a group."""
-        shape = self._counts.shape[1:]
-        values: dict[str, dict[tuple[int, int], Tensor]] = {metric.name: {} for metric in metrics}
-        for models in dict.fromkeys(piece.models for piece in self._pieces):
-            own = [piece for piece in self._pieces if piece.models == models]
-            predictions = torch.cat([piece.predictions for piece in own], 1)
-            labels = torch.cat([piece.labels for piece in own])
-            groups = torch.cat([piece.groups for piece in own])
-            sizes = groups.bincount(minlength=shape[1]).tolist()
-            for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
-                for place, model in enumerate(models if len(rows) else ()):
-                    for metric in metrics:
-                        assert metric.compute is not None
-                        score = metric.compute(predictions[place, rows], labels[rows])
-                        values[metric.name][model, group] = score.to(torch.get_default_dtype())
-        found = {}
-        for name, scores in values.items():
-            classes = next(iter(scores.values())).shape if scores else ()
-            found[name] = torch.full((*shape, *classes), torch.nan)
-            for (model, group), score in scores.items():
-                found[name][model, group] = score
-        return found
+from perada.federation.metrics import Metric, Scores, Tally, probabilities, spread
 
 
 def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
@@ -146,7 +22,7 @@ def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
     >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
     [4.0]
     """
-    p = double(logits).sigmoid() if multilabel else double(logits).softmax(-1)
+    p = probabilities(logits, multilabel)
     terms = -torch.xlogy(p, p) - (torch.xlogy(1 - p, 1 - p) if multilabel else 0)
     return terms.mean(-1) if multilabel else terms.sum(-1)
 
@@ -164,20 +40,17 @@ class Evaluation:
         self.everywhere = list(everywhere)
         self._owned = torch.zeros(self.clients, dtype=torch.bool)
         self._owned[federation.owned()] = True
-        self._local = self._scores(groups=self.clients)
-        self._everyone = self._scores(models=len(self.everywhere))
+        self._local = Scores(metrics, self.multilabel, groups=self.clients)
+        self._everyone = Scores(metrics, self.multilabel, models=len(self.everywhere))
+        self._global = Scores(metrics, self.multilabel)
         self._states = federation.members() if federation.settings.algorithm.global_model else None
         members = 1 if self._states is None else len(next(iter(self._states.values())))
-        self._global = self._scores()
         self._members = Scores(metrics[:1], self.multilabel, models=members)
-        self._sizes = torch.zeros(self.clients, dtype=torch.int64)
-        self.per_class: dict[str, Tensor] = {}
-        self._entropies: list[Tensor] = []
         self._shared_local = Scores(metrics[:1], self.multilabel, groups=self.clients)
+        self._sizes = torch.zeros(self.clients, dtype=torch.int64)
+        self._entropies: list[Tensor] = []
         self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
-
-    def _scores(self, models: int = 1, groups: int = 1) -> Scores:
-        return Scores(self.metrics, self.multilabel, models, groups)
+        self.per_class: dict[str, Tensor] = {}
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch of the test set, the ``index``-th of the evaluation."""
@@ -242,7 +115,7 @@ class Evaluation:
                 name = f"global/global_test{ending}"
                 found[name] = float(self._one(name, shared[metric.name][0, 0], 0))
         if self._members:
-            members = self._members.compute()
+            (members,) = self._members.means().values()
             found |= {"global/best_mode": float(members.max()), "global/worst_mode": float(members.min())}
             entropies = [entropy.cpu() for entropy in self._entropies]
             found["global/entropy"] = float(torch.cat([one for own in ranks.gather(entropies) for one in own]).mean())
@@ -264,7 +137,8 @@ class Evaluation:
                 predicted.pop("confusion", None)
         if len(names) == 2:
             self._shared_local.merge(ranks)
-            found["global/local_test"] = self._shared_local.compute()[0].tolist()
+            (scores,) = self._shared_local.means().values()
+            found["global/local_test"] = scores[0].tolist()
         return found
 
     def _one(self, name: str, scores: Tensor, axes: int) -> Tensor:
@@ -273,6 +147,68 @@ class Evaluation:
             return scores
         self.per_class[name] = scores
         return scores.nanmean(-1)
+
+
+class ShiftedScores(NamedTuple):
+    """What the models score on shifted images: each personal one (M,), NaN where it was not run, and the global one.
+
+    The ``shared`` score is NaN where the algorithm has no global model.
+    """
+
+    personal: Tensor
+    shared: float
+
+
+class ShiftedEvaluation:
+    """Scores of the personal models, and of the global one, on the same images, each of which is read once.
+
+    Several processes share the work as in :class:`Evaluation`. With ``others`` a client's model is scored on the images
+    of the other clients alone, and the global model as if it were each client's, mean over clients.
+    """
+
+    def __init__(
+        self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int], others: bool = False
+    ) -> None:
+        self.federation, self.everywhere, self.others = federation, everywhere, others
+        multilabel = federation.settings.training.multilabel
+        self._personal = Scores(metrics, multilabel, models=len(everywhere))
+        self._shared = Scores(metrics, multilabel, models=federation.num_clients if others else 1)
+
+    def step(self, batch: EvalBatch, index: int) -> None:
+        """Run the models on a batch, the ``index``-th of the evaluation."""
+        federation, engine, x = self.federation, self.federation.engine, batch.x
+        if engine.prefix is not None and tuple(x.shape[1:]) == tuple(engine.prefix.image):
+            x = engine.features(x)  # once, not for each model
+        if federation.settings.algorithm.global_model and index % federation.ranks.size == federation.ranks.rank:
+            each = range(federation.num_clients if self.others else 1)
+            self._update(self._shared, shared_logits(federation, x).expand(len(each), -1, -1), batch, each, each)
+        if federation.personalized:
+            for places, clients, logits in everywhere_logits(federation, self.everywhere, x):
+                self._update(self._personal, logits, batch, places, clients)
+
+    def _update(
+        self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
+    ) -> None:
+        if not self.others:
+            scores.update(logits, batch.y, models=places)
+            return
+        owner = send(batch.owner, batch.y.device)
+        for place, client, own in zip(places, clients, logits, strict=True):
+            scores.update(own.unsqueeze(0), batch.y, models=[place], counted=owner != client)
+
+    def result(self) -> dict[str, ShiftedScores]:
+        """What all processes have counted, by metric; all of them call it. Scores of classes are their mean."""
+        clients = self.federation.num_clients
+        for scores in (self._personal, self._shared):
+            scores.merge(self.federation.ranks)
+        found, personal = {}, self._personal.means()
+        for name, values in self._shared.means().items():
+            own = values[:, 0].expand(clients)
+            if self.federation.personalized:
+                own = values.new_full((clients,), torch.nan)
+                own[list(self.everywhere)] = personal[name][:, 0]
+            found[name] = ShiftedScores(own, float(values[:, 0].nanmean()))
+        return found
 
 
 def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:

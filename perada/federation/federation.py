@@ -11,17 +11,14 @@ from perada.algorithms import Algorithm, Slot
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
-from perada.core.states import State, clone, expand, stack, unstack
+from perada.core.states import State, clone, expand, megabytes, numel, prefix, stack, unstack
 from perada.engine.engine import Engine
 from perada.engine.losses import compare
-from perada.federation.cohort import Cohort
+from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
-from perada.federation.round_report import RoundReport, gather_outcomes, look_at, round_metrics
-from perada.federation.server import Progress, Server
+from perada.federation.server import Progress, RoundReport, Server, look_at
 from perada.federation.settings import FederationData, Loader, Settings
-from perada.federation.site import Site
-from perada.federation.store.kinds import SharedStore
-from perada.federation.store.rows import renumbered
+from perada.federation.store import SharedStore
 from perada.privacy.protection import Protection
 from perada.server import Updates
 
@@ -83,9 +80,7 @@ class Federation:
         received = self.server.sending(own, self.num_clients, losses)
         self.cohort = self.site.open(own, self.store.local.gather(own.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
-            images, known = map(one_of, loader(own)), (self.cohort.received, self.cohort.kept)
-            names, places, clients = self.slot.parameters, shares.places, len(shares.plan.clients)
-            self._gradients = gradient_norms(self.engine, settings, names, *known, images, places, clients, self.ranks)
+            self._gradients = gradient_norms(self.cohort, settings, map(one_of, loader(own)), shares, self.ranks)
         return self.cohort
 
     def members(self) -> State:
@@ -97,61 +92,79 @@ class Federation:
 
         The distillation's steps are drawn through ``progress``, such as a progress bar.
         """
-        cohort, shares, settings, self.cohort = self.cohort, self._shares, self.settings, None
+        cohort, plan, places, self.cohort = self.cohort, self._shares.plan, self._shares.places, None
         assert cohort is not None
         trained = cohort.close()
-        outcomes = gather_outcomes(cohort, trained, shares, self.ranks)
-        real = torch.arange(len(trained.finite), device=trained.finite.device) < len(shares.places)  # no stand-in
+        outcomes = cohort.outcomes(trained, self._shares, self.ranks)
+        real = torch.arange(len(trained.finite), device=trained.finite.device) < len(places)  # no stand-in
         self.scales.close("clients", cohort.scales, trained.finite & real, self.ranks)
-        report = RoundReport(outcomes.broken(shares.plan), failed=self._failed(cohort))
-        report.metrics = round_metrics(settings, self.slot, self.global_state, cohort, trained.sent, outcomes)
-        self.store.scatter(shares.parts, report.broken, trained.kept)
-        self.rounds_done = shares.plan.round + 1
-        sent = {key: value[: len(shares.places)] for key, value in trained.sent.items()}  # without a stand-in's
+        report = RoundReport(outcomes.broken, failed=outcomes.failed)
+        report.metrics = self._round_metrics(cohort, trained.sent, outcomes)
+        self.store.scatter(self._shares.parts, report.broken, trained.kept)
+        self.rounds_done = plan.round + 1
+        sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
         good = outcomes.counts.nonzero().flatten().tolist()
-        received = {key: value[: len(shares.places)] for key, value in cohort.received.items()}
         level = self.protection.clients
         if level is not None:  # all are counted, since who broke depends on their images
-            sent = self.server.privatized(level, sent, received, shares.plan, shares.places)
-            good = list(range(len(shares.plan.clients)))
+            sent = self.server.privatized(level, sent, received, plan, places)
+            good = list(range(len(plan.clients)))
         if good:
+            updates = Updates(sent, places, len(plan.clients), self.ranks)
             if level is None:
-                shown, names = "update_norms" in settings.diagnostics, self.slot.parameters
-                report.far, found = look_at(names, sent, received, shares, good, self.ranks, shown)
+                before = Updates(received, places, len(plan.clients), self.ranks).part(good).own
+                given = self.slot.parameters, updates.part(good), before, plan, good
+                report.far, found = look_at(*given, "update_norms" in self.settings.diagnostics)
                 report.metrics |= found
-            if settings.refuse_far:
-                good = [place for place in good if shares.plan.clients[place] not in report.far]
-            updates = Updates(sent, shares.places, len(shares.plan.clients), self.ranks).part(good)
-            clients = [shares.plan.clients[place] for place in good]
-            samples = [data.train_sizes[client] for client in clients]
-            given = shares.plan.round, clients, self.num_clients, updates, samples, data, report
-            student = self.server.close(*given, progress, noisy=level is not None)
-            if self.settings.diagnostics:
-                report.metrics |= self._diagnostics(updates, data, student)
+            if self.settings.refuse_far:
+                good = [place for place in good if plan.clients[place] not in report.far]
+            self._serve(updates.part(good), [plan.clients[place] for place in good], data, report, progress)
         report.metrics |= self._gradients | self.protection.metrics()
-        if report.broken and not settings.private:  # who fails depends on the images
-            report.metrics |= {"clients/drawn": len(shares.plan.clients), "clients/failed": len(report.broken)}
+        if report.broken and not self.settings.private:  # who fails depends on the images
+            report.metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(report.broken)}
         return report
 
-    def _failed(self, cohort: Cohort) -> dict[int, str]:
-        """The clients of all ranks of whom a sample could not be read, and why."""
-        return {client: reason for own in self.ranks.gather(cohort.failed) for client, reason in own.items()}
+    def _serve(
+        self, updates: Updates, clients: list[int], data: FederationData, report: RoundReport, progress: Progress
+    ) -> None:
+        """The server's turn, and the diagnostics that follow it."""
+        samples = [data.train_sizes[client] for client in clients]
+        given = self._shares.plan.round, clients, self.num_clients, updates, samples, data, report
+        student = self.server.close(*given, progress, noisy=self.protection.clients is not None)
+        if self.settings.diagnostics:
+            report.metrics |= self._diagnostics(updates, data, student)
+
+    def _round_metrics(self, cohort: Cohort, sent: State, outcomes: Outcomes) -> dict[str, float]:
+        """Training losses, and what a client trains and all send; ``cohort`` and ``sent`` are of some of them."""
+        settings, full, clients = self.settings, cohort.chunks[0].full, len(outcomes.finite)
+        # Every client is sent all models where it compares them, and takes one.
+        many = settings.algorithm.compares
+        received = self.global_state if many else {key: value[0] for key, value in cohort.received.items()}
+        trained = {
+            (role, name)
+            for role, state in full.items()
+            for phase in settings.phases
+            for name in settings.algorithm.trained(role, phase.name, self.slot)
+            if name in state
+        }
+        sent = {key: value[0] for key, value in sent.items()}
+        metrics = {
+            "params/trained": float(sum(full[role][name][0].numel() for role, name in trained)),
+            "params/sent": float(numel({key: value for key, value in sent.items() if key in self.slot.parameters})),
+            "comm/up_mb": megabytes(expand(sent, clients)),
+            "comm/down_mb": megabytes(expand(received, clients)) if settings.algorithm.sends else 0.0,
+        }
+        if outcomes.skipped is not None:
+            metrics["train/skipped_steps"] = float(outcomes.skipped.sum())
+        shown = {} if settings.client_privacy is not None else outcomes.losses  # no ledger counts them
+        return metrics | {f"train/{role}_loss": float(losses[outcomes.finite].mean()) for role, losses in shown.items()}
 
     def _diagnostics(self, updates: Updates, data: FederationData, student: State | None) -> dict[str, float]:
         """The round's diagnostics but for gradients; ``student`` is what was distilled into, if anything was."""
-        names, shares = self.settings.diagnostics, self._shares
-        own = shares.own.clients if "personal_distance" in names else ()
-        measuring = Measuring(
-            self.engine,
-            data,
-            {key: value for key, value in updates.own.items() if key in self.global_state},
-            updates.clients,
-            stack([self.global_state] if student is None else [student, self.global_state]),
-            self.personal_states(own) if own else {},
-            self.settings.training.multilabel,
-            self.ranks,
-        )
-        return measuring.measure(names, shares.places if own else (), len(shares.plan.clients))
+        shares, models = self._shares, stack([self.global_state] if student is None else [student, self.global_state])
+        own = shares.own.clients if "personal_distance" in self.settings.diagnostics else ()
+        personal, places = (self.personal_states(own), shares.places) if own else ({}, [])
+        given = personal, places, len(shares.plan.clients), self.settings.training.multilabel
+        return Measuring(self.engine, data, updates, models, *given).measure(self.settings.diagnostics)
 
     def personalize(
         self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0
@@ -170,14 +183,14 @@ class Federation:
             self.protection.spend(plan, self.ranks, tuning=True)
             own = shares.trained
             received = self.server.sending(own, self.num_clients, algorithm=tuning[0])
-            cohort = self.site.open_tuning(own, self.tuned.local.gather(own.clients), received, factor)
+            cohort = self.site.open(own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
             for batch in loader(shares.own):
                 cohort.step(batch)
             trained = cohort.close()
-            outcomes = gather_outcomes(cohort, trained, shares, self.ranks)
-            self.tuned.scatter(shares.parts, outcomes.broken(plan), trained.kept)
-            broken += outcomes.broken(plan)
-            failed |= self._failed(cohort)
+            outcomes = cohort.outcomes(trained, shares, self.ranks)
+            self.tuned.scatter(shares.parts, outcomes.broken, trained.kept)
+            broken += outcomes.broken
+            failed |= outcomes.failed
         return broken, failed
 
     def personal_states(self, clients: Sequence[int]) -> State:
@@ -228,9 +241,9 @@ class Federation:
         if numbers is None:
             self.store.load_state_dict(saved["clients"])
         else:
-            self.store.load_state_dict(renumbered(saved["clients"], numbers, self.store.local.layout))
             others = sorted({*range(self.num_clients)} - {*numbers})
-            self.store.begin(others, self.settings.algorithm.kept(self.global_state, self.slot))
+            kept = self.settings.algorithm.kept(self.global_state, self.slot)
+            self.store.grow(saved["clients"], numbers, others, kept)
         self.tuned = None
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.personalization()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics by which models are scored, and counts of confusions and calibration."""
+"""Metrics by which models are scored, their scores, and counts of confusions and calibration."""
 
 import difflib
 import inspect
@@ -8,7 +8,8 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torchmetrics
@@ -17,11 +18,11 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from perada.core.ranks import Ranks
+from perada.core.states import send
 from perada.server.aggregate import double
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
 """What can be asked for: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
-OWN = ("accuracy", "auroc", "average_precision", "balanced_accuracy")
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "f1_macro": ("F1Score", {"average": "macro"}),
     "f1_weighted": ("F1Score", {"average": "weighted"}),
@@ -39,20 +40,49 @@ TAKEN = ("std", "worst", "p10", "weighted")
 """Endings of the names of scores, which no metric may be called."""
 
 
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Score of predictions (B, K), which are probabilities, and classes (B,) or labels (B, K).
+
+A number, or one for each class (K,), NaN for a class that does not occur.
+"""
+
+
 @dataclass(frozen=True)
 class Metric:
-    """One metric of a run.
+    """One metric of a run: its name in logs, how it is computed, and whether a lower score is the better one.
 
-    Attributes:
-        name: As scores are logged.
-        compute: Score of predictions (B, K), which are probabilities, and classes (B,) or labels (B, K); a number, or
-            one for each class (K,), NaN for a class that does not occur. ``None`` for accuracy, which is counted.
-        falls: Whether a lower score is the better one.
+    Accuracy is not computed but counted.
     """
 
     name: str
-    compute: Callable[[Tensor, Tensor], Tensor] | None
+    compute: Compute | None
     falls: bool = False
+
+
+def _over_classes(score: Compute, both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
+    """Mean score of the classes that occur, or that occur ``both`` ways; NaN where there is none."""
+    truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
+    occur = (truth.sum(0) > 0) & ((truth.sum(0) < len(truth)) | (not both))
+    scores = [score(predictions[:, k], truth[:, k]) for k in occur.nonzero().flatten().tolist()]
+    return torch.stack(scores).mean() if scores else torch.tensor(math.nan)
+
+
+def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Mean share of right predictions over the classes that occur, of predictions (B, K) and classes (B,).
+
+    >>> float(balanced_accuracy(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 0, 1])))
+    0.5
+    """
+    right = (predictions.argmax(1) == labels).double()
+    return torch.stack([right[labels == k].mean() for k in labels.unique()]).mean()
+
+
+OWN: dict[str, Compute | None] = {
+    "accuracy": None,
+    "auroc": partial(_over_classes, binary_auroc, True),
+    "average_precision": partial(_over_classes, binary_average_precision, False),
+    "balanced_accuracy": balanced_accuracy,
+}
 
 
 def metric_names(choice: MetricChoice) -> list[str]:
@@ -64,21 +94,7 @@ def metric_names(choice: MetricChoice) -> list[str]:
     >>> metric_names(["accuracy", {"MulticlassFBetaScore": {"beta": 2.0, "name": "f2"}}])
     ['accuracy', 'f2']
     """
-    names = [_entry(entry)[0] for entry in _entries(choice)]
-    if not names:
-        raise ValueError("metric=[] names nothing to score models by; give 'accuracy', or 'auto'")
-    for name in names:
-        if name in TAKEN or not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(
-                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {', '.join(TAKEN)}"
-            )
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"metric has {twice[0]!r} twice; leave one out, or give one another name, {{CLASS: {{name: …}}}}"
-        )
-    if "auto" in names and len(names) > 1:
-        raise ValueError("metric='auto' cannot be one of several; write 'accuracy' or 'auroc'")
-    return names
+    return [name for name, _, _ in _entries(choice)]
 
 
 def score_names(choice: MetricChoice) -> dict[str, bool]:
@@ -88,8 +104,7 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
     ['global/global_test_ece']
     """
     found: dict[str, bool] = {}
-    for place, (entry, metric) in enumerate(zip(_entries(choice), metric_names(choice), strict=True)):
-        kind = _entry(entry)[1]
+    for place, (metric, kind, _) in enumerate(_entries(choice)):
         made = _torchmetrics(f"Multiclass{NAMED[kind][0]}" if kind in NAMED else kind)
         falls = made is not None and made.higher_is_better is False
         for name in ("personal/local_test", "personal/global_test", "global/global_test"):
@@ -108,35 +123,41 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
     Raises:
         ValueError: If one is unknown, is not for such data, or its options are not torchmetrics'.
     """
-    metric_names(choice)
-    return [_make(*_entry(entry), multilabel, classes) for entry in _entries(choice)]
+    return [_make(*entry, multilabel, classes) for entry in _entries(choice)]
 
 
-def _entries(choice: MetricChoice) -> list[str | Mapping[str, Any]]:
-    if isinstance(choice, str | Mapping):
-        return [choice]
-    if not isinstance(choice, Sequence):
+def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, metric and options of each entry of a choice."""
+    if not isinstance(choice, str | Sequence | Mapping):
         raise ValueError(f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names")
-    return list(choice)
+    entries = [_entry(entry) for entry in ([choice] if isinstance(choice, str | Mapping) else choice)]
+    names = [name for name, _, _ in entries]
+    if not names:
+        raise ValueError("metric=[] names nothing to score models by; give 'accuracy', or 'auto'")
+    for name in names:
+        if name in TAKEN or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {', '.join(TAKEN)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(
+                f"metric has {name!r} twice; leave one out, or give one another name, {{CLASS: {{name: …}}}}"
+            )
+    if "auto" in names and len(names) > 1:
+        raise ValueError("metric='auto' cannot be one of several; write 'accuracy' or 'auroc'")
+    return entries
 
 
 def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
-    """Name, metric and options of an entry."""
-    options: dict[str, Any] = {}
-    if isinstance(entry, Mapping) and len(entry) == 1:
-        ((kind, given),) = entry.items()
-        if given is not None and not isinstance(given, Mapping):
-            raise ValueError(
-                f"metric {kind!r} has the options {given!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}"
-            )
-        options = dict(given or {})
-    else:
-        kind = entry
+    kind, given = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (entry, {})
     known = [*OWN, *NAMED, "auto"]
     if not isinstance(kind, str) or not (kind in known or _torchmetrics(kind)):
         close = difflib.get_close_matches(str(kind), [*known, *dir(torchmetrics.classification)], n=3)
         hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
         raise ValueError(f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)")
+    if not isinstance(given or {}, Mapping):
+        raise ValueError(f"metric {kind!r} has the options {given!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}")
+    options = dict(given or {})
     if options and kind in known:
         raise ValueError(f"metric {kind!r} takes no options; name the class of torchmetrics that has them")
     return str(options.pop("name", kind)), kind, options
@@ -150,16 +171,10 @@ def _torchmetrics(name: str) -> type[torchmetrics.Metric] | None:
 def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, classes: int) -> Metric:
     if kind == "auto":
         name = kind = "auroc" if multilabel else "accuracy"
-    if kind == "accuracy":
-        return Metric(name, None)
-    if kind == "auroc":
-        return Metric(name, macro_auroc)
-    if kind == "average_precision":
-        return Metric(name, macro_average_precision)
-    if kind == "balanced_accuracy":
-        if multilabel:
-            raise ValueError("metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'")
-        return Metric(name, balanced_accuracy)
+    if kind == "balanced_accuracy" and multilabel:
+        raise ValueError("metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'")
+    if kind in OWN:
+        return Metric(name, OWN[kind])
     prefix, count = ("Multilabel", "num_labels") if multilabel else ("Multiclass", "num_classes")
     base, defaults = NAMED.get(kind, (kind, {}))
     made = _torchmetrics(prefix + base if kind in NAMED else kind)
@@ -190,51 +205,11 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
     return Metric(name, compute, metric_class.higher_is_better is False)
 
 
-def macro_auroc(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Mean AUROC of the classes that occur both ways, of predictions (B, K) and labels (B,) or (B, K); else NaN."""
-    truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
-    positives = truth.sum(0)
-    both = ((positives > 0) & (positives < len(truth))).nonzero().flatten().tolist()
-    if not both:
-        return torch.tensor(math.nan)
-    return torch.stack([binary_auroc(predictions[:, k], truth[:, k]) for k in both]).mean()
-
-
-def macro_average_precision(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Mean average precision of the classes that occur, of predictions (B, K) and labels (B,) or (B, K); else NaN.
-
-    >>> float(macro_average_precision(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0])))
-    1.0
-    """
-    truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
-    occur = truth.sum(0).nonzero().flatten().tolist()
-    if not occur:
-        return torch.tensor(math.nan)
-    return torch.stack([binary_average_precision(predictions[:, k], truth[:, k]) for k in occur]).mean()
-
-
-def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Mean share of right predictions over the classes that occur, of predictions (B, K) and classes (B,).
-
-    >>> float(balanced_accuracy(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 0, 1])))
-    0.5
-    """
-    right = (predictions.argmax(1) == labels).double()
-    return torch.stack([right[labels == k].mean() for k in labels.unique()]).mean()
-
-
 def spread(name: str, values: Tensor, falls: bool = False, sizes: Tensor | None = None) -> dict[str, float]:
     """What is said of the clients' scores (M,), NaN where a client has none: mean, deviation, and the badly off.
 
-    Args:
-        name: Of the mean.
-        values: The scores.
-        falls: Whether lower scores are better.
-        sizes: Images (M,) that each client was scored on; its weights.
-
-    Returns:
-        The mean, ``_std``, ``_worst``, ``_p10`` (the score that a tenth of the clients do not reach) and, with
-        ``sizes``, ``_weighted``; all NaN where no client has a score.
+    That is the mean ``name``, ``_std``, ``_worst``, ``_p10`` (the score that a tenth of the clients do not reach) and,
+    with the ``sizes`` (M,) of what each was scored on, ``_weighted``; all NaN where no client has a score.
     """
     known = ~values.isnan()
     own = values[known]
@@ -248,6 +223,119 @@ def spread(name: str, values: Tensor, falls: bool = False, sizes: Tensor | None 
     return found
 
 
+def probabilities(logits: Tensor, multilabel: bool) -> Tensor:
+    """Predictions (..., K) of logits (..., K), in double precision where the device has it."""
+    return double(logits).sigmoid() if multilabel else double(logits).softmax(-1)
+
+
+class _Piece(NamedTuple):
+    """Predictions of some models on some images, on the CPU."""
+
+    models: tuple[int, ...]
+    predictions: Tensor
+    labels: Tensor
+    groups: Tensor
+
+
+class Scores:
+    """Scores P ``models`` on G ``groups`` of images each by some metrics; labels are 0/1 per class if ``multilabel``.
+
+    Accuracy is counted on the device, and nothing is copied from it before the end; the others have to keep all
+    predictions.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
+        self.metrics, self.multilabel = metrics, multilabel
+        self._counted = any(metric.compute is None for metric in metrics)
+        self._kept = any(metric.compute is not None for metric in metrics)
+        self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
+        self._pieces: list[_Piece] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything was added."""
+        return bool(self._pieces) or bool(self._counts.any())
+
+    def update(
+        self,
+        logits: Tensor,
+        y: Tensor,
+        groups: Tensor | None = None,
+        *,
+        models: Sequence[int] | None = None,
+        counted: Tensor | None = None,
+    ) -> None:
+        """Add a batch: logits (p, B, K) of p ``models``, by default all, and classes (B,) or labels (B, K).
+
+        ``groups`` (B,) are those of the images, by default group 0; ``counted`` (B,) tells which count, by default all.
+        """
+        models = range(self._counts.shape[1]) if models is None else models
+        groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
+        if self._counted:
+            self._count(logits, y, groups, models, counted)
+        if not self._kept:
+            return
+        # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
+        predictions = probabilities(logits.cpu(), self.multilabel)
+        rows = slice(None) if counted is None else counted.cpu()
+        self._pieces.append(_Piece(tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
+
+    def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
+        if self.multilabel:
+            right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
+            every = torch.full_like(right, logits.shape[-1])
+        else:
+            right = (logits.argmax(-1) == y).long()
+            every = torch.ones_like(right)
+        both = torch.stack([right, every])
+        if counted is not None:
+            both = both * counted
+        self._counts = send(self._counts, both.device)
+        sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
+        self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
+
+    @property
+    def counts(self) -> Tensor:
+        """Right predictions and all, (2, P, G), on the CPU; zeros unless a metric is accuracy."""
+        return self._counts.cpu()
+
+    def merge(self, ranks: Ranks) -> None:
+        """Add what the other processes counted; all of them call it, once, at the end."""
+        ranks.sum_([self._counts])
+        if self._kept:
+            self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
+
+    def means(self) -> dict[str, Tensor]:
+        """Scores (P, G) by each metric; of one that scores each class, the mean of the classes that occur."""
+        return {name: scores if scores.dim() == 2 else scores.nanmean(-1) for name, scores in self.all().items()}
+
+    def all(self) -> dict[str, Tensor]:
+        """Scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU.
+
+        NaN where a model has no image of a group.
+        """
+        shape, counts = self._counts.shape[1:], self._counts.cpu().float()
+        found = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
+        computed = {metric.name: metric.compute for metric in self.metrics if metric.compute is not None}
+        values: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in computed}
+        for models in dict.fromkeys(piece.models for piece in self._pieces):
+            own = [piece for piece in self._pieces if piece.models == models]
+            predictions = torch.cat([piece.predictions for piece in own], 1)
+            labels = torch.cat([piece.labels for piece in own])
+            groups = torch.cat([piece.groups for piece in own])
+            sizes = groups.bincount(minlength=shape[1]).tolist()
+            for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
+                for place, model in enumerate(models if len(rows) else ()):
+                    for name, compute in computed.items():
+                        score = compute(predictions[place, rows], labels[rows])
+                        values[name][model, group] = score.to(torch.get_default_dtype())
+        for name, scores in values.items():
+            classes = next(iter(scores.values())).shape if scores else ()
+            found[name] = torch.full((*shape, *classes), torch.nan)
+            for (model, group), score in scores.items():
+                found[name][model, group] = score
+        return found
+
+
 BINS = 15
 """Bins of equal width between confidence 0 and 1, as in Guo et al., ICML 2017, https://arxiv.org/abs/1706.04599."""
 
@@ -257,9 +345,6 @@ class Tally:
 
     Of each image the tally keeps one number at most: client, class and predicted class. With several labels an image,
     each label is a prediction of its own, and only calibration is counted.
-
-    Args:
-        multilabel: Whether labels are 0/1 per class.
     """
 
     def __init__(self, multilabel: bool) -> None:

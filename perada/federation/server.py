@@ -2,7 +2,9 @@
 """The server's half of a round: what it sends, and what it makes of what came back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from perada.core.rounds import RoundPlan
 from perada.core.states import State, clone, expand, is_finite, to_device
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales
-from perada.federation.round_report import RoundReport
 from perada.federation.settings import Settings
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.server import Updates, client_weights
@@ -24,22 +25,37 @@ from perada.server.distill import Distiller, ServerData
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
+FAR = 50.0
+"""A change that is so many times as long as the median of the round's, step for step, is named.
+
+Of honest clients with two images, changes were 20 times as long.
+"""
+
+
+@dataclass
+class RoundReport:
+    """What a round did; ``metrics`` are training losses, numbers of parameters, megabytes sent.
+
+    What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
+    its starting point, and with ``broken_server`` the global state stayed as it was. Clients that are ``far`` sent a
+    change so many times as long as the median. ``failed`` are those of whom a sample could not be read, and why; in a
+    private run they train without it.
+    """
+
+    broken: list[int] = field(default_factory=list)
+    diverged: bool = False
+    broken_server: bool = False
+    far: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Server:
     """The server's states and its side of a round. It sees what clients send, never what they keep.
 
-    Args:
-        engine: Runs teachers and student.
-        slot: Names of the tensors of a state.
-        initial: Gives the k-th random initial state; that of 0 unless there are several global models.
-        settings: How the rounds go.
-        ranks: The processes that share the work.
-
-    Attributes:
-        global_state: The global state w, or a stack of several.
-        server_state: What algorithm and server rule remember.
-        scales: The student's loss scale, in float16.
+    ``initial`` gives the k-th random initial state; that of 0 unless there are several global models. The
+    ``global_state`` is the state w, or a stack of several; ``server_state`` is what algorithm and server rule remember;
+    ``scales`` are the student's loss scales, in float16.
     """
 
     def __init__(
@@ -99,18 +115,11 @@ class Server:
         progress: Progress = iter,
         noisy: bool = False,
     ) -> State | None:
-        """Make the next global state of what ``clients`` sent; all ranks do alike.
+        """Make the next global state of what ``clients`` sent, of ``num_clients``; all ranks do alike.
 
-        Args:
-            round: Counted from 0.
-            clients: Who sent the updates, in their order.
-            num_clients: M.
-            updates: (C, ...).
-            samples: Training images of each of the C clients, for their weights.
-            data: Public images, and the server's validation set.
-            report: What is measured, and what went wrong, is written into it.
-            progress: For the distillation's steps.
-            noisy: Whether noise may have taken running variances below 0.
+        The ``samples``, numbers of their training images, are for their weights. ``data`` are public images and the
+        server's validation set. What is measured, and what went wrong, is written into the ``report``. ``noisy`` says
+        whether noise may have taken running variances below 0.
 
         Returns:
             What was distilled into, as it was before; None if nothing was distilled.
@@ -198,3 +207,61 @@ class Server:
         device = self.device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
+
+
+def look_at(
+    names: Iterable[str], updates: Updates, received: State, plan: RoundPlan, places: Sequence[int], shown: bool
+) -> tuple[dict[int, float], dict[str, float]]:
+    """The clients whose updates are far from the others', and the round's metrics of the updates where ``shown``.
+
+    A client is far, by so many times, whose change is much longer than the median. One that took more steps than the
+    median of the ``plan`` may have moved so many times as far.
+
+    Args:
+        names: Of the trained parameters.
+        updates: What the clients sent, (C, ...).
+        received: What this process's clients among them had received, (c, ...).
+        plan: Of the round.
+        places: Where the C clients stand in the plan.
+        shown: Whether there are metrics, for which a state moves between processes.
+    """
+    norms, cosines = _changes(names, updates, received, shown)
+    clients, taken = [plan.clients[place] for place in places], [sum(own) for own in zip(*plan.steps, strict=True)]
+    middle, usual = float(norms.nanmedian()), max(1, median_low(taken))
+    far = {}
+    for client, place, norm in zip(clients, places, norms.tolist(), strict=True):
+        if middle > 0 and norm > FAR * middle * max(1, taken[place] / usual):
+            far[client] = norm / middle
+    if not shown:
+        return far, {}
+    longest, against = int(norms.nan_to_num(-1).argmax()), int(cosines.nan_to_num(2).argmin())
+    return far, {
+        "updates/norm_median": middle,
+        "updates/norm_max": float(norms[longest]),
+        "updates/norm_max_client": float(clients[longest]),
+        "updates/cosine_min": float(cosines[against]),
+        "updates/cosine_min_client": float(clients[against]),
+    }
+
+
+def _changes(names: Iterable[str], updates: Updates, received: State, cosines: bool) -> tuple[Tensor, Tensor]:
+    """Norms (C,) of the clients' changes of the parameters, all together, and their cosines with the mean change.
+
+    Running statistics do not count: those of an honest client with two images may be far from all others. Both are in
+    float64, on the CPU; cosines that are not computed are NaN.
+    """
+    table = torch.zeros(2, updates.clients, dtype=torch.float64)
+    length = torch.zeros((), dtype=torch.float64)
+    for key in names:
+        if key not in updates or key not in received or received[key].shape != updates.own[key].shape:
+            continue
+        change = (double(updates.own[key]) - double(received[key])).flatten(1)
+        table[0, updates.places] += change.square().sum(1).to(table)
+        if cosines:
+            mean = change.sum(0) / updates.clients
+            updates.ranks.sum_([mean])
+            table[1, updates.places] += (change * mean).sum(1).to(table)
+            length += mean.square().sum().to(length)
+    updates.ranks.sum_([table])
+    norms = table[0].sqrt()
+    return norms, table[1] / (norms * length.sqrt()) if cosines else torch.full_like(norms, torch.nan)

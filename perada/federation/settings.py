@@ -1,26 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the rounds of a federation go, and what they need of the data."""
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from perada.algorithms import Algorithm
+from perada.algorithms.base import Stacks
 from perada.core.batches import AnyBatch
+from perada.core.checks import check_choice
 from perada.core.rounds import Phase, RoundPlan
-from perada.engine.loss_scaling import LossScaling
-from perada.federation.cohort import LocalTraining
-from perada.federation.store import Storage
+from perada.engine.loss_scaling import LossScaling, MaskedAdam, MaskedSGD
+from perada.federation.store import ClientStore, DiskStore
 from perada.privacy.options import ClientPrivacy, Privacy, test_mode
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerData
 
+ClientOptimizer = Literal["sgd", "adam", "adamw"]
+StoreKind = Literal["auto", "device", "host", "disk"]
+SHARE = 0.25
+"""Share of the device's free memory, then of the host's memory, that ``auto`` lets client states take."""
 Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
 """Gives the prepared local steps of a plan."""
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How clients train. The optimiser is started afresh each round and phase."""
+
+    optimizer: ClientOptimizer
+    lr: dict[str, float]  # by role; a role without one has that of ``local``
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None  # each client's gradient of each role is scaled down to at most this norm
+    multilabel: bool = False  # binary cross-entropy per label instead of cross-entropy
+
+    def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
+        """Optimiser of a role's leaves (C, ...), with ``factor`` of its rate; ``masked`` lets clients skip steps."""
+        rate = self.lr.get(role, self.lr["local"]) * factor
+        if masked and self.optimizer == "sgd":
+            return MaskedSGD(leaves, rate, self.momentum, self.weight_decay)
+        if masked:
+            return MaskedAdam(leaves, rate, self.weight_decay, decoupled=self.optimizer == "adamw")
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return kind(leaves, lr=rate, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where the clients' states are held: ``auto`` takes the first of device, host and disk in which all fit."""
+
+    kind: StoreKind = "auto"
+    folder: Path | None = None  # of the files; by default a temporary one
+    prune: bool = True  # delete files that no checkpoint needs any more
+    clients: int = 0  # at most so many are ever written
+
+    def __post_init__(self) -> None:
+        check_choice("client_store", self.kind, get_args(StoreKind))
+
+    def open(self, initial: Stacks, name: str = "") -> ClientStore:
+        """Make a store; ``name`` tells the folders of several apart."""
+        kind = self._choice(initial) if self.kind == "auto" else self.kind
+        if kind == "disk":
+            return DiskStore(initial, self.folder and self.folder / name, self.prune)
+        return ClientStore(initial, host=kind == "host")
+
+    def _choice(self, initial: Stacks) -> StoreKind:
+        values = [value for state in initial.values() for value in state.values()]
+        needed = self.clients * sum(value.numel() * value.element_size() for value in values)
+        device = values[0].device if values else torch.device("cpu")
+        if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
+            return "device"
+        if needed <= SHARE * host_memory():
+            return "host" if device.type == "cuda" else "device"
+        return "disk"
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has, or lets this process have."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such limit
+        return total
 
 
 class FederationData(ServerData, Protocol):

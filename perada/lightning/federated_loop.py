@@ -13,8 +13,7 @@ from perada.data import CohortBatch, FederatedDataModule
 from perada.engine.loss_scaling import LossScaling
 from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
-from perada.federation.settings import Settings
-from perada.federation.store import Storage, StoreKind
+from perada.federation.settings import Settings, Storage, StoreKind
 from perada.lightning import checkpoint as checkpoints
 from perada.lightning import run_folder, scoring
 from perada.lightning.checks import check_next, check_not_evaluated, with_diagnostics

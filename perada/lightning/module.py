@@ -15,10 +15,10 @@ from perada.core.states import State
 from perada.core.text import SPREADS
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
-from perada.federation.cohort import ClientOptimizer, LocalTraining
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
+from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.models.adapted import make_slot
 from perada.models.backbones import AdaptedModel, AdapterChoice, ModelSpec, frozen_digest
 

@@ -18,7 +18,7 @@ from perada.core.batches import AnyBatch, one_of
 from perada.core.rounds import PrivateSampling
 from perada.data import CohortBatch, EvalBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation.federation import Federation
-from perada.federation.round_report import RoundReport
+from perada.federation.server import RoundReport
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.models.backbones import AdaptedModel

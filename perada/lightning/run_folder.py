@@ -21,10 +21,10 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.digests import sealed
 from perada.core.files import clear
-from perada.federation.store import Storage
+from perada.federation.settings import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.parts import Parts, run_folder
-from perada.privacy.ledgers import JOURNAL, Journal
+from perada.privacy.protection import JOURNAL, Journal
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms.joining import algorithm_record
 from perada.data.shifts import Condition
-from perada.federation.evaluation import Evaluation, sample_clients
-from perada.federation.shifted import ShiftedEvaluation, ShiftedScores
+from perada.federation.evaluation import Evaluation, ShiftedEvaluation, ShiftedScores, sample_clients
 from perada.lightning.parts import Parts, warn_broken
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import write_fitted

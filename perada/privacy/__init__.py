@@ -4,9 +4,8 @@
 Opacus is imported when it is first needed, because that takes seconds.
 """
 
-from perada.privacy.accounting import ACCOUNTANTS, calibrate, history_epsilon
+from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, history_epsilon
 from perada.privacy.clipping import noisy_mean, sensitivity
-from perada.privacy.ledgers import Ledger, Ledgers
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.sampling import (
     expected_batch_size,

@@ -1,21 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run costs each client: its noise, its ledgers, and whether it can afford another round."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 from perada.core.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
-from perada.privacy.accounting import ROUNDING, calibrate, check_plan, history_epsilon
-from perada.privacy.ledgers import Ledgers
-from perada.privacy.options import Privacy
+from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, history_epsilon
+from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.rehearsal import Queries
 from perada.privacy.sampling import passes
 
+Cost = tuple[float, float, int, bool]
+"""Noise multiplier, sample rate, steps, and whether anything that is sent depends on them."""
 Row = tuple[int, float, float, int, bool]
-"""Client, noise multiplier, sample rate, steps, and whether anything that is sent depends on them."""
+"""A client, and a cost of it."""
+Planned = Callable[[int], Sequence[int]]
+"""Gives, from a round on, in how many of the planned ones each client takes part."""
+
+
+class Budget(ABC):
+    """What was spent by one section of a run's options, and what still may be.
+
+    Attributes:
+        section: Name of the section.
+        options: What is asked for.
+        ledgers: What was spent.
+        lost: What of it no plan knew of: rounds that a crash took, or that another run trained.
+    """
+
+    section: str
+
+    def __init__(self, options: Privacy | ClientPrivacy, planned: Planned | None) -> None:
+        self.options, self._planned = options, planned
+        self.ledgers, self.lost = Ledgers(), Ledgers()
+
+    @abstractmethod
+    def costs(self, client: int, tuning: bool = False) -> list[Cost]:
+        """What a client spends in a round, or in the fine-tuning after the last."""
+
+    def cost(self, plan: RoundPlan, tuning: bool = False) -> list[Row]:
+        """What the clients of ``plan`` will spend."""
+        return [(client, *cost) for client in plan.clients for cost in self.costs(client, tuning)]
+
+    def spend(self, rows: Iterable[Row], lost: bool = False) -> None:
+        """Write down what :meth:`cost` gave; ``lost`` if it is not among the planned rounds."""
+        for client, sigma, rate, steps, sent in rows:
+            for ledgers in (self.ledgers, self.lost) if lost else (self.ledgers,):
+                ledgers.add(client, sigma, rate, steps, sent=sent)
+
+    def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
+        """Those of ``clients`` who stay within every limit if they train once more, or are fine-tuned.
+
+        A target can be passed where a run is resumed: with other options, or fine-tuning again after an early stop.
+        """
+        limit = self.options.limit
+        if limit is None:
+            return list(clients)
+        return [
+            client
+            for client in clients
+            if not self.costs(client, tuning) or self._after(client, not tuning, tuning) <= limit * ROUNDING
+        ]
+
+    def _counted(self, sent: bool) -> bool:
+        """Whether the ledger that limits refer to counts it."""
+        return sent or self.options.ledger == "release"
+
+    def _history(self, ledgers: Ledgers, client: int) -> Counter[tuple[float, float]]:
+        """What the ledger that limits refer to says of a client."""
+        return Counter((ledgers.release if self.options.ledger == "release" else ledgers.server).history(client))
+
+    def _after(self, client: int, rounds: int, tunings: int, by_plan: bool = False) -> float:
+        """ε of the client if it trains so often more; ``by_plan`` without what was lost."""
+        history = self._history(self.ledgers, client)
+        if by_plan:
+            history -= self._history(self.lost, client)
+        for tuning, times in ((False, rounds), (True, tunings)):
+            for sigma, rate, steps, sent in self.costs(client, tuning):
+                if self._counted(sent):
+                    history[sigma, rate] += times * steps
+        return history_epsilon(history, self.options.delta, self.options.accountant)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledgers in plain types."""
+        return {"ledgers": self.ledgers.state_dict(), "lost": self.lost.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
+        """Resume from what :meth:`state_dict` gave after ``rounds_done`` rounds, or the fine-tuning that follows.
+
+        A ValueError if the rounds that are now planned would pass the target.
+        """
+        ledgers, lost = Ledgers(), Ledgers()
+        ledgers.load_state_dict(state["ledgers"])
+        lost.load_state_dict(state["lost"])
+        self.ledgers, self.lost = ledgers, lost
+        target = self.options.target_epsilon
+        for client, rounds in enumerate(self._left(rounds_done) if target is not None else ()):
+            epsilon = self._after(client, rounds, not tuned, by_plan=True)
+            if epsilon > (target or 0) * ROUNDING:
+                raise ValueError(
+                    f"{self.section}: the noise was calibrated to target_epsilon={target} for another plan: with the "
+                    f"rounds planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a "
+                    "higher target_epsilon"
+                )
+
+    def _left(self, rounds_done: int) -> Sequence[int]:
+        """In how many of the rounds that are left each client takes part."""
+        return () if self._planned is None else self._planned(rounds_done)
 
 
 @dataclass(frozen=True)
@@ -35,8 +130,8 @@ class _Entry(NamedTuple):
     sent: bool
 
 
-class Account:
-    """The privacy of every client.
+class Account(Budget):
+    """The privacy of every client's images.
 
     A step that asks for K gradients of one batch is one draw of the batch and K releases. The releases compose to one
     with the noise multiplier σ / √K, as Gaussian mechanisms do (Dong, Roth and Su 2022, corollary 2), and it is this
@@ -48,16 +143,17 @@ class Account:
         batch_size: Of the data.
         rounds: What a client trains in a round.
         tuning: What every client trains after the last round, if anything.
-        planned: Gives, from a round on, in how many of the planned ones each client takes part, if that is known.
+        planned: As of :class:`Budget`, if that is known.
 
     Attributes:
         noise_multipliers: σ of each client.
-        ledgers: What was spent.
-        lost: What of it no plan knew of: rounds that a crash took, or that another run trained.
 
     Raises:
         ValueError: If a client cannot keep within what was asked for.
     """
+
+    section = "privacy"
+    options: Privacy
 
     def __init__(
         self,
@@ -66,11 +162,11 @@ class Account:
         batch_size: BatchSize,
         rounds: Training,
         tuning: Training | None = None,
-        planned: Callable[[int], Sequence[int]] | None = None,
+        planned: Planned | None = None,
     ) -> None:
+        super().__init__(options, planned)
         self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
-        self.rounds, self.tuning, self._planned = rounds, tuning or Training((), ()), planned
-        self.ledgers, self.lost = Ledgers(), Ledgers()
+        self.rounds, self.tuning = rounds, tuning or Training((), ())
         self._steps = cache(self._entries)
         self._check_ledger()
         sigma = options.noise_multiplier
@@ -95,7 +191,7 @@ class Account:
             )
 
     def cost(self, plan: RoundPlan, tuning: bool = False) -> list[Row]:
-        """What the clients of ``plan`` will spend; a ValueError if they take other steps than the ledgers count."""
+        """As of :class:`Budget`; a ValueError if the clients take other steps than the ledgers count."""
         counted = tuple(
             tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients)
             for phase in self.training(tuning).phases
@@ -105,24 +201,7 @@ class Account:
                 f"privacy: round {plan.round} has {plan.steps} steps of its clients by phase, and the ledgers count "
                 f"{counted}; do not use the data module for another run meanwhile"
             )
-        return [(client, *row) for client in plan.clients for row in self._costs(client, tuning)]
-
-    def spend(self, rows: Iterable[Row], lost: bool = False) -> None:
-        """Write down what :meth:`cost` gave; ``lost`` if it is not among the planned rounds."""
-        for client, sigma, rate, steps, sent in rows:
-            for ledgers in (self.ledgers, self.lost) if lost else (self.ledgers,):
-                ledgers.add(client, sigma, rate, steps, sent=sent)
-
-    def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Those of ``clients`` who stay within ``max_epsilon`` and ``target_epsilon`` if they train once more.
-
-        A target can be passed where a run is resumed: with other options, or fine-tuning again after an early stop.
-        """
-        limits = (self.options.max_epsilon, self.options.target_epsilon)
-        limit = min((given for given in limits if given is not None), default=None)
-        if limit is None:
-            return list(clients)
-        return [client for client in clients if self._after(client, not tuning, tuning) <= limit * ROUNDING]
+        return super().cost(plan, tuning)
 
     def metrics(self) -> dict[str, float]:
         """Mean, std and maximum of ε over clients in both ledgers; ``epsilon`` alone is the release's."""
@@ -150,21 +229,14 @@ class Account:
     def state_dict(self) -> dict[str, Any]:
         """Ledgers and noise in plain types."""
         noise = {"noise_multipliers": list(self.noise_multipliers), "least_noise": self._least()}
-        spent = {"ledgers": self.ledgers.state_dict(), "lost": self.lost.state_dict()}
-        return spent | {"sampling": self.options.sampling} | noise
+        return super().state_dict() | {"sampling": self.options.sampling} | noise
 
     def _least(self) -> list[float]:
         """The least noise multiplier that each client ever had, also before a run was resumed with another one."""
         return [min(pair) for pair in zip(self.noise_multipliers, self._before, strict=True)]
 
-    def load_state_dict(self, state: dict[str, Any], rounds_done: int, tuned: bool = False) -> None:
-        """Resume from what :meth:`state_dict` gave after ``rounds_done`` rounds, or the fine-tuning that follows.
-
-        A calibrated σ stays what it was.
-
-        Raises:
-            ValueError: If batches were drawn in another way, or the rounds that are now planned would pass the target.
-        """
+    def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
+        """As of :class:`Budget`; a calibrated σ stays what it was. Batches must be drawn as they were before."""
         before = state["sampling"]
         if before != self.options.sampling:
             raise ValueError(
@@ -172,15 +244,13 @@ class Account:
                 f"{self.options.sampling!r}: ε would be of two kinds of neighbours at once; resume with "
                 f"sampling={before!r}, or start anew"
             )
-        self.ledgers.load_state_dict(state["ledgers"])
-        self.lost.load_state_dict(state["lost"])
         self._before = list(state["least_noise"])
-        target = self.options.target_epsilon
-        if target is not None:
+        if self.options.target_epsilon is not None:
             self.noise_multipliers = list(state["noise_multipliers"])
-            left = [0] * len(self.sizes) if self._planned is None else self._planned(rounds_done)
-            planned = (self._after(client, rounds, not tuned, by_plan=True) for client, rounds in enumerate(left))
-            check_plan("privacy", target, planned)
+        super().load_state_dict(state, rounds_done, tuned)
+
+    def _left(self, rounds_done: int) -> Sequence[int]:
+        return super()._left(rounds_done) or [0] * len(self.sizes)
 
     def _entries(self, size: int, tuning: bool) -> tuple[_Entry, ...]:
         """What a client with ``size`` images trains at once."""
@@ -195,33 +265,16 @@ class Account:
             return tuple(_Entry(looks[stream], passes(size, rows, taken[stream]), sent[stream]) for stream in sent)
         return tuple(_Entry(looks, own, sent[stream]) for own, asked in asked_in for stream, looks in asked.items())
 
-    def _costs(self, client: int, tuning: bool) -> Iterator[tuple[float, float, int, bool]]:
-        """(σ, q, steps, sent) of what the client trains at once."""
-        for looks, steps, sent in self._steps(self.sizes[client], tuning):
-            yield self.noise_multipliers[client] / looks**0.5, self._counted_rate(client), steps, sent
+    def costs(self, client: int, tuning: bool = False) -> list[Cost]:
+        """As of :class:`Budget`."""
+        return [
+            (self.noise_multipliers[client] / looks**0.5, self._counted_rate(client), steps, sent)
+            for looks, steps, sent in self._steps(self.sizes[client], tuning)
+        ]
 
     def _counted_rate(self, client: int) -> float:
         """The rate at which the client's steps are counted: shuffling earns no amplification."""
         return self.rate(client) if self.options.sampling == "poisson" else 1.0
-
-    def _counted(self, sent: bool) -> bool:
-        """Whether the ledger that limits refer to counts it."""
-        return sent or self.options.ledger == "release"
-
-    def _history(self, ledgers: Ledgers, client: int) -> Counter[tuple[float, float]]:
-        """What the ledger that limits refer to says of a client."""
-        return Counter((ledgers.release if self.options.ledger == "release" else ledgers.server).history(client))
-
-    def _after(self, client: int, rounds: int, tunings: int, by_plan: bool = False) -> float:
-        """ε of the client if it trains so often more; ``by_plan`` without what was lost."""
-        history = self._history(self.ledgers, client)
-        if by_plan:
-            history -= self._history(self.lost, client)
-        for tuning, times in ((False, rounds), (True, tunings)):
-            for sigma, rate, steps, sent in self._costs(client, tuning):
-                if self._counted(sent):
-                    history[sigma, rate] += times * steps
-        return history_epsilon(history, self.options.delta, self.options.accountant)
 
     def _calibrated(self) -> list[float]:
         """σ of each client for the target."""

@@ -8,8 +8,8 @@ amplification is claimed: the sample rate is 1.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,13 +19,10 @@ from perada.core.checks import check_number
 from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import State
-from perada.privacy.accounting import ROUNDING, check_plan, history_epsilon
+from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
-from perada.privacy.ledgers import Ledger
 from perada.privacy.options import ClientPrivacy
 from perada.server.aggregate import double_dtype
-
-Planned = Callable[[int], Sequence[int]]
 
 
 def clip_updates(updates: State, received: State, max_norm: float) -> tuple[State, Tensor]:
@@ -131,26 +128,22 @@ def floor_variances(state: State) -> State:
     return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
 
 
-class ClientLevel:
+class ClientLevel(Budget):
     """Client-level privacy of a run: makes each round's updates private and keeps the account.
 
-    Args:
-        options: What was asked for.
-        noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
-        seed: The run's seed.
-        planned: Gives, from a round on, in how many of the planned ones each client takes part; needed with a target.
-
     Attributes:
+        noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
         norm: S of the next round.
-        ledger: Rounds that each client took part in.
-        lost: Those of them that no plan knew of: that a crash took, or that another run trained.
     """
+
+    section = "client_privacy"
+    options: ClientPrivacy
 
     def __init__(
         self, options: ClientPrivacy, noise_multiplier: float, seed: int, planned: Planned | None = None
     ) -> None:
-        self.options, self.noise_multiplier, self._seed, self._planned = options, noise_multiplier, seed, planned
-        self.norm, self.ledger, self.lost = options.max_norm, Ledger(), Ledger()
+        super().__init__(options, planned)
+        self.noise_multiplier, self._seed, self.norm = noise_multiplier, seed, options.max_norm
         self._count_noise = options.count_noise
 
     def check(self, clients: int) -> None:
@@ -166,30 +159,9 @@ class ClientLevel:
         count_noise = clients / 20 if self._count_noise is None else self._count_noise
         return split_noise(self.noise_multiplier, count_noise), count_noise
 
-    def spend(self, clients: Sequence[int], noise_multiplier: float | None = None, lost: bool = False) -> None:
-        """Count a round of ``clients``, by default with the noise of now; ``lost`` if it is not a planned one."""
-        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        for client in clients:
-            for ledger in (self.ledger, self.lost) if lost else (self.ledger,):
-                ledger.add(client, noise, 1.0, 1)
-
-    @property
-    def least_noise(self) -> float:
-        """The least z that a round ever had, also before a run was resumed with another one."""
-        return float(min([self.noise_multiplier, *(sigma for _, sigma, *_ in self.ledger.state_dict()["rows"])]))
-
-    def affordable(self, clients: Sequence[int]) -> list[int]:
-        """Those of ``clients`` who stay within ``target_epsilon`` if they take part once more."""
-        target = self.options.target_epsilon
-        return [client for client in clients if target is None or self._after(client, 1) <= target * ROUNDING]
-
-    def _after(self, client: int, rounds: int, by_plan: bool = False) -> float:
-        """ε of a client after so many rounds more; ``by_plan`` without those that were lost."""
-        history = Counter(self.ledger.history(client))
-        if by_plan:
-            history -= Counter(self.lost.history(client))
-        history[self.noise_multiplier, 1.0] += rounds
-        return history_epsilon(history, self.options.delta, self.options.accountant)
+    def costs(self, client: int, tuning: bool = False) -> list[Cost]:
+        """A round is one step; fine-tuning sends nothing."""
+        return [] if tuning else [(self.noise_multiplier, 1.0, 1, True)]
 
     def privatized(
         self,
@@ -228,36 +200,30 @@ class ClientLevel:
 
     def epsilons(self, clients: Sequence[int] | None = None) -> dict[int, float]:
         """ε of each client so far, by default of those who took part."""
-        return self.ledger.epsilons(self.options.delta, self.options.accountant, clients)
+        return self.ledgers.server.epsilons(self.options.delta, self.options.accountant, clients)
 
     def metrics(self) -> dict[str, float]:
         """S of the next round, and the largest ε of a client so far."""
         largest = max(self.epsilons().values(), default=0.0)
         return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": largest}
 
+    def record(self, num_clients: int) -> dict[str, Any]:
+        """Options, noise and ε of each client, in plain types; the noise is the least that a round ever had."""
+        noises = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
+        noise, spent = min([self.noise_multiplier, *noises]), list(self.epsilons(range(num_clients)).values())
+        return {"options": asdict(self.options), "noise_multiplier": noise, "epsilon": spent}
+
     def state_dict(self) -> dict[str, Any]:
-        """S, z and the ledger, in lists and numbers only."""
-        ledgers = {"ledger": self.ledger.state_dict(), "lost": self.lost.state_dict()}
-        return {"norm": self.norm, "noise_multiplier": self.noise_multiplier} | ledgers
+        """S, z and the ledgers, in plain types."""
+        return super().state_dict() | {"norm": self.norm, "noise_multiplier": self.noise_multiplier}
 
-    def load_state_dict(self, state: Mapping[str, Any], rounds_done: int = 0) -> None:
-        """Resume from what :meth:`state_dict` gave; a calibrated z stays what it was.
-
-        Raises:
-            ValueError: If ``state`` is not from :meth:`state_dict`, and everything is then as it was, or if the rounds
-                that are now planned after ``rounds_done`` would pass the target.
-        """
-        target = self.options.target_epsilon
-        needed = {"norm", "ledger", "lost"} | ({"noise_multiplier"} if target is not None else set())
-        if not needed <= set(state) <= needed | {"noise_multiplier"}:
-            raise ValueError(f"client-level privacy has {sorted(needed)}, not {sorted(state)}; load its state_dict()")
-        norm, ledger, lost = float(state["norm"]), Ledger(), Ledger()
-        sensitivity(norm)
-        ledger.load_state_dict(state["ledger"])
-        lost.load_state_dict(state["lost"])
-        self.norm, self.ledger, self.lost = norm, ledger, lost
-        if target is not None:
+    def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
+        """As of :class:`.Budget`; a calibrated z stays what it was. What :meth:`state_dict` did not give is refused."""
+        names = sorted(self.state_dict())
+        if sorted(state) != names:
+            raise ValueError(f"client-level privacy has {names}, not {sorted(state)}; load its state_dict()")
+        sensitivity(state["norm"])
+        if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]
-            left = [] if self._planned is None else self._planned(rounds_done)
-            planned = (self._after(client, rounds, by_plan=True) for client, rounds in enumerate(left))
-            check_plan("client_privacy", target, planned)
+        super().load_state_dict(state, rounds_done, tuned)
+        self.norm = float(state["norm"])

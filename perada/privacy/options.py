@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.privacy.accounting import check_delta
@@ -60,6 +60,11 @@ class Privacy:
         check_number("privacy: max_epsilon", self.max_epsilon, above=0, optional=True)
         check_whole("privacy: physical_batch_size", self.physical_batch_size, optional=True)
 
+    @property
+    def limit(self) -> float | None:
+        """The ε that no client may pass."""
+        return min((given for given in (self.max_epsilon, self.target_epsilon) if given is not None), default=None)
+
 
 @dataclass(frozen=True)
 class ClientPrivacy:
@@ -97,12 +102,18 @@ class ClientPrivacy:
     count_noise: float | None = None
     accountant: Accountant = "rdp"
     secure_rng: bool = True
+    ledger: ClassVar[LedgerName] = "server"
 
     def __post_init__(self) -> None:
         _check_common("client_privacy", self)
         check_number("client_privacy: quantile", self.quantile, least=0, most=1, hint="0.5 is usual")
         check_number("client_privacy: clip_lr", self.clip_lr, above=0)
         check_number("client_privacy: count_noise", self.count_noise, above=0, optional=True)
+
+    @property
+    def limit(self) -> float | None:
+        """The ε that no client may pass."""
+        return self.target_epsilon
 
 
 def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
@@ -143,6 +154,7 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
     check_number(f"{section}: target_epsilon", target, above=0, optional=True)
     check_number(f"{section}: max_norm", options.max_norm, above=0, most=1e200, hint="usual values lie from 0.1 to 10")
     check_delta(options.delta, f"{section}: ")
-    for name, kind in get_type_hints(type(options)).items():
+    hints = get_type_hints(type(options))
+    for name, kind in ((field.name, hints[field.name]) for field in fields(options)):
         if get_origin(kind) is Literal or kind is bool:
             check_choice(f"{section}: {name}", getattr(options, name), get_args(kind) or (True, False))

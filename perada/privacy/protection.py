@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy of a run: its rounds, its ledgers, and what still may be spent."""
+"""The privacy of a run: its rounds, its ledgers, and the journal of rounds, written before they are trained.
 
+A checkpoint knows the rounds up to its own. What was begun after it, and was lost with the process, has been drawn from
+the generator all the same: whoever resumes draws again, and both are counted. No crash makes a ledger forget a round.
+"""
+
+import json
+import os
 import re
 import secrets
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,11 +26,83 @@ from perada.core.rounds import PrivateSampling, RoundPlan
 from perada.core.seeding import Streams, generator
 from perada.core.states import State
 from perada.engine.engine import Engine
-from perada.privacy.account import Account
+from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.gradients import NoisyGradients, Query, make_gradients
-from perada.privacy.ledgers import JOURNAL, Journal, read_journals
 from perada.privacy.sampling import expected_batch_size
+
+JOURNAL = "privacy_ledger.jsonl"
+"""Name of the file, beside the checkpoints."""
+FIELDS = frozenset({"id", "run", "round", "images", "clients"})
+"""What a line says: of which run it is, and the costs of a round by client."""
+CUT = b" #cut"
+"""Put behind a line that a crash cut off."""
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file; with ``OSError`` if a symbolic link stands in its place."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+class Journal:
+    """Files with a line of JSON for every round that was begun.
+
+    Those of this run, ``own``, must be writable; ``others``, of the runs that it is resumed from, are to know of its
+    rounds too.
+    """
+
+    def __init__(self, own: Iterable[Path], others: Iterable[Path] = ()) -> None:
+        self.own = list(dict.fromkeys(path.absolute() for path in own))
+        self.others = [path for path in dict.fromkeys(path.absolute() for path in others) if path not in self.own]
+
+    def write(self, entry: dict[str, Any]) -> list[Path]:
+        """Add an entry to every file, and give those of ``others`` that could not be written; it is then on disk.
+
+        An OSError if one of ``own`` cannot be written.
+        """
+        lost = []
+        for path in (*self.own, *self.others):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "ab+", opener=_no_link) as file:
+                    file.seek(max(0, file.tell() - 1))
+                    cut = file.read() not in (b"", b"\n")  # by a crash
+                    file.write((CUT + b"\n") * cut + json.dumps(entry).encode() + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                if path in self.own:
+                    raise OSError(
+                        f"privacy: the round cannot be written down in {str(path)!r} ({error}), and is not begun; make "
+                        "room or give another folder"
+                    ) from error
+                lost.append(path)
+        return lost
+
+
+def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
+    """The entries of one run, and of those resumed from it, by their ``id``; a line that was cut off was never begun.
+
+    A ValueError if a whole line of a file is not an entry.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() and not path.is_symlink() else []
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
+                continue
+            try:
+                entry = json.loads(line)
+                if not FIELDS <= set(entry):
+                    raise TypeError(entry)
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
+                    "restore the file from a copy, or start anew"
+                ) from error
+            if entry["run"] == run:
+                found[entry["id"]] = entry
+    return found
 
 
 class PrivateTraining:
@@ -114,9 +192,15 @@ class Protection:
     journaled: str | None = None
 
     @property
+    def budgets(self) -> dict[str, Budget]:
+        """What was spent on images, and on whole clients, where that is protected."""
+        given = {"images": None if self.images is None else self.images.account, "clients": self.clients}
+        return {name: budget for name, budget in given.items() if budget is not None}
+
+    @property
     def private(self) -> bool:
         """Whether anything is protected."""
-        return self.images is not None or self.clients is not None
+        return bool(self.budgets)
 
     def open(self, plan: RoundPlan, tuning: bool = False) -> PrivateRound | None:
         """Begin local training."""
@@ -131,20 +215,20 @@ class Protection:
         """
         if not self.private:
             return
-        costs = {
-            "round": plan.round,
-            "images": [] if self.images is None else self.images.account.cost(plan, tuning),
-            "clients": [] if self.clients is None or tuning else list(plan.clients),
-            "noise_multiplier": None if self.clients is None else self.clients.noise_multiplier,
-        }
-        name = f"{'tuning' if tuning else 'round'} {costs}" if self._repeats else secrets.token_hex(16)
-        entry = {"id": ranks.gather(name)[0], "run": self.run} | costs
+        costs = {name: budget.cost(plan, tuning) for name, budget in self.budgets.items()}
+        kind = "tuning" if tuning else "round"
+        name = f"{kind} {plan.round} {costs}" if self._repeats else secrets.token_hex(16)
+        entry = self._entry(ranks.gather(name)[0], plan.round) | costs
         if entry["id"] in self.counted:
             return
         if ranks.rank == 0 and not self._repeats:
             self._write(entry)
         ranks.gather(None)  # the others wait until it is on disk
         self._count(entry)
+
+    def _entry(self, name: str, round: int) -> dict[str, Any]:
+        """A line of the journal of a round that costs nothing."""
+        return {"id": name, "run": self.run, "round": round, "images": [], "clients": []}
 
     def _write(self, entry: dict[str, Any]) -> None:
         lost = self.journal.write(entry)
@@ -159,16 +243,14 @@ class Protection:
         if self._repeats or self.journal.own or not self.private:
             return
         self.journal = Journal([path], self.journal.others)
-        name, nothing = secrets.token_hex(16), dict[str, Any](images=[], clients=[], noise_multiplier=None)
-        self._write({"id": name, "run": self.run, "round": rounds_done} | nothing)
-        self.counted.append(name)
+        entry = self._entry(secrets.token_hex(16), rounds_done)
+        self._write(entry)
+        self.counted.append(entry["id"])
 
     def _count(self, entry: dict[str, Any], lost: bool = False) -> None:
         self.counted.append(entry["id"])
-        if self.images is not None:
-            self.images.account.spend(entry["images"], lost)
-        if self.clients is not None:
-            self.clients.spend(entry["clients"], entry["noise_multiplier"], lost)
+        for name, budget in self.budgets.items():
+            budget.spend(entry[name], lost)
 
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
         """Count and give the rounds that were begun after the checkpoint of which this run is resumed.
@@ -191,8 +273,7 @@ class Protection:
     @property
     def _secure_rng(self) -> dict[str, bool]:
         """Of each section that there is, whether its noise is drawn from a cryptographic generator."""
-        images = {} if self.images is None else {"privacy": self.images.account.options.secure_rng}
-        return images | ({} if self.clients is None else {"client_privacy": self.clients.options.secure_rng})
+        return {budget.section: budget.options.secure_rng for budget in self.budgets.values()}
 
     @property
     def _repeats(self) -> bool:
@@ -207,48 +288,40 @@ class Protection:
     @property
     def limited(self) -> bool:
         """Whether there is a limit that a client may reach."""
-        images = None if self.images is None else self.images.account.options
-        limits = [] if images is None else [images.max_epsilon, images.target_epsilon]
-        return any(limit is not None for limit in [*limits, self.clients and self.clients.options.target_epsilon])
+        return any(budget.options.limit is not None for budget in self.budgets.values())
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
         """Those of ``clients`` who stay within every limit if they train once more, or are fine-tuned."""
-        able = list(clients) if self.images is None else self.images.account.affordable(clients, tuning)
-        return able if self.clients is None or tuning else self.clients.affordable(able)
+        able = list(clients)
+        for budget in self.budgets.values():
+            able = budget.affordable(able, tuning)
+        return able
 
     def metrics(self) -> dict[str, float]:
         """ε so far, and a mark where the noise follows from the run's seed."""
+        found = {"privacy/test_mode": 1.0} if self.test_mode else {}
         images = {} if self.images is None else self.images.account.metrics()
-        clients = {} if self.clients is None else self.clients.metrics()
-        return images | clients | ({"privacy/test_mode": 1.0} if self.test_mode else {})
+        return images | ({} if self.clients is None else self.clients.metrics()) | found
 
     def epsilons(self, num_clients: int) -> dict[str, list[float]]:
         """ε of each client so far, by the name of the metric."""
-        result = {}
-        if self.images is not None:
-            result = {f"privacy/{name}_epsilon": values for name, values in self.images.account.epsilons().items()}
+        images = {} if self.images is None else self.images.account.epsilons()
+        found = {f"privacy/{name}_epsilon": values for name, values in images.items()}
         if self.clients is not None:
-            result["privacy/client_epsilon"] = list(self.clients.epsilons(range(num_clients)).values())
-        return result
+            found["privacy/client_epsilon"] = list(self.clients.epsilons(range(num_clients)).values())
+        return found
 
     def record(self, num_clients: int) -> dict[str, Any] | None:
         """Options, noise and ε of each client in plain types; ``None`` where nothing is private."""
-        record: dict[str, Any] = {}
-        if self.images is not None:
-            record["sample"] = self.images.account.record()
-        if self.clients is not None:
-            record["client"] = {
-                "options": asdict(self.clients.options),
-                "noise_multiplier": self.clients.least_noise,
-                "epsilon": list(self.clients.epsilons(range(num_clients)).values()),
-            }
-        return record or None
+        images = {} if self.images is None else {"sample": self.images.account.record()}
+        return (images if self.clients is None else images | {"client": self.clients.record(num_clients)}) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Ledgers, in plain types."""
         return {
-            "images": None if self.images is None else self.images.account.state_dict(),
-            "clients": None if self.clients is None else self.clients.state_dict(),
+            "images": None,
+            "clients": None,
+            **{name: budget.state_dict() for name, budget in self.budgets.items()},
             "secure_rng": self._secure_rng,
             "counted": list(self.counted),
             "run": self.run,
@@ -260,15 +333,13 @@ class Protection:
     def check_alike(self, saved: dict[str, Any] | None) -> None:
         """Refuse the ``saved`` state, or ``None``, of a run that was private in another way than this one."""
         saved = saved or {"images": None, "clients": None}
-        for name, section, own in (("images", "privacy", self.images), ("clients", "client_privacy", self.clients)):
-            if (saved[name] is None) != (own is None):
+        for name, section in (("images", "privacy"), ("clients", "client_privacy")):
+            if (saved[name] is None) != (name not in self.budgets):
                 with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
                 raise ValueError(
                     f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
                     f"not be accounted for; resume {with_it} {section}, or start anew"
                 )
-        if self.private and "folder" not in saved:
-            raise ValueError("the checkpoint's ledgers are of an earlier perada; resume with that one, or start anew")
         for section, here in self._secure_rng.items():
             there = saved["secure_rng"][section]
             if there != here:
@@ -291,7 +362,5 @@ class Protection:
         self.counted, self.run, self.journaled = list(saved["counted"]), str(saved["run"]), saved["journaled"]
         if not re.fullmatch("[0-9a-f]{32}", self.run):  # it is written into files
             raise ValueError(f"the checkpoint's id of the private run is {self.run!r}, which perada did not write")
-        if self.images is not None:
-            self.images.account.load_state_dict(saved["images"], rounds_done, tuned)
-        if self.clients is not None:
-            self.clients.load_state_dict(saved["clients"], rounds_done)
+        for name, budget in self.budgets.items():
+            budget.load_state_dict(saved[name], rounds_done, tuned)

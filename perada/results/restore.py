@@ -19,10 +19,9 @@ from perada.algorithms.joining import algorithm_of
 from perada.core.ranks import this_rank
 from perada.core.states import State, unstack
 from perada.engine.engine import Engine
-from perada.federation.cohort import LocalTraining
 from perada.federation.federation import Federation
-from perada.federation.settings import Settings
-from perada.federation.store import Storage, locate
+from perada.federation.settings import LocalTraining, Settings, Storage
+from perada.federation.store import locate
 from perada.models.adapted import make_slot
 from perada.models.backbones import AdaptedModel, Backbone, ModelSpec, build_backbone, frozen_digest
 from perada.results.export import BACKBONE_FILE, own_weights

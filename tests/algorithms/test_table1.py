@@ -16,8 +16,7 @@ from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.cohort import LocalTraining
-from perada.federation.settings import Settings
+from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation

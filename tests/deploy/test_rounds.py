@@ -333,8 +333,8 @@ def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
     before = state(coordinator)
     coordinator.run()
     assert coordinator.level.options.secure_rng
-    assert [len(coordinator.level.ledger.history(client)) for client in range(3)] == [1, 1, 1]
-    assert [coordinator.level.ledger.history(client)[1.0, 1.0] for client in range(3)] == [2, 2, 1]
+    assert [len(coordinator.level.ledgers.server.history(client)) for client in range(3)] == [1, 1, 1]
+    assert [coordinator.level.ledgers.server.history(client)[1.0, 1.0] for client in range(3)] == [2, 2, 1]
     moved = torch.cat([(value - before[key]).flatten() for key, value in coordinator.server.global_state.items()])
     # Two rounds' noise in the mean of 3 and of 2 sites; the clipped changes are at most 1e-3 long in all.
     expected = 1e-3 * math.sqrt(1 / 9 + 1 / 4)

@@ -9,6 +9,9 @@ import torch
 
 import perada
 from perada.algorithms import FedAvg
+from perada.core.rounds import RoundPlan
+from perada.federation.server import look_at
+from perada.server import Updates
 
 ORDER: list[int] = []
 """The clients of the last round, in the order of the rows."""
@@ -102,3 +105,10 @@ def test_robust_rules_keep_the_model_near_the_honest_one(tiny, rule):
     assert distance(attacked, honest) < 2 * moved
     with pytest.warns(UserWarning, match="times as long as"):
         assert distance(finetune(tiny, Hostile(1e3)), honest) > 20 * moved
+
+
+def test_a_client_that_took_more_steps_may_go_as_many_times_as_far():
+    clients, steps, norms = (4, 6, 7, 9), (60, 3, 2, 2), torch.tensor([20.0, 1.0, 1.5, 300.0])
+    plan = RoundPlan(0, clients, (steps,))
+    updates, received = Updates({"w": norms.view(4, 1)}), {"w": torch.zeros(4, 1)}
+    assert look_at(["w"], updates, received, plan, range(4), shown=False) == ({9: 200.0}, {})

@@ -15,11 +15,14 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.losses import client_losses
-from perada.federation.cohort import Cohort, LocalTraining
+from perada.federation.cohort import Site
+from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
+from perada.server import Distillation
 
 STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
+PHASES = (Phase(),)
 
 
 def network(dropout=0.0):
@@ -50,22 +53,17 @@ def batches(multilabel=False):
     return made
 
 
-def cohort(model, training, algorithm=None, engine="folded", **options):
+def site(model, training, algorithm, engine="folded", phases=PHASES, seed=0, **options):
+    settings = Settings(algorithm, training, Distillation(0), "uniform", phases, seed, **options)
+    return Site(Engine(model, engine), make_slot(model, "fc"), settings)
+
+
+def cohort(model, training, algorithm=None, engine="folded", factor=1.0, **options):
     algorithm = algorithm or FedAvg()
-    slot = make_slot(model, "fc")
     initial = get_state(model)
-    kept = {role: expand(state, len(STEPS)) for role, state in algorithm.kept(initial, slot).items()}
-    return Cohort(
-        Engine(model, engine),
-        algorithm,
-        slot,
-        RoundPlan(3, CLIENTS, (STEPS,)),
-        [Phase()],
-        kept,
-        expand(initial, len(STEPS)),
-        training,
-        **options,
-    )
+    kept = {role: expand(state, 4) for role, state in algorithm.kept(initial, make_slot(model, "fc")).items()}
+    plan = RoundPlan(3, CLIENTS, (STEPS,))
+    return site(model, training, algorithm, engine, **options).open(plan, kept, expand(initial, 4), factor)
 
 
 def rates(lr):
@@ -162,16 +160,9 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
         torch.testing.assert_close(results[1][key], value)
         torch.testing.assert_close(results[2][key], value)
     assert not torch.allclose(results[3]["fc.weight"], results[0]["fc.weight"])
-    small = Cohort(
-        Engine(model, "folded"),
-        Standalone(),
-        make_slot(model, "fc"),
-        RoundPlan(3, CLIENTS[:2], (STEPS[:2],)),
-        [Phase()],
-        {"personal": expand(get_state(model), 2)},
-        expand(get_state(model), 2),
-        training,
-    )
+    kept = {"personal": expand(get_state(model), 2)}
+    plan = RoundPlan(3, CLIENTS[:2], (STEPS[:2],))
+    small = site(model, training, Standalone()).open(plan, kept, expand(get_state(model), 2))
     for batch in batches():
         n = min(2, len(batch.clients))
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
@@ -196,18 +187,11 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
             return tuple(key for key in slot.parameters if (key in slot.head) == (phase == "head"))
 
     model = network()
-    phases = [Phase("head"), Phase("body")]
+    phases = (Phase("head"), Phase("body"))
     steps = ((3, 1), (2, 2))
-    running = Cohort(
-        Engine(model, "folded"),
-        TwoPhases(),
-        make_slot(model, "fc"),
-        RoundPlan(0, (0, 1), steps),
-        phases,
-        {},
-        expand(get_state(model), 2),
-        LocalTraining("sgd", rates(0.1), momentum=0.9),
-    )
+    training = LocalTraining("sgd", rates(0.1), momentum=0.9)
+    opened = site(model, training, TwoPhases(), phases=phases)
+    running = opened.open(RoundPlan(0, (0, 1), steps), {}, expand(get_state(model), 2))
     alone = [copy.deepcopy(model).train() for _ in range(2)]
     for phase in range(2):
         optimizers = [

@@ -18,8 +18,7 @@ from perada.core.states import get_state
 from perada.data import Phase
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.cohort import LocalTraining
-from perada.federation.settings import Settings
+from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import FederatedLoop
 from perada.models.adapted import make_slot
 from perada.server import Distillation

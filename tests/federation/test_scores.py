@@ -8,8 +8,7 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from torchmetrics.functional.classification import multiclass_accuracy, multilabel_accuracy
 
 from perada.core.ranks import Ranks
-from perada.federation.evaluation import Scores
-from perada.federation.metrics import make_metrics
+from perada.federation.metrics import Scores, make_metrics
 
 MODELS, IMAGES, CLASSES = 3, 60, 4
 
@@ -33,7 +32,7 @@ def collected(metric, logits, y, owner, local=False):
     for rows in torch.arange(len(y)).split(25):
         scores.update(logits[:models, rows], y[rows], owner[rows] if local else None)
     assert scores
-    found = scores.compute()
+    (found,) = scores.means().values()
     assert found.shape == (models, groups)
     return found.flatten()
 
@@ -116,7 +115,8 @@ def test_what_two_processes_count_adds_up(metric, multilabel):
         for rank, scores in enumerate(parts):
             add(scores, rank)
         parts[0].merge(Together(parts[1]))
-        return parts[0].compute().flatten()
+        (found,) = parts[0].means().values()
+        return found.flatten()
 
     def some_models(scores, rank):
         models = [0, 2] if rank == 0 else [1]

@@ -21,7 +21,8 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.loss_scaling import LossScale, LossScales, LossScaling
-from perada.federation.cohort import Cohort, LocalTraining
+from perada.federation.cohort import Site
+from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation, Distiller
@@ -77,20 +78,9 @@ def half():
 def cohort(model, training, algorithm="fedavg", engine="folded", options=None, clients=CLIENTS, **more):
     algorithm, slot, initial = make_algorithm(algorithm), make_slot(model, "fc"), get_state(model)
     kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
-    scales = None if options is None else LossScales(options, len(clients), None, torch.device("cpu"))
-    plan = RoundPlan(3, clients, (STEPS[: len(clients)],))
-    return Cohort(
-        Engine(model, engine),
-        algorithm,
-        slot,
-        plan,
-        [Phase("local")],
-        kept,
-        expand(initial, len(clients)),
-        training,
-        scales=scales,
-        **more,
-    )
+    plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],)), (Phase("local"),)
+    settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
+    return Site(Engine(model, engine), slot, settings).open(plan, kept, expand(initial, len(clients)))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.privacy import clipping, history_epsilon
-from perada.privacy.ledgers import JOURNAL, Journal, read_journals
+from perada.privacy.protection import JOURNAL, Journal, read_journals
 
 from .private_loop import once
 
@@ -294,7 +294,7 @@ def test_the_journal_says_what_a_round_cost_before_it_is_trained(tmp_path):
 
 
 def entry(name, run="a", round=0):
-    return {"id": name, "run": run, "round": round, "images": [], "clients": [], "noise_multiplier": None}
+    return {"id": name, "run": run, "round": round, "images": [], "clients": []}
 
 
 def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path):

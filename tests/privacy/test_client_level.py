@@ -24,6 +24,7 @@ from perada.algorithms import (
     Slot,
     make_algorithm,
 )
+from perada.core.rounds import RoundPlan
 from perada.core.states import expand
 from perada.privacy import ClientPrivacy, clipping
 from perada.privacy.client_level import (
@@ -150,7 +151,7 @@ def privatize(updates, received, max_norm, noise_multiplier, generators):
 
 def counted(level, updates, received, round, clients):
     """A round, counted and made private."""
-    level.spend(clients)
+    level.spend(level.cost(RoundPlan(round, tuple(clients), ())))
     return level.privatized(updates, received, round, clients)
 
 
@@ -345,11 +346,11 @@ def test_going_on_from_a_checkpoint():
     with pytest.raises(ValueError, match=r"client-level privacy has \[.*\], not \[.*\]; load its state_dict"):
         resumed.load_state_dict({"norm": 1.0})
     whole = first.state_dict()
-    for part in ("norm", "ledger", "lost"):
+    for part in ("norm", "ledgers", "lost"):
         with pytest.raises(ValueError, match="client-level privacy has"):
             resumed.load_state_dict({name: value for name, value in whole.items() if name != part})
-    with pytest.raises(ValueError, match="rows"):
-        resumed.load_state_dict(whole | {"norm": 9.0, "ledger": {}})
+    with pytest.raises(ValueError, match="not server and release"):
+        resumed.load_state_dict(whole | {"norm": 9.0, "ledgers": {}})
     assert resumed.state_dict() == straight.state_dict()
 
 

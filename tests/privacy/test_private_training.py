@@ -31,7 +31,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _without_epsilon(monkeypatch):
     """No test of this file is about ε, which takes most of a small run's time."""
-    monkeypatch.setattr("perada.privacy.ledgers.history_epsilon", lambda *_: 0.0)
+    monkeypatch.setattr("perada.privacy.accounting.history_epsilon", lambda *_: 0.0)
 
 
 def private(sigma=0.0, **options):

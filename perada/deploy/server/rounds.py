@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from pytorch_lightning.loggers import Logger
 
-from perada.core.ranks import Ranks
 from perada.core.states import State, stack
 from perada.deploy.protocol import Answer, Failure, Malformed, Spec, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, Record, Roster
 from perada.federation.metrics import Metric, spread
-from perada.federation.round_report import RoundReport, changes, far
-from perada.federation.server import Server
+from perada.federation.server import RoundReport, Server, look_at
 from perada.server import Updates
 from perada.server.distill import ServerData
 
@@ -90,14 +88,14 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
         sent = stack(states) if states[0] else {}
         received = server.sending(plan, len(progress.roster))
         if level is not None:
-            level.spend(plan.clients)
+            level.spend(level.cost(plan))
             sent = server.privatized(level, sent, received, plan, everyone)
             metrics |= level.metrics()
             progress.level = level.state_dict()
         elif sent:
-            slot = recipe.module.slot.parameters
-            found = changes(slot, sent, received, everyone, everyone, len(everyone), Ranks(), cosines=False)
-            record.far = {progress.roster[client].name: times for client, times in far(found[0], plan).items()}
+            names = recipe.module.slot.parameters
+            far, _ = look_at(names, Updates(sent), received, plan, everyone, shown=False)
+            record.far = {progress.roster[client].name: times for client, times in far.items()}
         far_off = record.far if recipe.loop.refuse_far else {}
         rows = [row for row, one in enumerate(plan.clients) if progress.roster[one].name not in far_off]
         clients = [plan.clients[row] for row in rows]

@@ -17,15 +17,13 @@ from perada.deploy.site.data import OneClient
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import RunState
 from perada.engine.losses import compare, ensemble
-from perada.federation.cohort import Trained
-from perada.federation.evaluation import Scores
+from perada.federation.cohort import Site, Trained
+from perada.federation.metrics import Scores
 from perada.federation.settings import Settings
-from perada.federation.site import Site
 from perada.lightning.parts import Parts
 from perada.lightning.setup import check_first, check_private, configure_rounds, protect
 from perada.privacy.account import Row
-from perada.privacy.accounting import ROUNDING, History, history_epsilon
-from perada.privacy.ledgers import Ledger, Ledgers
+from perada.privacy.accounting import ROUNDING, History, Ledger, Ledgers, history_epsilon
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 
@@ -176,7 +174,7 @@ class Client:
                 chosen = settings.algorithm.personalization()
                 assert chosen is not None
                 kept = first_kept(chosen[0].kept(laid_out(given, initial, order.plain), slot))
-                cohort = site.open_tuning(plan, kept, expand(laid_out(given, initial, order.plain), 1), order.factor)
+                cohort = site.open(plan, kept, expand(laid_out(given, initial, order.plain), 1), order.factor, tuning)
             else:
                 kept = self._kept(state)
                 cohort = site.open(plan, kept, self._received(order, given, numbered), order.factor)

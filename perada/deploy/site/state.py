@@ -12,7 +12,7 @@ from perada.algorithms import Stacks
 from perada.core.files import FolderLock, write_atomic
 from perada.core.states import State
 from perada.deploy.protocol import header_of, pack
-from perada.privacy.ledgers import Ledger
+from perada.privacy.accounting import Ledger
 
 STATE = "state.safetensors"
 FORMAT = 2

@@ -26,7 +26,7 @@ from perada.deploy.protocol import (
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import Book, RunState
-from perada.federation.evaluation import Scores
+from perada.federation.metrics import Scores
 
 MEMBERS = 1000
 """Models of an ensemble that are scored, at most."""

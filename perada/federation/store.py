@@ -1,39 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the clients' states are held: on the device, in host memory, or on disk; and states that clients share."""
+"""What the clients keep between rounds: on the device, in host memory, or in files.
+
+Whatever the place, a client's tensors are one flat row of bytes, so that moving a client is one copy. Only the clients
+of a round, or of a group in evaluation, are ever stacked.
+"""
 
 import hashlib
+import json
 import os
+import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from perada.algorithms.base import Stacks
-from perada.core.checks import check_choice
+from perada.core.digests import digest_of
 from perada.core.files import Scratch, open_atomic, sync
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
 from perada.core.states import expand
-from perada.federation.store.rows import Layout, joined, link_file, named_files, read_row, restricted
 
-StoreKind = Literal["auto", "device", "host", "disk"]
-SHARE = 0.25
-"""Share of the device's free memory, then of the host's memory, that ``auto`` lets client states take."""
+TOGETHER = 64
+"""Clients whose states are moved in one transfer."""
+_NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")
+_REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
+
+
+class Layout:
+    """Where a client's tensors lie in its row of ``size`` bytes: as in a safetensors file, which the ``header`` begins.
+
+    What a client keeps is given by role, without a client axis.
+    """
+
+    def __init__(self, states: Stacks) -> None:
+        named = {f"{role}/{key}": (role, key) for role, state in states.items() for key in state}
+        copies = {  # of tensors that may share memory
+            name: states[role][key].detach().clone(memory_format=torch.contiguous_format)
+            for name, (role, key) in named.items()
+        }
+        content = save(copies, {"format": "pt"})
+        begin = 8 + int.from_bytes(content[:8], "little")
+        self.header, self.size = content[:begin], len(content) - begin
+        told = json.loads(content[8:begin])
+        self._fields = [(*named[name], *told[name]["data_offsets"]) for name in told if name in named]
+        self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in states.items()}
+
+    def pack(self, stacks: Stacks, clients: int) -> Tensor:
+        """Rows (C, size) of uint8 of what C clients keep, (C, ...) by role."""
+        parts = [
+            stacks[role][key].detach().reshape(clients, -1).contiguous().view(torch.uint8)
+            for role, key, *_ in self._fields
+        ]
+        return torch.cat(parts, 1)
+
+    def unpack(self, rows: Tensor) -> Stacks:
+        """The inverse of :meth:`pack`: copies (C, ...), each in memory of its own."""
+        stacks: Stacks = {role: dict.fromkeys(state, rows) for role, state in self._like.items()}
+        for role, key, start, stop in self._fields:
+            like = self._like[role][key]
+            values = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(like.dtype)
+            stacks[role][key] = values.view(len(rows), *like.shape)
+        return stacks
+
+    def read(self, client: int, path: Path) -> Tensor:
+        """Map a client's file into memory.
+
+        One that is missing is a FileNotFoundError, one that was cut off or holds other tensors a ValueError.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
+        begin = len(self.header)
+        with path.open("rb") as file:
+            whole = path.stat().st_size == begin + self.size and file.read(begin) == self.header
+        if not whole:
+            raise ValueError(f"{str(path)!r} was cut off, or is of another run; {_REMEDY}")
+        return torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)[begin:]
+
+    def named(self, saved: dict[str, Any]) -> dict[int, Path]:
+        """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
+
+        If one is missing, that is a FileNotFoundError; a ValueError if it names something else, or a byte has changed.
+        """
+        files = {}
+        for client, name in saved.get("files", {}).items():
+            path, known = Path(saved["folder"], str(name)), _NAME.fullmatch(str(name))
+            if known is None or known[1] != str(client) or path.is_symlink():
+                raise ValueError(
+                    f"the checkpoint names {str(path)!r} as the states of client {client}, which is not the name of a "
+                    f"client's file; {_REMEDY}"
+                )
+            self.read(client, path)
+            if known[2] != digest_of(path)[:32]:
+                raise ValueError(f"{str(path)!r}, the states of client {client}, is damaged or another file; {_REMEDY}")
+            files[client] = path
+        return files
 
 
 class ClientStore:
-    """States that M clients keep, on the device.
+    """States that M clients keep, on the device or in the memory of the ``host``.
 
-    A client that was not ``written`` has the initial ones, by role (no client axis), which are held once.
+    A client that was not ``written`` has the initial ones, by role (no client axis), which are held once. Host memory
+    is page-locked where the device is a GPU: copies then do not wait, and are made in the order of their asking.
     """
 
-    def __init__(self, initial: Stacks) -> None:
-        self.layout = Layout(initial)
-        expanded = {role: {key: value.unsqueeze(0) for key, value in state.items()} for role, state in initial.items()}
+    def __init__(self, initial: Stacks, host: bool = False) -> None:
+        self.layout, self.host = Layout(initial), host
+        expanded = {role: expand(state, 1) for role, state in initial.items()}
         self._initial = self.layout.pack(expanded, 1)[0] if self.layout.size else torch.empty(0, dtype=torch.uint8)
         self.written: dict[int, Any] = {}
 
@@ -64,7 +142,13 @@ class ClientStore:
             self.written.pop(client, None)
 
     def _write(self, client: int, row: Tensor) -> None:
-        self.written[client] = row.to(self._initial.device, copy=True)
+        if self.host:
+            pinned = self._initial.device.type == "cuda"
+            place = self.written.get(client)
+            place = torch.empty(self.layout.size, dtype=torch.uint8, pin_memory=pinned) if place is None else place
+            self.written[client] = place.copy_(row, non_blocking=True)
+        else:
+            self.written[client] = row.to(self._initial.device, copy=True)
 
     def _read(self, client: int) -> Tensor:
         """The row of a client that was written; not a copy."""
@@ -72,6 +156,8 @@ class ClientStore:
 
     def state_dict(self) -> dict[str, Any]:
         """What a client keeps that was never written, and the clients written so far, for a checkpoint."""
+        if self._initial.device.type == "cuda":
+            torch.cuda.synchronize(self._initial.device)  # until all copies have arrived
         rows = {client: self._read(client) for client in self.written}
         return {"header": self.layout.header, "initial": self._initial, "rows": rows}
 
@@ -85,31 +171,15 @@ class ClientStore:
             raise ValueError(
                 "the checkpoint's clients keep other tensors than this run's; resume with its configuration"
             )
-        if "initial" in saved:
-            self._initial.copy_(saved["initial"])
+        self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
             self._write(client, row)
-        for client, path in named_files(saved, self.layout).items():
-            self._write(client, read_row(client, path, self.layout))
+        self._take(self.layout.named(saved))
 
-
-class HostStore(ClientStore):
-    """States in host memory, page-locked where the device is a GPU: copies to and from it then do not wait.
-
-    What a copy from the device writes here is read by copies back to it, in the order in which they were asked for.
-    """
-
-    def _write(self, client: int, row: Tensor) -> None:
-        if client not in self.written:
-            pinned = self._initial.device.type == "cuda"
-            self.written[client] = torch.empty(self.layout.size, dtype=torch.uint8, pin_memory=pinned)
-        self.written[client].copy_(row, non_blocking=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The clients written so far, for a checkpoint, once all copies have arrived."""
-        if self._initial.device.type == "cuda":
-            torch.cuda.synchronize(self._initial.device)
-        return super().state_dict()
+    def _take(self, files: dict[int, Path]) -> None:
+        """Take over the files of another store."""
+        for client, path in files.items():
+            self._write(client, self.layout.read(client, path))
 
 
 class DiskStore(ClientStore):
@@ -129,7 +199,7 @@ class DiskStore(ClientStore):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
         self._session, self._count = secrets.token_hex(4), 0
-        self._outdated: list[Path] = []
+        self._files: set[Path] = set()  # in the folder, that were not deleted
         self._unsynced: list[Path] = []  # since the last checkpoint
         self._named: list[set[Path]] = [set(), set()]  # the files of the last two checkpoints
 
@@ -139,9 +209,9 @@ class DiskStore(ClientStore):
 
     def drop(self, clients: Sequence[int]) -> None:
         """Forget what ``clients`` keep; their files go when no checkpoint needs them."""
-        for client in clients:
-            if client in self.written:
-                self._outdate(self.written.pop(client))
+        for path in [self.written.pop(client) for client in clients if client in self.written]:
+            if self.temporary and path in self._files:
+                path.unlink()
 
     def _write(self, client: int, row: Tensor) -> None:
         self._count += 1  # with the session, no name is ever used twice
@@ -154,17 +224,12 @@ class DiskStore(ClientStore):
             file.write(self.layout.header)
             file.write(content)
         self._unsynced.append(path)
+        self._files.add(path)
         self.drop([client])
         self.written[client] = path
 
-    def _outdate(self, path: Path) -> None:
-        if self.temporary and path.parent == self.folder:
-            path.unlink()
-        elif self.prune and path.parent == self.folder:
-            self._outdated.append(path)
-
     def _read(self, client: int) -> Tensor:
-        return read_row(client, self.written[client], self.layout)
+        return self.layout.read(client, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the clients' files, for a checkpoint; files of another run are linked into this one's folder.
@@ -182,62 +247,17 @@ class DiskStore(ClientStore):
         sync([*(path for path in self._unsynced if path.exists()), self.folder])
         self._unsynced = []
         self._named = [self._named[1], set(self.written.values())]
-        needed = set.union(*self._named)
-        for path in set(self._outdated) - needed:
+        for path in self._files - (self._named[0] | self._named[1]) if self.prune else ():
             path.unlink(missing_ok=True)
-        self._outdated = [path for path in self._outdated if path in needed]
+            self._files.remove(path)
         files = {client: path.name for client, path in self.written.items()}
         whole = {"header": self.layout.header, "initial": self._initial}
         return whole | {"folder": str(self.folder), "files": files}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the place of a store of any kind; its files are read where they are."""
-        super().load_state_dict({name: value for name, value in saved.items() if name not in ("folder", "files")})
-        self.written |= named_files(saved, self.layout)
+    def _take(self, files: dict[int, Path]) -> None:
+        self.written |= files  # they are read where they are
         self._named = [set(), set(self.written.values())]
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Where the clients' states are held: ``auto`` takes the first of device, host and disk in which all fit."""
-
-    kind: StoreKind = "auto"
-    folder: Path | None = None  # of the files; by default a temporary one
-    prune: bool = True  # delete files that no checkpoint needs any more
-    clients: int = 0  # at most so many are ever written
-
-    def __post_init__(self) -> None:
-        check_choice("client_store", self.kind, get_args(StoreKind))
-
-    def open(self, initial: Stacks, name: str = "") -> ClientStore:
-        """Make a store; ``name`` tells the folders of several apart."""
-        kind = self._choice(initial) if self.kind == "auto" else self.kind
-        if kind == "disk":
-            return DiskStore(initial, self.folder and self.folder / name, self.prune)
-        return HostStore(initial) if kind == "host" else ClientStore(initial)
-
-    def _choice(self, initial: Stacks) -> StoreKind:
-        values = [value for state in initial.values() for value in state.values()]
-        needed = self.clients * sum(value.numel() * value.element_size() for value in values)
-        device = values[0].device if values else torch.device("cpu")
-        if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
-            return "device"
-        if needed <= SHARE * host_memory():
-            return "host" if device.type == "cuda" else "device"
-        return "disk"
-
-
-def host_memory() -> int:
-    """Bytes of memory that this machine has, or lets this process have."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such limit
-        return total
-
-
-TOGETHER = 64
-"""Clients whose states are moved in one transfer."""
+        self._files |= {path for path in files.values() if path.parent == self.folder}
 
 
 class SharedStore:
@@ -277,7 +297,6 @@ class SharedStore:
 
         The ``broken`` ones keep what they had.
         """
-        broken = set(broken)
         for rank, share in enumerate(shares):
             self._holders |= dict.fromkeys((client for client in share.clients if client not in broken), rank)
         own = shares[self.ranks.rank].clients
@@ -301,10 +320,16 @@ class SharedStore:
         self._holders = {client: client % self.ranks.size for client in written}
         self.local.load_state_dict(restricted(saved, {c for c in written if self.holder(c) == self.ranks.rank}))
 
-    def begin(self, clients: Sequence[int], kept: Stacks) -> None:
-        """Let ``clients`` keep what is given, by role and without a client axis; all ranks call it."""
-        own = [client for client in clients if self.holder(client) == self.ranks.rank]
-        self._holders |= {client: self.holder(client) for client in clients}
+    def grow(self, saved: dict[str, Any], numbers: Sequence[int], others: Sequence[int], kept: Stacks) -> None:
+        """Take over a saved store whose client k is client ``numbers[k]`` from now on; all ranks call it.
+
+        The ``others`` keep what is given, by role and without a client axis.
+        """
+        read = {client: self.local.layout.read(client, path) for client, path in self.local.layout.named(saved).items()}
+        rows = {numbers[client]: row.clone() for client, row in {**saved.get("rows", {}), **read}.items()}
+        self.load_state_dict({name: saved[name] for name in ("header", "initial")} | {"rows": rows})
+        own = [client for client in others if self.holder(client) == self.ranks.rank]
+        self._holders |= {client: self.holder(client) for client in others}
         self.local.scatter(own, {role: expand(state, len(own)) for role, state in kept.items()})
 
     def _move(self, targets: Mapping[int, int]) -> None:
@@ -331,3 +356,41 @@ class SharedStore:
         for rank, clients in coming.items():
             self.local.put(clients, received[rank])
         self.local.drop([client for clients in leaving.values() for client in clients])
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One saved store of those that several processes saved, each of clients of its own."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        whole |= part | {name: whole.get(name, {}) | part[name] for name in ("rows", "files") if name in part}
+    return whole
+
+
+def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
+    """What a saved store says of some clients."""
+    parts = {name: saved[name] for name in ("rows", "files") if name in saved}
+    return saved | {name: {c: held for c, held in part.items() if c in clients} for name, part in parts.items()}
+
+
+def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A store that was saved in a checkpoint, with the folder of its files: near the checkpoint, if it was moved.
+
+    A ValueError if they are not there, and are said to be in no folder of a run's clients.
+    """
+    if not saved.get("files"):
+        return saved
+    name, folder = next(iter(saved["files"].values())), Path(saved["folder"])
+    places = [parent / "clients" / own for parent in checkpoint.absolute().parents for own in ("", folder.name)]
+    found = next((place for place in places if (place / name).is_file()), folder)
+    if found == folder and "clients" not in folder.parts[-2:]:
+        raise ValueError(f"the checkpoint names files in {str(folder)!r}, which is not a run's; {_REMEDY}")
+    return saved | {"folder": str(found)}
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Give a file a second name; a copy where the two are on different file systems."""
+    try:
+        os.link(source, target)
+    except OSError:
+        with source.open("rb") as content, open_atomic(target, durable=False) as file:
+            shutil.copyfileobj(content, file)
