@@ -29,7 +29,7 @@ with Listener(sys.argv[1]) as listener:
 """
 CLIENT = """
 from flwr.app import Message
-from perada.deploy.flower.client_app import client_app
+from perada.deploy.flower.app import client_app
 
 app = client_app()
 

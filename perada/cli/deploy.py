@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real sites: ``perada deploy site``, ``check``, ``run``, ``status`` and ``export``."""
+"""Real sites: ``perada deploy site``, ``check``, ``status`` and ``export``, and a run among sites in this process."""
 
 import hashlib
 import logging
+import re
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
+import torch
 from jsonargparse import ArgumentParser
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
-from perada.cli.site_check import shown_memory, shown_privacy, try_step
 from perada.core.states import State, megabytes, unstack
 from perada.core.text import printable
-from perada.deploy.flower.socket import Listener, from_supervisor, supervised
-from perada.deploy.protocol import LocalTransport, Transport
+from perada.deploy.flower.socket import Listener, supervised
+from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.server.progress import Progress, Terms, read_progress
+from perada.deploy.server.progress import Progress, read_progress
 from perada.deploy.site.client import Client
-from perada.deploy.site.data import image_split, remember
+from perada.deploy.site.data import OneClient, image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
-from perada.deploy.site.state import STATE, Book, read_state
+from perada.deploy.site.state import STATE, Book, RunState, read_state
 from perada.deploy.site.worker import SiteWorker
 from perada.privacy.accounting import Ledger
 from perada.results.export import save_adapter
@@ -38,7 +41,7 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
         raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = worker_of(given)
-    with from_supervisor(worker.most) or Listener(given.socket, worker.most) as listener:
+    with Listener(given.socket, worker.most) as listener:
         print(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.", flush=True)
         listener.serve(worker.answer)
 
@@ -48,99 +51,32 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("site", type=Path, help=SITE)
     given = read_site(parser.parse_args(words).site)
     for path, approved in given.recipes.items():
-        client = Client(site_recipe(path, given), given.limits)
+        client = client_of(path, given)
         tried = try_step(client)
-        data, sides = client.data, image_split(client.data)
+        data, sides, private = client.data, image_split(client.data), client.settings.privacy is not None
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
         here = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
-        if approved.digest not in ("", here.digest):
-            raise ValueError(
-                f"{str(path)!r} with these weights has the digest {here.digest}, and the site approves "
-                f"{approved.digest}; ask the server for the recipe and weights that were approved, or approve these"
-            )
         lines = [
             f"{path.name}: " + ("approved" if approved == here else "not approved: add this to the site's file"),
-            f"  sha256: {here.sha256}",
-            f"  digest: {here.digest}",
-            f"  {client.size} training images, {client.tests} test images; classes: {printable(names)}",
-            *([f"  the images have changed: {sides.changed}"] if sides and sides.changed else []),
-            f"  {client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
+            f"sha256: {here.sha256}",
+            f"digest: {here.digest}",
+            f"{client.size} training images, {client.tests} test images; classes: {printable(names)}",
+            *([f"the images have changed: {sides.changed}"] if sides and sides.changed else []),
+            f"{client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
-            f"  memory: {shown_memory(tried)}",
-            f"  sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
+            f"memory: {shown_memory(tried)}",
+            f"sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
             f"{', '.join(given.may_send) or 'nothing'} beside",
+            "private training: " + (shown_privacy(client) if private else "no"),
         ]
-        privacy = client.settings.privacy
-        lines.append("  private training: " + ("no" if privacy is None else shown_privacy(client)))
-        print("\n".join(lines))
-
-
-def run(parser: ArgumentParser, words: list[str]) -> None:
-    """Run a recipe among sites."""
-    parser.add_argument("recipe", help="Recipe, as `perada ls` lists it, or a file.")
-    parser.add_argument("--local", nargs="+", type=Path, required=True, help="Files of sites that run in this process.")
-    parser.add_argument("--folder", type=Path, default=Path("deployed"), help="Of the run.")
-    parser.add_argument("--min-sites", type=int, default=1, help="Sites that must answer, or a round is not closed.")
-    parser.add_argument(
-        "--sample", type=int | None, default=None, help="Sites asked in a round; else the recipe's number."
-    )
-    parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round may take.")
-    late = Literal["wait", "skip"]
-    parser.add_argument(
-        "--late", type=late, default="wait", help="Wait for all that were asked, or continue with the first."
-    )
-    parser.add_argument("--resume", action="store_true", help="Resume the run in the folder.")
-    given = parser.parse_args(words)
-    sites = [read_site(path) for path in given.local]
-    workers = {one.name: worker_of(one) for one in sites}
-    terms = Terms(given.min_sites, given.sample, given.deadline, given.late)
-    try:
-        coordinator = make_coordinator(given.recipe, LocalTransport(workers), given.folder, terms, given.resume)
-        try:
-            coordinator.run()
-        finally:
-            coordinator.close()
-    finally:
-        for worker in workers.values():
-            worker.book.close()
-    print(shown_rounds(coordinator.progress))
-    print(f"Run folder: {given.folder}")
+        print("\n  ".join(lines))
 
 
 def status(parser: ArgumentParser, words: list[str]) -> None:
     """Print how far a deployed run is, or what a site has trained and spent."""
     parser.add_argument("where", type=Path, help="Folder of a deployed run, or the file of a site.")
     where = parser.parse_args(words).where
-    if where.is_file():
-        given = read_site(where)
-        path = given.state / STATE
-        if not path.is_file():
-            print(f"Site {given.name} has trained nothing yet.")
-            return
-        state, header = read_state(path)
-        former = [read_state(one)[0] for one in sorted((given.state / "runs").glob("*.safetensors"))]
-        rows = [
-            [one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)]
-            for one in [state, *(one for one in former if one.run != state.run)]
-        ]
-        print(f"Site {given.name}, the current run first:\n")
-        print(table(["run", "transport's id", "recipe", "rounds trained", "last round"], rows) + "\n")
-        total = Ledger()
-        total.load_state_dict(header["total"])
-        if total.history(0):
-            limits = given.limits
-            spent = epsilon_text(total.epsilon(0, limits.delta, limits.accountant))
-            bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
-            without = f"; {bare} rounds had no privacy" if bare else ""
-            most = "one whole run's" if limits.max_epsilon is None else f"{limits.max_epsilon:g}"
-            print(
-                f"All runs together: ε {spent} (the limit is {most}) at δ = {limits.delta:g}, by {limits.accountant}"
-                f"{without}."
-            )
-        return
-    progress, _ = read_progress(where)
-    head = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
-    print(f"{head}\n\n{shown_rounds(progress)}\n\n{_sites(progress)}")
+    print(_site_status(read_site(where)) if where.is_file() else _run_status(read_progress(where)[0]))
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
@@ -156,11 +92,10 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
     else:
-        served = server_recipe(given.recipe)
-        recipe, names = served.recipe, served.classes
-        recipe.build(served.num_classes, served.multilabel)
-        state = read_progress(given.where)[1]["global"]
-        models = {"global": unstack(state) if _many(recipe) else [state]}
+        recipe = server_recipe(given.recipe)
+        names = recipe.classes
+        recipe.build(recipe.num_classes, recipe.multilabel)
+        models = {"global": _models(recipe, read_progress(given.where)[1]["global"])}
     assert recipe.module.adapted is not None
     written = []
     for name, states in models.items():
@@ -171,12 +106,41 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Wrote {', '.join(written)} to {given.output}")
 
 
-def worker_of(given: SiteFile) -> SiteWorker:
-    """The worker of a site.
+def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms) -> None:
+    """Run a recipe among sites in this process."""
+    sites = [read_site(path) for path in files]
+    workers = {one.name: worker_of(one) for one in sites}
+    try:
+        run_rounds(recipe, LocalTransport(workers), folder, terms)
+    finally:
+        for worker in workers.values():
+            worker.book.close()
 
-    Raises:
-        ValueError: If a recipe is not the one that was approved, or cannot be used with the site's data.
-    """
+
+def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms) -> None:
+    """Run a recipe, which is named as `perada fit` names it, over a transport."""
+    coordinator = Coordinator(server_recipe(recipe, folder), transport, folder, terms)
+    print(f"perada's run is {coordinator.progress.run}; its state is in {folder}", flush=True)
+    try:
+        coordinator.run()
+    finally:
+        coordinator.close()
+    print(shown_rounds(coordinator.progress), flush=True)
+
+
+def client_of(path: Path, given: SiteFile) -> Client:
+    """A recipe with a site's data; a ValueError if it, or its frozen weights, are not those that were approved."""
+    client, approved = Client(site_recipe(path, given), given.limits), given.recipes[path].digest
+    if approved not in ("", client.recipe.digest):
+        raise ValueError(
+            f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved}: its file is the one "
+            "that was approved, its frozen weights are not; put those there that were, or approve these"
+        )
+    return client
+
+
+def worker_of(given: SiteFile) -> SiteWorker:
+    """The worker of a site; a ValueError if a recipe is not approved, or cannot be used with the site's data."""
     clients = {}
     for path, approved in given.recipes.items():
         if not all(approved):
@@ -184,13 +148,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
                 f"{str(path)!r} is not approved: the site's file does not say its sha256 and its digest; `perada "
                 "deploy check` shows both, and what the recipe would do"
             )
-        client = Client(site_recipe(path, given), given.limits)
-        if client.recipe.digest != approved.digest:
-            raise ValueError(
-                f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved.digest}: its "
-                "file is the one that was approved, its frozen weights are not; put those there that were"
-            )
-        clients[approved.digest] = client
+        clients[approved.digest] = client_of(path, given)
     log, book = logging.getLogger(f"perada.site.{given.name}"), Book(given.state)
     for client in clients.values():
         if sides := image_split(client.data):
@@ -200,27 +158,55 @@ def worker_of(given: SiteFile) -> SiteWorker:
     return SiteWorker(book, clients, given.may_send, given.limits, log)
 
 
-def make_coordinator(name: str, transport: Transport, folder: Path, terms: Terms, resume: bool = False) -> Coordinator:
-    """The server of a recipe that is named as `perada fit` names it."""
-    given = server_recipe(name, folder)
-    return Coordinator(
-        given.recipe,
-        transport,
-        folder,
-        terms,
-        public=given.public,
-        num_classes=given.num_classes,
-        multilabel=given.multilabel,
-        classes=given.classes,
-        resume=resume,
-        loggers=given.loggers,
-    )
+class Tried(NamedTuple):
+    """One local step of a client."""
+
+    seconds: float
+    steps: int  # of a round
+    memory: float | None  # peak of the process during the step, GB; None where the system does not say
+    device_memory: float | None  # peak on the GPU, GB; None on a CPU
 
 
-def _many(recipe: Recipe) -> bool:
-    state = recipe.template.initial
+def try_step(client: Client) -> Tried:
+    """Take one local step from the first state; nothing of it is kept."""
+    order, device = Order("train", "0" * 32, "0" * 64), client.recipe.device
+    protection, plan, cuda = client.protection(None, 0), client.plan(order), device.type == "cuda"
+    sampling = None if protection.images is None else protection.images.sampling()
+    first = next(iter(OneClient(client.data, 0).batches(plan, device, sampling)))
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.monotonic()
+    client.train(order, client.recipe.template.sending, RunState(order.run), protection, only_step=first)
+    if cuda:
+        torch.cuda.synchronize(device)
+    seconds, here = time.monotonic() - begin, None
+    with suppress(OSError):
+        here = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    memory = int(here[1]) * 1024 / 1e9 if here else None
+    there = torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None
+    return Tried(seconds, sum(own[0] for own in plan.steps), memory, there)
+
+
+def shown_memory(tried: Tried) -> str:
+    """What a step needs, in words."""
+    here = "not known on this system" if tried.memory is None else f"{tried.memory:.2f} GB"
+    return here if tried.device_memory is None else f"{here}, and {tried.device_memory:.2f} GB on the GPU"
+
+
+def shown_privacy(client: Client) -> str:
+    """What a whole run spends at the site, if it takes part in every round, and the site's limit."""
+    limits, rounds = client.limits, client.recipe.rounds
+    spent, own = epsilon_text(client.epsilon(client.planned)), limits.max_epsilon
+    limit = "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
+    return f"yes: a run of {rounds} rounds spends ε ≤ {spent} at δ = {limits.delta:g}, by {limits.accountant}; {limit}"
+
+
+def _models(recipe: Recipe, state: State) -> list[State]:
+    """The global models of a state that may be a stack of several."""
     own = recipe.module.initial_state(0)
-    return any(state[key].dim() > own[key].dim() for key in own)
+    return unstack(state) if any(state[key].dim() > own[key].dim() for key in own) else [state]
 
 
 def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]]]:
@@ -238,46 +224,59 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
     shared = {key: value.to(client.recipe.device) for key, value in state.shared.items()}
-    models = {"global": unstack(shared) if _many(client.recipe) else [shared]}
     personal = client.personal(shared, state)
-    return client.recipe, models | ({} if personal is None else {"personal": unstack(personal)})
+    own = {} if personal is None else {"personal": unstack(personal)}
+    return client.recipe, {"global": _models(client.recipe, shared), **own}
+
+
+def _site_status(given: SiteFile) -> str:
+    """What a site has trained and spent."""
+    if not (given.state / STATE).is_file():
+        return f"Site {given.name} has trained nothing yet."
+    state, all_runs = read_state(given.state / STATE)
+    former = [read_state(path)[0] for path in sorted((given.state / "runs").glob("*.safetensors"))]
+    rows = [
+        [one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)]
+        for one in [state, *(one for one in former if one.run != state.run)]
+    ]
+    text = f"Site {given.name}, the current run first:\n\n"
+    text += table(["run", "transport's id", "recipe", "rounds trained", "last round"], rows)
+    total, limits = Ledger(), given.limits
+    total.load_state_dict(all_runs["total"])
+    if not total.history(0):
+        return text
+    spent = epsilon_text(total.epsilon(0, limits.delta, limits.accountant))
+    bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
+    without = f"; {bare} rounds had no privacy" if bare else ""
+    most = "one whole run's" if limits.max_epsilon is None else f"{limits.max_epsilon:g}"
+    at = f"at δ = {limits.delta:g}, by {limits.accountant}{without}"
+    return f"{text}\n\nAll runs together: ε {spent} (the limit is {most}) {at}."
+
+
+def _run_status(progress: Progress) -> str:
+    """How far a run is, its rounds, and its sites."""
+    rows = []
+    for member in progress.roster:
+        spent = {name: float("inf") if one is None else one for name, one in member.epsilon.items()}
+        epsilons = ", ".join(f"{name} {epsilon_text(one)}" for name, one in spent.items())
+        size = "–" if member.size is None else str(member.size)
+        rows.append([member.name, size, str(member.rounds), member.left or "–", epsilons or "–"])
+    sites = table(["site", "images", "rounds", "left", "ε"], rows)
+    return f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{shown_rounds(progress)}\n\n{sites}"
 
 
 def shown_rounds(progress: Progress) -> str:
     """The rounds of a deployed run as a table."""
-    rows, outside = [], any(record.outside for record in progress.records)
+    rows = []
     for record, row in zip(progress.records, progress.history, strict=True):
-        failed = ", ".join(f"{name} ({code})" for name, code in record.failed.items())
-        score = row.get("personal/local_test", float("nan"))
-        rows.append(
-            [
-                str(record.round),
-                f"{len(record.answered)}/{len(record.asked)}",
-                failed or "–",
-                *([", ".join(f"{name} ({why})" for name, why in record.outside.items()) or "–"] if outside else []),
-                record.void or "–",
-                f"{record.seconds:.1f}",
-                f"{record.up + record.down:.2f}",
-                "–" if score != score else f"{100 * score:.1f}",
-            ]
+        missing, outside = (
+            ", ".join(f"{name} ({why})" for name, why in found.items()) or "–"
+            for found in (record.failed, record.outside)
         )
-    columns = ["round", "answered", "missing", *(["outside"] if outside else []), "void", "s", "MB", "personal %"]
-    return table(columns, rows)
-
-
-def _sites(progress: Progress) -> str:
-    """The roster as a table."""
-    rows = [
-        [
-            member.name,
-            "–" if member.size is None else str(member.size),
-            str(member.rounds),
-            member.left or "–",
-            ", ".join(
-                f"{name} {epsilon_text(float('inf') if one is None else one)}" for name, one in member.epsilon.items()
-            )
-            or "–",
-        ]
-        for member in progress.roster
-    ]
-    return table(["site", "images", "rounds", "left", "ε"], rows)
+        score = row.get("personal/local_test", float("nan"))
+        answered, traffic = f"{len(record.answered)}/{len(record.asked)}", f"{record.up + record.down:.2f}"
+        shown = "–" if score != score else f"{100 * score:.1f}"
+        rows.append(
+            [str(record.round), answered, missing, outside, record.void or "–", f"{record.seconds:.1f}", traffic, shown]
+        )
+    return table(["round", "answered", "missing", "outside", "void", "s", "MB", "personal %"], rows)

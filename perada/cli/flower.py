@@ -14,8 +14,7 @@ from perada.cli.recipes import whole
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
-from perada.deploy.flower.server_app import RunOptions
-from perada.deploy.protocol import Transport
+from perada.deploy.protocol import Terms, Transport
 
 
 def init(parser: ArgumentParser, words: list[str]) -> None:
@@ -44,11 +43,11 @@ def recipe_digest(name: str) -> str:
     from perada.cli.deployed_recipes import server_recipe
     from perada.lightning.setup import check_trained_norms
 
-    given = server_recipe(name)
-    given.recipe.build(given.num_classes, given.multilabel)
-    if given.recipe.loop.privacy is not None:
-        check_trained_norms(given.recipe.module)
-    return given.recipe.digest
+    recipe = server_recipe(name)
+    recipe.build(recipe.num_classes, recipe.multilabel)
+    if recipe.loop.privacy is not None:
+        check_trained_norms(recipe.module)
+    return recipe.digest
 
 
 def keys_server(parser: ArgumentParser, words: list[str]) -> None:
@@ -76,29 +75,39 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
-    """Start an app on a SuperLink and show what it prints until it ends."""
-    parser.add_argument("app", type=Path, help="The folder `app` that `perada deploy init` wrote.")
+    """Start an app on a SuperLink and show what it prints, or run a recipe among sites in this process (--local)."""
+    parser.add_argument("app", help="The folder `app` that `perada deploy init` wrote; with --local, a recipe.")
     text = "Name of the SuperLink in Flower's configuration, or its address, such as link.example.org:8000."
-    parser.add_argument("--link", type=str, required=True, help=text)
+    parser.add_argument("--link", type=str, default="", help=text)
     text = "Certificate of the authority that signed the SuperLink's, for an address: ca.crt."
     parser.add_argument("--root-certificates", type=Path, default=None, help=text)
-    parser.add_argument("--min-sites", type=int, default=2, help="Sites whose replies a round needs.")
+    text = "Folder for the server's state, on the SuperLink's machine; by default in Flower's own folder."
+    parser.add_argument("--state", type=str, default="", help=text)
+    parser.add_argument("--local", nargs="+", type=Path, default=[], help="Files of sites that run in this process.")
+    parser.add_argument("--folder", type=Path, default=Path("deployed"), help="Of the run, with --local.")
+    text = "Sites that must answer, or a round is not closed; by default 2, with --local 1."
+    parser.add_argument("--min-sites", type=int | None, default=None, help=text)
     text = "Sites that a round asks; 0 for those that the recipe draws, or all."
     parser.add_argument("--sample", type=int, default=0, help=text)
     parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round waits for replies.")
     text = "Close a round when all who were asked have answered (wait), or with the first --min-sites (skip)."
     parser.add_argument("--late", type=Literal["wait", "skip"], default="wait", help=text)
     parser.add_argument("--resume", action="store_true", help="Resume the run that was interrupted.")
-    text = "Folder for the server's state, on the SuperLink's machine; by default in Flower's own folder."
-    parser.add_argument("--state", type=str, default="", help=text)
-    given = vars(parser.parse_args(words))
-    app, link = given.pop("app"), Link(given.pop("link"), given.pop("root_certificates"))
-    sys.exit(run_app(app, link, RunOptions(**given)))
+    given = parser.parse_args(words)
+    least = (1 if given.local else 2) if given.min_sites is None else given.min_sites
+    terms = Terms(least, given.sample, given.deadline, given.late, given.resume, given.state)
+    if not given.local:
+        if not given.link:
+            raise ValueError("where the app is to run is not said; give --link, or sites of this machine (--local)")
+        sys.exit(run_app(Path(given.app), Link(given.link, given.root_certificates), terms))
+    from perada.cli.deploy import run_local
+
+    run_local(given.app, given.local, given.folder, terms)
 
 
-def serve(path: Path, transport: Transport, options: RunOptions, state: Path) -> None:
+def serve(path: Path, transport: Transport, terms: Terms, state: Path) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
-    from perada.cli.deploy import make_coordinator, shown_rounds
+    from perada.cli.deploy import run_rounds
 
     quiet_lightning()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
@@ -106,14 +115,8 @@ def serve(path: Path, transport: Transport, options: RunOptions, state: Path) ->
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
     try:
-        coordinator = make_coordinator(str(path), transport, state, options.terms(), options.resume)
-        print(f"perada's run is {coordinator.progress.run}; its state is in {state}", flush=True)
-        try:
-            coordinator.run()
-        finally:
-            coordinator.close()
+        run_rounds(str(path), transport, state, terms)
     except (ValueError, OSError) as error:
         print(f"perada: error: {one_line(error)}", flush=True)
         # Flower shows a traceback of whatever is raised: of this line, and not of how it came to it.
         raise RuntimeError(one_line(error)) from None
-    print(shown_rounds(coordinator.progress), flush=True)

@@ -8,14 +8,15 @@ that are expected. Torch is imported where tensors are made, so that a process t
 
 import hashlib
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
 
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.text import printable
 
 if TYPE_CHECKING:
@@ -37,21 +38,99 @@ Code = Literal[
     "malformed",  # the message is not what the recipe asks for
     "failed",  # anything else; the site's log says what
 ]
+CODES = ("unreachable", "late", "crashed", "refused", "malformed")
+"""What may come instead of a reply; all that is said about a failure on the way."""
 SENDABLE = ("sizes", "counts", "scores", "losses", "epsilon")
 """What a site may be allowed to send beside updates."""
-ROUNDS, CLIENTS, STEPS, IMAGES = 10**6, 10**6, 10**6, 10**12
+ROUNDS, CLIENTS, STEPS, IMAGES, MODELS, ENTRIES = 10**6, 10**6, 10**6, 10**12, 1000, 64
 """Numbers above these are refused."""
+TABLE = 2**22
+"""Bytes that the table of a message's tensors, with its header, may take."""
+MOST = 2**30
+"""Bytes of a message, by default."""
+MAGNITUDE, COUNT = 1e6, 2**40
+"""A number of a larger size, or a counter above it, is refused."""
+SECTION = "perada"
+Spec = dict[str, tuple[str, tuple[int, ...]]]
+"""Number format, as safetensors call it, and shape of each tensor that is expected."""
 
 
 class Malformed(ValueError):
     """What came is not a message that could be meant; the text is for the log of who found it, on one line."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(printable(text))
+        super().__init__(printable(text[:300]))
+
+
+@dataclass(unsafe_hash=True)
+class Failure(Exception):
+    """What came instead of a reply: one of `CODES`, never a text of the site's."""
+
+    code: str
 
 
 @dataclass(frozen=True)
-class Order:
+class Terms:
+    """When a round is closed, and where the server's state is.
+
+    Args:
+        min_sites: k, the least number of sites whose answers make a round.
+        sample: m, the sites asked in a round; 0 for those that the recipe draws, or all.
+        deadline: Seconds that a round may take.
+        late: ``wait`` closes a round when all who were asked have answered, or at the deadline. ``skip`` closes it
+            with the first k, and leaves the others out of the next round.
+        resume: Whether to continue from what the state folder holds.
+        state: Folder for the server's state, on the SuperLink's machine; "" for one in Flower's own folder.
+
+    Raises:
+        ValueError: If an option cannot be used.
+    """
+
+    min_sites: int = 2
+    sample: int = 0
+    deadline: float = 600.0
+    late: Literal["wait", "skip"] = "wait"
+    resume: bool = False
+    state: str = ""
+
+    def __post_init__(self) -> None:
+        check_whole("min_sites", self.min_sites)
+        least, hint = self.min_sites, f"min_sites is {self.min_sites}"
+        check_whole("sample", self.sample or None, least, optional=True, hint=hint)
+        check_number("deadline", self.deadline, above=0, hint="in seconds")
+        check_choice("late", self.late, ("wait", "skip"))
+        if self.state and not Path(self.state).is_absolute():
+            raise ValueError(f"state={self.state!r} is relative; give the path from / on, on the SuperLink's machine")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """The terms among the options that Flower hands on, whose names have dashes."""
+        names = {field.name.replace("_", "-"): field.name for field in fields(cls)}
+        return cls(**{names[key]: value for key, value in config.items() if key in names})
+
+    def config(self) -> dict[str, str | int | float | bool]:
+        """The terms as Flower hands them on."""
+        return {name.replace("_", "-"): value for name, value in asdict(self).items()}
+
+
+class Header:
+    """What a message says beside its tensors: a dataclass whose fields are checked when it is made."""
+
+    def header(self) -> dict[str, Any]:
+        """In plain types."""
+        return asdict(self)  # type: ignore[call-overload]  # its subclasses are dataclasses
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any]) -> Self:
+        """The one that a header was made of; Malformed if there is none."""
+        try:
+            return cls(**header)
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise Malformed(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Order(Header):
     """What the server asks of a site.
 
     Attributes:
@@ -64,6 +143,7 @@ class Order:
         factor: Of the learning rates.
         lengths: Steps of each phase of the round's longest site; empty if they are not known.
         plain: Whether the server's tensors are laid out row by row, or else as the network's: last bits depend on it.
+        models: Of the ensemble that is sent to be scored, as ``members``; 0 if none is.
     """
 
     kind: Kind
@@ -73,46 +153,29 @@ class Order:
     client: int = 0
     clients: int = 1
     factor: float = 1.0
-    lengths: tuple[int, ...] = ()
+    lengths: list[int] = field(default_factory=list)
     plain: bool = False
+    models: int = 0
 
-    @classmethod
-    def read(cls, header: Mapping[str, Any]) -> "Order":
-        """The order of a message's header.
-
-        Raises:
-            Malformed: If it is none.
-        """
-        if set(header) != set(cls.__dataclass_fields__):
-            raise Malformed(f"an order has {sorted(header)}")
-        lengths = header["lengths"]
-        if not isinstance(lengths, list) or len(lengths) > 16:
-            raise Malformed(f"lengths={str(lengths)[:80]}")
-        order = cls(**{**header, "lengths": tuple(lengths)})
-        if order.kind not in get_args(Kind):
-            raise Malformed(f"kind={str(order.kind)[:80]}")
-        for name, size in (("run", 32), ("recipe", 64)):
-            value = getattr(order, name)
-            if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{size}}}", value):
-                raise Malformed(f"{name}={str(value)[:80]}")
-        _whole("round", order.round, ROUNDS)
-        _whole("clients", order.clients, CLIENTS)
-        _whole("client", order.client, order.clients - 1)
-        for length in order.lengths:
-            _whole("a length", length, STEPS)
-        _whole("all lengths", sum(order.lengths), STEPS)
-        _number("factor", order.factor, 0, 1e6)
-        if not isinstance(order.plain, bool):
-            raise Malformed(f"plain={str(order.plain)[:80]}")
-        return order
-
-    def header(self) -> dict[str, Any]:
-        """In plain types."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, get_args(Kind))
+        _check_hexadecimal("run", self.run, 32)
+        _check_hexadecimal("recipe", self.recipe, 64)
+        check_whole("round", self.round, 0, most=ROUNDS)
+        check_whole("clients", self.clients, 0, most=CLIENTS)
+        check_whole("client", self.client, 0, most=self.clients - 1)
+        check_number("factor", self.factor, least=0, most=1e6)
+        check_choice("plain", self.plain, (True, False))
+        check_whole("models", self.models, 0, most=MODELS)
+        if not isinstance(self.lengths, list) or len(self.lengths) > 16:
+            raise ValueError(f"lengths={self.lengths!r} are no list of a few")
+        for length in self.lengths:
+            check_whole("a length", length, 0, most=STEPS)
+        check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Header):
     """What a site answers.
 
     Attributes:
@@ -127,81 +190,40 @@ class Answer:
     answers: str
     facts: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, header: Mapping[str, Any], answers: str) -> "Answer":
-        """The answer of a reply's header to the message with the digest ``answers``.
-
-        Raises:
-            Malformed: If it is none, or answers another message.
-        """
-        if set(header) != {"code", "answers", "facts"} or not isinstance(header["facts"], dict):
-            raise Malformed(f"an answer has {sorted(header)}")
-        if header["code"] not in get_args(Code):
-            raise Malformed(f"code={str(header['code'])[:80]}")
-        if header["answers"] != answers:
-            raise Malformed("it answers another message")
-        for name, value in header["facts"].items():
-            _fact(name, value)
-        return cls(**header)
-
-    def header(self) -> dict[str, Any]:
-        """In plain types."""
-        return asdict(self)
-
-
-def _fact(name: str, value: object) -> None:
-    """Refuse what no site of perada's sends."""
-    if name in ("size", "tests"):
-        _whole(name, value, IMAGES)
-    elif name == "labels":
-        if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-            raise Malformed(f"labels={str(value)[:80]}")
-    elif name in ("losses", "epsilon") and isinstance(value, dict):
-        _numbers(name, value, absent=name == "epsilon")
-    elif name in ("counts", "scores") and isinstance(value, dict) and set(value) <= {"personal", "global"}:
-        for model, found in value.items():
-            if name == "scores" and isinstance(found, dict):
-                _numbers(f"scores of {model}", found)
-            elif name == "counts" and isinstance(found, list) and len(found) == 2:
-                _whole("all predictions", found[1], IMAGES, least=1)
-                _whole("right predictions", found[0], found[1])
+    def __post_init__(self) -> None:
+        check_choice("code", self.code, get_args(Code))
+        _check_hexadecimal("answers", self.answers, 64)
+        for name, value in self.facts.items():
+            if name in ("size", "tests"):
+                check_whole(name, value, 0, most=IMAGES)
+            elif name == "labels":
+                _check_hexadecimal(name, value, 64)
+            elif name in ("losses", "epsilon"):
+                _check_numbers(value, optional=name == "epsilon")
+            elif name in ("counts", "scores") and set(value) <= {"personal", "global"}:
+                for found in value.values():
+                    if name == "scores":
+                        _check_numbers(found, optional=True)
+                    else:
+                        right, total = found
+                        check_whole("all predictions", total, most=IMAGES)
+                        check_whole("right predictions", right, 0, most=total)
             else:
-                raise Malformed(f"{name} of {model}")
-    else:
-        raise Malformed(f"a fact {str(name)[:80]!r}")
+                raise ValueError(f"a fact {name!r}")
 
 
-def _numbers(name: str, values: Mapping[str, object], absent: bool = True) -> None:
-    """Refuse what is not a few finite numbers by name; None, if it may be ``absent``, for what is none, or infinite."""
-    if len(values) > 64:
-        raise Malformed(f"{name} has {len(values)} entries")
+def _check_hexadecimal(name: str, value: object, digits: int) -> None:
+    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+        raise ValueError(f"{name}={value!r} has not {digits} hexadecimal digits")
+
+
+def _check_numbers(values: Mapping[str, object], optional: bool) -> None:
+    """Refuse what is not a few finite numbers by name; None, if ``optional``, stands for what is none, or infinite."""
+    check_whole("the number of entries", len(values), 0, most=ENTRIES)
     for key, value in values.items():
         if not re.fullmatch(r"[\w.-]{1,64}", key):
-            raise Malformed(f"{name} has an entry {key[:80]!r}")
-        if value is not None or not absent:
-            _number(name, value, -1e12, 1e12)
-
-
-def _whole(name: str, value: object, most: int, least: int = 0) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise Malformed(f"{name}={str(value)[:80]}")
-
-
-def _number(name: str, value: object, least: float, most: float) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not math.isfinite(float(str(value))) or not least <= float(str(value)) <= most:
-        raise Malformed(f"{name}={str(value)[:80]}")
-
-
-TABLE = 2**22
-"""Bytes that the table of a message's tensors, with its header, may take."""
-MAGNITUDE = 1e6
-"""A number of a larger size is refused."""
-COUNT = 2**40
-"""A counter above it is refused."""
-SECTION = "perada"
-Spec = dict[str, tuple[str, tuple[int, ...]]]
-"""Number format, as safetensors call it, and shape of each tensor that is expected."""
+            raise ValueError(f"an entry {key!r}")
+        check_number(key, value, least=-1e12, most=1e12, optional=optional)
 
 
 def digest(message: bytes) -> str:
@@ -242,11 +264,6 @@ def header_of(message: bytes, most: int = TABLE) -> dict[str, Any]:
     return _parts(message, most)[0]
 
 
-def table_of(message: bytes) -> dict[str, Any]:
-    """What a message says of its tensors, unchecked; Malformed if it is not a message."""
-    return _parts(message)[1]
-
-
 def spec_of(state: "State") -> Spec:
     """What :func:`unpack` expects of a state like this one."""
     from safetensors.torch import _TYPES
@@ -255,19 +272,9 @@ def spec_of(state: "State") -> Spec:
     return {key: (formats[value.dtype], tuple(value.shape)) for key, value in state.items()}
 
 
-def largest(expected: Spec) -> int:
-    """Bytes that a message with these tensors may have.
-
-    >>> largest({"a": ("F32", (2, 3)), "b": ("BOOL", ())}) - largest({})
-    25
-    """
-    return 8 + TABLE + sum(math.prod(shape) * _width(kind) for kind, shape in expected.values())
-
-
-def _width(kind: str) -> int:
-    """Bytes of a number in a format such as ``BF16`` or ``F8_E4M3``."""
-    bits = re.search(r"\d+", kind)
-    return 1 if bits is None else int(bits[0]) // 8
+def largest(state: "State") -> int:
+    """Bytes that a message with these tensors may have."""
+    return 8 + TABLE + sum(value.nbytes for value in state.values())
 
 
 def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
@@ -277,15 +284,13 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
         Malformed: If the message is none, has other tensors, or a value is not finite or out of all proportion.
     """
     header, table = _parts(message)
-    found = {}
-    for name, entry in table.items():
-        try:
-            found[name] = str(entry["dtype"]), tuple(entry["shape"])
-        except (KeyError, TypeError) as error:
-            raise Malformed(f"the tensor {name[:80]!r} is not described ({error!r})") from None
+    try:
+        found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
+    except (KeyError, TypeError) as error:
+        raise Malformed(f"a tensor is not described ({error!r})") from None
     if found != expected:
-        names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise Malformed(f"the tensor {names[0][:80]!r} is {found.get(names[0])}, not {expected.get(names[0])}")
+        name = min(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        raise Malformed(f"the tensor {name[:80]!r} is {found.get(name)}, not {expected.get(name)}")
     if not expected:
         return header, {}
     from safetensors import SafetensorError
@@ -296,7 +301,10 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise Malformed(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
-        _check_values(name, value)
+        least, most = (-MAGNITUDE, MAGNITUDE) if value.is_floating_point() else (0, COUNT)
+        # Of NaN, least and largest are NaN.
+        if value.numel() and not least <= float(value.min()) <= float(value.max()) <= most:
+            raise Malformed(f"the tensor {name!r} has values from {float(value.min())} to {float(value.max())}")
     return header, {name: state[name] for name in expected}
 
 
@@ -319,25 +327,6 @@ def _refuse(word: str) -> float:
     raise ValueError(word)
 
 
-def _check_values(name: str, value: "Tensor") -> None:
-    """Refuse NaN, infinities, and numbers that no training gives."""
-    if not value.numel():
-        return
-    if value.is_floating_point():
-        largest = float(value.abs().max())  # of NaN, NaN
-        if not largest <= MAGNITUDE:
-            raise Malformed(f"the tensor {name[:80]!r} has a value of size {largest}")
-    elif int(value.min()) < 0 or int(value.max()) > COUNT:
-        raise Malformed(f"the counter {name[:80]!r} is out of range")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What came instead of a reply: ``unreachable``, ``late``, ``crashed``, ``refused`` or ``malformed``."""
-
-    code: str  # never a text of the site's
-
-
 class Transport(Protocol):
     """Carries messages to sites by their registered names.
 
@@ -357,24 +346,17 @@ class Transport(Protocol):
         """
 
 
-class Worker(Protocol):
-    """Answers a site's messages (:class:`perada.deploy.site.worker.SiteWorker`)."""
-
-    def answer(self, message: bytes, run: str) -> bytes:
-        """The reply to a message."""
-
-
 class LocalTransport:
     """Carries messages to workers in this process, one after another, for dry runs and tests.
 
     Args:
-        workers: By name.
+        workers: By name, each with ``answer(message, run)`` (:class:`perada.deploy.site.worker.SiteWorker`).
 
     Attributes:
-        most: Bytes that a reply may have.
+        most: As in :class:`Transport`.
     """
 
-    def __init__(self, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, workers: Mapping[str, Any]) -> None:
         self.workers, self.most = dict(workers), sys.maxsize
 
     def names(self) -> list[str]:

@@ -18,7 +18,7 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from perada.deploy.flower import transport
-from perada.deploy.flower.client_app import client_app
+from perada.deploy.flower.app import client_app
 from perada.deploy.flower.socket import CODES
 from perada.deploy.flower.transport import FlowerTransport, packed, unpacked
 from perada.deploy.protocol import Failure
@@ -265,7 +265,7 @@ def asked(message, **config):
 
 def test_the_client_app_passes_on_what_it_gets(monkeypatch):
     seen = []
-    monkeypatch.setattr("perada.deploy.flower.client_app.ask", lambda *given: seen.append(given) or b"answer")
+    monkeypatch.setattr("perada.deploy.flower.app.ask", lambda *given: seen.append(given) or b"answer")
     assert asked(question(packed(b"message")), socket="/run/site.sock") == b"answer"
     (path, message, run, deadline, _) = seen[0]
     assert (path, message, run) == ("/run/site.sock", b"message", "7")
@@ -281,12 +281,12 @@ def test_whatever_fails_in_the_client_app_leaves_as_a_code(monkeypatch):
     def fails(*given):
         raise RuntimeError("patient 4711 has no image")
 
-    monkeypatch.setattr("perada.deploy.flower.client_app.ask", fails)
+    monkeypatch.setattr("perada.deploy.flower.app.ask", fails)
     assert asked(question(packed(b"m")), socket="/run/site.sock") == Failure("crashed")
 
 
 def test_the_client_app_starts_without_torch():
     code = (
-        "import sys; import perada.deploy.flower.client_app as one; one.client_app(); sys.exit('torch' in sys.modules)"
+        "import sys; import perada.deploy.flower.app as one; one.client_app(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,18 +5,20 @@ import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from perada.deploy.flower.keys import check_hosts, warn_of_expiry
-from perada.deploy.flower.server_app import RunOptions
+from perada.deploy.flower.keys import check_hosts
+from perada.deploy.protocol import Terms
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -24,7 +26,12 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 """Flower reports nothing home, asks for no update and installs nothing."""
-_ADDRESS = re.compile(r"(.+):(\d{1,5})")
+SOON = 60
+"""Days before a certificate expires in which a warning says so."""
+SILENT = (
+    "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the run was "
+    "killed"
+)
 _STARTED = re.compile(r"Successfully started run (\d+)")
 
 
@@ -34,37 +41,35 @@ class Link:
 
     Raises:
         ValueError: If the name is unknown, the address is none, or a certificate is given for a name or lacks for an
-            address.
-        FileNotFoundError: If the certificate is not there.
+            address, is none or has expired.
     """
 
     where: str
     authority: Path | None = None
 
     def __post_init__(self) -> None:
-        address = _ADDRESS.fullmatch(self.where)
-        if address is None:
+        host, colon, port = self.where.rpartition(":")
+        if not colon:
             if self.authority is not None:
                 raise ValueError(
                     f"link={self.where!r} is a name, whose certificate Flower's configuration says; leave out "
                     "--root-certificates, or give an address with its port"
                 )
-            known = _known()
+            file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+            links = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {}) if file.is_file() else {}
+            known = sorted(name for name, value in links.items() if isinstance(value, dict))
             if self.where not in known:
-                names = ", ".join(sorted(known)) or "none"
                 raise ValueError(
-                    f"link={self.where!r} is unknown to {_home() / 'config.toml'}, which has {names}; give one of "
+                    f"link={self.where!r} is unknown to {file}, which has {', '.join(known) or 'none'}; give one of "
                     "them, or an address such as link.example.org:8000"
                 )
             return
-        check_hosts([address[1]])
-        if not 0 < int(address[2]) < 65536:
+        check_hosts([host])
+        if not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"link={self.where!r} has no port from 1 to 65535; give one, such as 8000")
         if self.authority is None:
             raise ValueError(f"link={self.where!r} is an address; give its certificate with --root-certificates ca.crt")
-        if not self.authority.is_file():
-            raise FileNotFoundError(f"{str(self.authority)!r} is not a file; give the ca.crt of the server's keys")
-        warn_of_expiry(self.authority)
+        _check_expiry(self.authority)
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
@@ -85,110 +90,25 @@ def write_connection(home: Path, name: str, address: str, authority: Path) -> No
     (home / "config.toml").write_text("\n".join(lines), encoding="utf-8")
 
 
-def check_app(app: Path) -> None:
-    """Refuse a folder that is not an app of perada's.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or it is not what `perada deploy init` wrote.
-        ImportError: If Flower is not installed.
-    """
-    if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
-        raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
-    check_flower()
+def _check_expiry(file: Path) -> None:
+    """Refuse what is not an authority's certificate, or has expired, and warn of one that soon will."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(file)
+        last = min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in context.get_ca_certs())
+    except (OSError, ValueError):
+        raise ValueError(f"{str(file)!r} is not an authority's certificate; give the ca.crt of the server's keys") from None
+    day = time.strftime("%Y-%m-%d", time.gmtime(last))
+    if last < time.time():
+        raise ValueError(f"{str(file)!r} expired on {day}; write another by `perada deploy keys server`")
+    if last < time.time() + SOON * 86400:
+        warnings.warn(f"{str(file)!r} expires on {day}; write another by `perada deploy keys server`", stacklevel=2)
 
 
 def check_flower() -> None:
-    """Refuse to continue without Flower.
-
-    Raises:
-        ImportError: With the way to install it.
-    """
+    """Refuse to continue without Flower, by an ImportError with the way to install it."""
     if not program("flower-superlink").is_file():
         raise ImportError("Flower is not installed; pip install 'perada[flower]'")
-
-
-def run_app(app: Path, link: Link, options: RunOptions) -> int:
-    """Start an app, print what it prints, and wait for its end.
-
-    Returns:
-        0 if the run was completed; 130 after Ctrl-C, which leaves the run going; else 1.
-    """
-    check_app(app)
-    with link.connection() as (name, environment):
-        words = ["run", str(app), name, "--stream", "--run-config", _run_config(options)]
-        run, interrupted = _shown(words, environment)
-        if interrupted:
-            still = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
-            print(still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr)
-            return 130
-        if run is None:
-            return 1
-        listed = subprocess.run(
-            [program("flwr"), "list", name, "--run-id", run, "--format", "json"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        rows = json.loads(listed.stdout)["runs"] if listed.returncode == 0 else []
-        status = rows[0]["status"] if rows else "unknown: the SuperLink does not answer"
-        done = status == "finished:completed"
-        print(f"Flower's run {run} is {status}" + ("" if done else f"\n{_reason(rows)}"))
-        return 0 if done else 1
-
-
-def _reason(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Why a run did not complete, as far as the SuperLink says it, and what to do."""
-    said = " ".join(str(rows[0].get("status-details") or "").split()) if rows else ""
-    silent = (
-        "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the "
-        "run was killed"
-    )
-    return f"{said or silent}. The same command with --resume continues after the last round that was closed"
-
-
-def _shown(words: Sequence[str], environment: dict[str, str]) -> tuple[str | None, bool]:
-    """Run a command of ``flwr`` and print its lines as they come.
-
-    Returns:
-        The id of the run that it started, if it did, and whether Ctrl-C ended it.
-    """
-    run, interrupted = None, False
-    command = [str(program("flwr")), *words]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                run = found[1] if (found := _STARTED.search(line)) else run
-                print(line, end="", flush=True)
-        except KeyboardInterrupt:
-            process.terminate()
-            interrupted = True
-            rest = _STARTED.search(process.stdout.read())  # what was said before it was stopped
-            run = rest[1] if rest else run
-        except SystemExit:  # a signal: else leaving the context would wait for the run's end
-            process.terminate()
-            raise
-    return run, interrupted
-
-
-def _run_config(options: RunOptions) -> str:
-    return " ".join(f"{key}={json.dumps(value)}" for key, value in options.config().items())
-
-
-def _home() -> Path:
-    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-
-
-def _known() -> set[str]:
-    """Names of the SuperLinks in Flower's configuration."""
-    try:
-        links = tomllib.loads((_home() / "config.toml").read_text(encoding="utf-8")).get("superlink", {})
-    except FileNotFoundError:
-        return set()
-    return {name for name, value in links.items() if isinstance(value, dict)}
 
 
 def program(name: str) -> Path:
@@ -196,3 +116,62 @@ def program(name: str) -> Path:
     beside = Path(sys.executable).parent / name
     found = shutil.which(name)
     return beside if beside.is_file() or found is None else Path(found)
+
+
+def run_app(app: Path, link: Link, terms: Terms) -> int:
+    """Start an app, print what it prints, and wait for its end.
+
+    Returns:
+        0 if the run was completed; 130 after Ctrl-C, which leaves the run going; else 1.
+
+    Raises:
+        FileNotFoundError: If the folder is not what `perada deploy init` wrote.
+        ImportError: If Flower is not installed.
+    """
+    if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
+        raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
+    check_flower()
+    config = " ".join(f"{key}={json.dumps(value)}" for key, value in terms.config().items())
+    with link.connection() as (name, environment):
+        run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment)
+        if interrupted:
+            still = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
+            print(still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr)
+            return 130
+        if run is None:
+            return 1
+        words = [program("flwr"), "list", name, "--run-id", run, "--format", "json"]
+        listed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    rows = json.loads(listed.stdout)["runs"] if listed.returncode == 0 else []
+    row = rows[0] if rows else {"status": "unknown: the SuperLink does not answer"}
+    print(f"Flower's run {run} is {row['status']}")
+    if row["status"] == "finished:completed":
+        return 0
+    reason = " ".join(str(row.get("status-details") or SILENT).split())
+    print(f"{reason}. The same command with --resume continues after the last round that was closed")
+    return 1
+
+
+def follow(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str | None, bool]:
+    """Run a command of ``flwr`` and print its lines as they come.
+
+    Returns:
+        The id of the run that it started, if it did, and whether Ctrl-C ended it.
+    """
+    said, interrupted = "", False
+    command = [str(program("flwr")), *words]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    with subprocess.Popen(command, **options) as process:  # type: ignore[call-overload]  # as it takes them
+        try:
+            for line in process.stdout:
+                said += line if _STARTED.search(line) else ""
+                print(line, end="", flush=True)
+        except KeyboardInterrupt:
+            process.terminate()
+            interrupted = True
+            said += process.stdout.read()  # what was said before it was stopped
+        except SystemExit:  # a signal: else leaving the context would wait for the run's end
+            process.terminate()
+            raise
+    found = _STARTED.search(said)
+    return (found[1] if found else None), interrupted

@@ -14,21 +14,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from perada.deploy.protocol import Failure
+from perada.deploy.protocol import CODES, MOST, Failure
 
-CODES = ("unreachable", "late", "crashed", "refused", "malformed")
-"""What may come instead of a reply; all that a site says about a failure."""
-MOST = 2**30
-"""Bytes of a payload, by default."""
 LONGEST_NAME = 200
 """Bytes of a run's name."""
-LONGEST_PATH = 100
-"""Bytes of the socket's path: systems allow 104 or 108."""
 STALLED = 30.0
 """Seconds in which a request must be there in full, and an answer be taken."""
 _HEAD = struct.Struct(">4sBHQ")
@@ -36,14 +28,6 @@ _MARK = b"PRDA"
 _CHUNK = 2**20
 
 log = logging.getLogger(__name__)
-
-
-class FrameError(Exception):
-    """A frame that cannot be read; ``code`` is what the other side is told."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__(code)
-        self.code = code
 
 
 def frame(payload: bytes | Failure, run: str = "") -> bytes:
@@ -59,20 +43,20 @@ def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[by
     ``most`` bytes are read, within so many ``seconds``.
 
     Raises:
-        FrameError: ``malformed`` if it is not a frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if
-            the other side ended before it was whole.
+        Failure: ``malformed`` if it is not a frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if the
+            other side ended before it was whole.
         OSError: If the connection fails; TimeoutError if the time is over.
     """
     end = time.monotonic() + seconds
     mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
     if mark != _MARK or kind > len(CODES) or name_length > LONGEST_NAME or (kind and length):
-        raise FrameError("malformed")
+        raise Failure("malformed")
     if length > most:
-        raise FrameError("refused")
+        raise Failure("refused")
     try:
         run = _exactly(connection, name_length, end).decode()
-    except UnicodeDecodeError as error:
-        raise FrameError("malformed") from error
+    except UnicodeDecodeError:
+        raise Failure("malformed") from None
     return (Failure(CODES[kind - 1]) if kind else _exactly(connection, length, end)), run
 
 
@@ -82,7 +66,7 @@ def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
         connection.settimeout(max(0.001, end - time.monotonic()))
         part = connection.recv(min(_CHUNK, length - len(parts)))
         if not part:
-            raise FrameError("crashed")
+            raise Failure("crashed")
         parts += part
     return bytes(parts)
 
@@ -111,13 +95,11 @@ def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int =
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(min(STALLED, deadline))
             connection.connect(os.fspath(path))
-            try:
+            with suppress(BrokenPipeError):  # refused at the head: the code is there to be read
                 connection.sendall(frame(message, run))
-            except BrokenPipeError:
-                pass  # refused at the head: the code is there to be read
             return read_frame(connection, most, end - time.monotonic())[0]
-    except FrameError as error:
-        return Failure(error.code)
+    except Failure as failure:
+        return failure
     except TimeoutError:
         return Failure("late")
     except ConnectionResetError:
@@ -128,52 +110,44 @@ def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int =
         return Failure("malformed")
 
 
-class Listener:
+class Listener(AbstractContextManager["Listener"]):
     """The worker's end of the socket. It answers one request at a time; of those that wait, the newest.
 
     One that a newer one overtakes is told ``late``: its server has given it up, and nothing stale is trained.
 
     Args:
         path: Where the socket is made, with mode 0600, in a folder that only its owner can write to. What a worker left
-            that was killed is replaced.
+            that was killed is replaced. It counts only where systemd has not opened a socket for this process.
         most: Bytes that a message may have.
-        inherited: A listening socket that a supervisor made, instead of a path (``from_supervisor``).
 
     Raises:
         ValueError: If the path cannot be used, or another worker listens there.
     """
 
-    def __init__(self, path: Path | str | None, most: int = MOST, inherited: socket.socket | None = None) -> None:
-        self._made = inherited is None
-        self._path = None if path is None else Path(path)
+    def __init__(self, path: Path | str | None, most: int = MOST) -> None:
+        self._path = None if supervised() else Path(path or "")
         self._most = most
         self._waiting: tuple[socket.socket, bytes, str] | None = None
         self._changed = threading.Condition()
         self._closed = False
-        self._socket = inherited if inherited is not None else _bound(Path(path or ""))
+        # 3 is where the protocol of systemd begins
+        self._socket = socket.socket(fileno=3) if self._path is None else _bound(self._path)
         self._socket.settimeout(None)
         self._thread = threading.Thread(target=self._accept, name="perada-socket", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Take no more requests, and remove the socket's file if this listener made it."""
-        with self._changed:
-            self._closed = True
-            overtaken, self._waiting = self._waiting, None
-            self._changed.notify_all()
-        if overtaken is not None:
-            _reply(overtaken[0], Failure("unreachable"))
+        self._closed = True
+        self._wait(None, "unreachable")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(STALLED)
         self._socket.close()
-        if self._made and self._path is not None:
+        if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     def serve(self, answer: Callable[[bytes, str], bytes], requests: int | None = None) -> None:
@@ -215,46 +189,36 @@ class Listener:
             try:
                 message, run = read_frame(connection, self._most, STALLED)
                 if isinstance(message, Failure):
-                    raise FrameError("malformed")
+                    raise Failure("malformed")
             except Exception as error:  # also where memory does not suffice: the next one is to be heard
-                code = error.code if isinstance(error, FrameError) else "malformed"
-                log.warning("a request was turned away: %s (%s)", code, type(error).__name__)
-                _reply(connection, Failure(code))
+                failure = error if isinstance(error, Failure) else Failure("malformed")
+                log.warning("a request was turned away: %s (%s)", failure.code, type(error).__name__)
+                _reply(connection, failure)
                 continue
-            with self._changed:
-                overtaken, self._waiting = self._waiting, (connection, message, run)
-                self._changed.notify_all()
-            if overtaken is not None:
-                _reply(overtaken[0], Failure("late"))
+            self._wait((connection, message, run), "late")
+
+    def _wait(self, request: tuple[socket.socket, bytes, str] | None, code: str) -> None:
+        """Put a request in the place of the one that waits, if one does, which is told the code."""
+        with self._changed:
+            overtaken, self._waiting = self._waiting, request
+            self._changed.notify_all()
+        if overtaken is not None:
+            _reply(overtaken[0], Failure(code))
 
 
 def supervised() -> bool:
-    """Whether systemd opened a socket for this process."""
-    return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
-
-
-def from_supervisor(most: int = MOST) -> Listener | None:
-    """The listener on the socket that systemd opened for this process, or ``None`` if it opened none.
+    """Whether systemd opened a socket for this process.
 
     A socket unit may give the file to the SuperNode's user while the worker runs as another, who owns the data.
     """
-    if not supervised():
-        return None
-    return Listener(None, most, socket.socket(fileno=3))  # 3 is where the protocol of systemd begins
+    return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
 
 
 def _bound(path: Path) -> socket.socket:
     """A listening socket at a path."""
-    if len(os.fsencode(path)) > LONGEST_PATH:
-        raise ValueError(
-            f"socket {str(path)!r} has more than {LONGEST_PATH} bytes, which systems refuse; give a shorter path"
-        )
-    folder = path.parent.resolve()
-    if not folder.is_dir():
-        raise ValueError(f"socket {str(path)!r} has no folder; make {str(folder)!r}, for its owner alone (mode 0700)")
-    mode = folder.stat().st_mode
+    mode = path.parent.stat().st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
-        raise ValueError(f"{str(folder)!r} of the socket can be written to by others; chmod 700 it")
+        raise ValueError(f"{str(path.parent)!r} of the socket can be written to by others; chmod 700 it")
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ValueError(f"{str(path)!r} is there and is not a socket; remove it, or give another path")

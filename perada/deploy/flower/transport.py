@@ -1,26 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport of a deployed run over Flower's Grid, and messages as Flower carries them."""
 
-import hashlib
 import logging
-import queue
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perada.deploy.flower.socket import CODES, MOST
-from perada.deploy.protocol import Failure
+from perada.deploy.protocol import CODES, MOST, Failure, digest
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
     from flwr.serverapp import Grid
 
+POLL = 0.5
+"""Seconds between two looks for a reply."""
+CHECK = 10 * POLL
+"""Seconds between two looks whether a site's SuperNode was started anew."""
 _PAYLOAD, _FAILURE = "payload", "failure"
 _KIND = "perada.bytes"  # not numpy's: nothing but our own code reads it
+_CODES = {
+    1: "crashed",  # the ClientApp could not be loaded
+    2: "crashed",  # it raised an exception
+    3: "unreachable",  # the SuperLink does not know the message any more
+    4: "late",  # the message expired before a reply came
+    5: "unreachable",  # the SuperNode is not heard from
+    6: "refused",  # by a mod
+    7: "refused",  # the site did not trust the app
+    8: "crashed",  # the ClientApp's process ended
+}
+"""What Flower's codes mean. The texts beside them are a site's and are not read."""
+
+log = logging.getLogger("perada.deploy")
 
 
 def packed(payload: bytes | Failure) -> "RecordDict":
@@ -47,46 +60,15 @@ def unpacked(content: "RecordDict", most: int) -> bytes | Failure:
     return payload
 
 
-POLL = 0.5
-"""Seconds between two looks for a reply."""
-CHECK = 10 * POLL
-"""Seconds between two looks whether a site's SuperNode was started anew."""
-_CODES = {
-    1: "crashed",  # the ClientApp could not be loaded
-    2: "crashed",  # it raised an exception
-    3: "unreachable",  # the SuperLink does not know the message any more
-    4: "late",  # the message expired before a reply came
-    5: "unreachable",  # the SuperNode is not heard from
-    6: "refused",  # by a mod
-    7: "refused",  # the site did not trust the app
-    8: "crashed",  # the ClientApp's process ended
-}
-"""What Flower's codes mean. The texts beside them are a site's and are not read."""
-
-_REMEDIES = {
-    "no name": "register its key again, with --name",
-    "no key": "start it with --auth-supernode-private-key, and the SuperLink with --enable-supernode-auth",
-}
-
-log = logging.getLogger("perada.deploy")
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A connected SuperNode, and when the SuperLink let it in."""
-
-    number: int
-    since: str
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Sent:
-    """A message that is under way."""
+    """A message that is under way, and its reply once it is there."""
 
     site: str
-    node: _Node
-    digest: bytes
+    node: tuple[int, str]  # its number, and when the SuperLink let it in
+    digest: str
     expires: float
+    reply: bytes | Failure | None = None
 
 
 class FlowerTransport:
@@ -105,11 +87,9 @@ class FlowerTransport:
     """
 
     def __init__(self, grid: "Grid", poll: float = POLL, most: int = MOST) -> None:
-        self._grid = grid
-        self._poll = poll
-        self.most = most
-        self._under_way: dict[str, _Sent] = {}  # by Flower's id of the message
-        self._arrived: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
+        self._grid, self._poll, self.most = grid, poll, most
+        self._under_way: list[_Sent] = []
+        self._arrived = threading.Event()
         self._warned: set[str] = set()
 
     def names(self) -> list[str]:
@@ -130,101 +110,95 @@ class FlowerTransport:
             By name, in the order of ``messages``: the reply, or what came instead. Sites that did not answer in time
             are ``late``.
         """
-        end = time.monotonic() + deadline
-        digests = {site: hashlib.sha256(message).digest() for site, message in messages.items()}
+        begin = checked = time.monotonic()
+        end, nodes = begin + deadline, self._nodes()
+        digests = {site: digest(message) for site, message in messages.items()}
         results: dict[str, bytes | Failure] = {}
-        nodes, checked = self._nodes(), time.monotonic()
         while True:
-            if time.monotonic() - checked > CHECK:
-                nodes, checked = self._nodes(), time.monotonic()
-                self._forget_lost(nodes)
-            self._under_way = {id_: sent for id_, sent in self._under_way.items() if sent.expires > time.monotonic()}
-            busy = {sent.site for sent in self._under_way.values()}
-            for site in [site for site in messages if site not in results and site not in busy]:
-                remaining = end - time.monotonic()
-                if site not in nodes:
-                    results[site] = Failure("unreachable")
-                elif remaining > 0 and not self._push(site, nodes[site], messages[site], digests[site], remaining):
-                    results[site] = Failure("unreachable")
-            for sent, reply in self._pull(max(0.0, min(self._poll, end - time.monotonic()))):
-                if digests.get(sent.site) == sent.digest:
-                    results[sent.site] = reply
-            replies = sum(isinstance(reply, bytes) for reply in results.values())
-            if replies >= enough or len(results) == len(messages) or time.monotonic() >= end:
+            for sent in self._under_way:
+                if sent.reply is not None and digests.get(sent.site) == sent.digest:
+                    results[sent.site] = sent.reply
+            now, replies = time.monotonic(), sum(isinstance(reply, bytes) for reply in results.values())
+            if replies >= enough or len(results) == len(messages) or now >= end:
                 break
+            if now - checked > CHECK:
+                nodes, checked = self._nodes(), now
+            self._under_way = [sent for sent in self._under_way if _is_open(sent, nodes)]
+            busy = {sent.site for sent in self._under_way}
+            for site in [site for site in messages if site not in results and site not in busy]:
+                if site not in nodes or not self._push(site, nodes[site], messages[site], end - now):
+                    results[site] = Failure("unreachable")
+            self._arrived.wait(min(self._poll, max(0.0, end - time.monotonic())))
+            self._arrived.clear()
         results = {site: results.get(site, Failure("late")) for site in messages}
         others = [f"{site} {reply.code}" for site, reply in results.items() if isinstance(reply, Failure)]
-        took = time.monotonic() - end + deadline
-        log.info("%s in %.1f s", ", ".join([f"{replies} of {len(messages)} sites replied", *others]), took)
+        said = ", ".join([f"{replies} of {len(messages)} sites replied", *others])
+        log.info("%s in %.1f s", said, time.monotonic() - begin)
         return results
 
-    def _forget_lost(self, nodes: Mapping[str, _Node]) -> None:
-        """Forget messages whose SuperNodes were let in again after they were sent."""
-        for number, sent in list(self._under_way.items()):
-            if sent.node != nodes.get(sent.site, sent.node):
-                del self._under_way[number]
-                log.info("%s: its SuperNode is there anew; its message is sent again", sent.site)
-
-    def _nodes(self) -> dict[str, _Node]:
+    def _nodes(self) -> dict[str, tuple[int, str]]:
         """Connected SuperNodes by registered name. A name that two keys have is nobody's."""
-        connected = list(self._grid.get_nodes())
-        nodes = [node for node in connected if node.name and node.public_key]
-        for node in connected:
-            fault = "" if node.name and node.public_key else "no name" if node.public_key else "no key"
-            if fault and f"{node.node_id}" not in self._warned:
-                self._warned.add(f"{node.node_id}")
-                log.warning("SuperNode %d has %s and is left out; %s", node.node_id, fault, _REMEDIES[fault])
-        counts = Counter(node.name for node in nodes)
-        for name in sorted(name for name, count in counts.items() if count > 1 and name not in self._warned):
-            self._warned.add(name)
-            log.warning("%r is registered for %d keys and is left out; unregister all but one", name, counts[name])
-        return {node.name: _Node(node.node_id, node.last_activated_at) for node in nodes if counts[node.name] == 1}
+        nodes: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for node in self._grid.get_nodes():
+            left_out = f"SuperNode {node.node_id} is left out, since it has no"
+            if not node.public_key:
+                remedy = "start it with --auth-supernode-private-key, and the SuperLink with --enable-supernode-auth"
+                self._warn(f"{left_out} key; {remedy}")
+            elif not node.name:
+                self._warn(f"{left_out} name; register its key again, with --name")
+            else:
+                nodes[node.name].append((node.node_id, node.last_activated_at))
+        for name, several in nodes.items():
+            if len(several) > 1:
+                self._warn(f"{name!r} is registered for {len(several)} keys and is left out; unregister all but one")
+        return {name: several[0] for name, several in nodes.items() if len(several) == 1}
 
-    def _push(self, site: str, node: _Node, message: bytes, digest: bytes, ttl: float) -> bool:
+    def _warn(self, text: str) -> None:
+        """Say something once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
+
+    def _push(self, site: str, node: tuple[int, str], message: bytes, ttl: float) -> bool:
         """Hand a message to the SuperLink; whether it took it."""
         from flwr.app import Message, MessageType
 
-        ids = list(self._grid.push_messages([Message(packed(message), node.number, MessageType.TRAIN, ttl=ttl)]))
+        ids = list(self._grid.push_messages([Message(packed(message), node[0], MessageType.TRAIN, ttl=ttl)]))
         if not ids or not ids[0]:
             return False
-        sent = _Sent(site, node, digest, time.monotonic() + ttl)
-        self._under_way[ids[0]] = sent
-        threading.Thread(target=self._watch, args=(ids[0], sent.expires), name=f"reply of {site}", daemon=True).start()
+        sent = _Sent(site, node, digest(message), time.monotonic() + ttl)
+        self._under_way.append(sent)
+        threading.Thread(target=self._watch, args=(ids[0], sent), name=f"reply of {site}", daemon=True).start()
         return True
 
-    def _watch(self, number: str, expires: float) -> None:
+    def _watch(self, number: str, sent: _Sent) -> None:
         """Look for the reply to one message until it is there or the message has expired.
 
         In a thread of its own: if a site's process ends while it hands its reply on, Flower waits for the rest of that
         reply for up to two hours, and would not hear the other sites meanwhile.
         """
-        while time.monotonic() < expires:
+        while time.monotonic() < sent.expires and sent.reply is None:
             try:
                 for reply in self._grid.pull_messages([number]):
-                    self._arrived.put((number, reply))
-                    return
+                    sent.reply = self._read(reply, sent.node[0])
             except Exception:
                 log.exception("the SuperLink did not hand on a reply")
-                self._arrived.put((number, None))
-                return
-            time.sleep(self._poll)
+                sent.reply = Failure("unreachable")
+            if sent.reply is None:
+                time.sleep(self._poll)
+        self._arrived.set()
 
-    def _pull(self, seconds: float) -> list[tuple[_Sent, bytes | Failure]]:
-        """Replies that came within some seconds, each with what it answers: errors name no site, but the message."""
-        found: list[tuple[_Sent, bytes | Failure]] = []
-        end = time.monotonic() + seconds
-        with suppress(queue.Empty):
-            while True:
-                number, reply = self._arrived.get(timeout=0 if found else max(0.0, end - time.monotonic()))
-                sent = self._under_way.pop(number, None)
-                if sent is None:
-                    continue
-                if reply is None:
-                    found.append((sent, Failure("unreachable")))
-                elif reply.has_error():
-                    found.append((sent, Failure(_CODES.get(reply.error.code, "crashed"))))
-                elif reply.metadata.src_node_id != sent.node.number:
-                    found.append((sent, Failure("malformed")))
-                else:
-                    found.append((sent, unpacked(reply.content, self.most)))
-        return found
+    def _read(self, reply: "Message", node: int) -> bytes | Failure:
+        """What a reply says that is to come from a node; an error names no site."""
+        if reply.has_error():
+            return Failure(_CODES.get(reply.error.code, "crashed"))
+        malformed = reply.metadata.src_node_id != node
+        return Failure("malformed") if malformed else unpacked(reply.content, self.most)
+
+
+def _is_open(sent: _Sent, nodes: Mapping[str, tuple[int, str]]) -> bool:
+    """Whether a reply may still come: not if its SuperNode was let in again after the message was sent."""
+    lost = sent.node != nodes.get(sent.site, sent.node)
+    if lost:
+        log.info("%s: its SuperNode is there anew; its message is sent again", sent.site)
+    return not lost and sent.reply is None and sent.expires > time.monotonic()

@@ -4,7 +4,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
 from perada.data.batches.transforms import Preparation
-from perada.deploy.protocol import Answer, Kind, Order, Spec, Transport, largest, pack, spec_of
+from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, largest, pack, spec_of
 from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
-from perada.deploy.server.images import ServerImages
-from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, Terms, read_progress, write_progress
-from perada.deploy.server.rounds import PAUSE, Loggers, ask, close_round, mean_scores
+from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, read_progress, write_progress
+from perada.deploy.server.rounds import PAUSE, ServerImages, ask, close_round, log_each, log_round, mean_scores
 from perada.federation.server import Server
 from perada.federation.settings import check_rule
 from perada.privacy.rehearsal import check_client_level
 
 SAID = 30.0
 """Seconds between two lines that say what is waited for."""
+
+log = logging.getLogger("perada.deploy")
 
 
 class Coordinator:
@@ -36,12 +37,11 @@ class Coordinator:
         recipe: Of which the data's options are used, not its images.
         transport: To the sites.
         folder: Of the run.
-        terms: When rounds are closed.
+        terms: When rounds are closed, and whether the run in the folder is resumed.
         public: Public images, for algorithms that distil; by default none.
         num_classes: Number of classes.
         multilabel: Whether images have several labels.
         classes: Names of the classes; None lets the first site that joins say them.
-        resume: Resume the run in the folder.
         loggers: Get the metrics of each round, beside ``metrics.csv`` in the folder.
 
     Raises:
@@ -60,11 +60,9 @@ class Coordinator:
         num_classes: int,
         multilabel: bool = False,
         classes: Sequence[str] | None = None,
-        resume: bool = False,
         loggers: Sequence[Logger] = (),
     ) -> None:
         self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
-        self.log = logging.getLogger("perada.deploy")
         recipe.build(num_classes, multilabel)
         module, loop = recipe.module, recipe.loop
         self.settings = recipe.settings()
@@ -75,10 +73,10 @@ class Coordinator:
         )
         self._check()
         self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
-        if not resume and (folder / STATE).exists():
+        if not terms.resume and (folder / STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
-        if resume:
+        if terms.resume:
             self.progress, states = read_progress(folder)
             if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):
                 raise ValueError(f"{str(folder)!r} holds a run of another recipe or other weights; give its own")
@@ -91,8 +89,10 @@ class Coordinator:
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
-        transport.most = largest(spec_of(recipe.template.sent))
-        self.loggers = Loggers(loggers, self.progress.history)
+        transport.most = largest(recipe.template.sent)
+        self.loggers = list(loggers)
+        for row in self.progress.history:  # each start logs the whole run
+            log_round(self.loggers, row)
         self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
 
     def _check(self) -> None:
@@ -123,7 +123,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Let others have the folder."""
-        self.loggers.close()
+        log_each(self.loggers, "finalize", "success")
         self._lock.close()
 
     def run(self) -> Progress:
@@ -139,7 +139,7 @@ class Coordinator:
                 self._evaluate()
             self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
-            tuned = self._everyone("tune", self.server.global_state, {})
+            tuned = self._everyone("tune", self.server.global_state)
             if len(tuned) < self.terms.min_sites:
                 missing = ", ".join(name for name in self.roster.numbers if name not in tuned)
                 raise TimeoutError(
@@ -156,19 +156,73 @@ class Coordinator:
 
     def _order(self, kind: Kind, client: int = 0, **given: Any) -> Order:
         progress = self.progress
-        clients = max(1, len(progress.roster))
         given["plain"] = is_plain(self.server.global_state)
-        return Order(kind, progress.run, progress.recipe, progress.done, client, clients, **given)
+        return Order(kind, progress.run, progress.recipe, progress.done, client, max(1, len(progress.roster)), **given)
 
-    def _admit(self, names: Sequence[str], seconds: float) -> None:
-        """Let new sites join."""
-        new = self.roster.newcomers(names)
-        if not new:
-            return
-        message = pack(self._order("join").header())
-        record = Record(self.progress.done)
-        answers, failed = ask(self.transport, dict.fromkeys(new, message), len(new), seconds, {}, record)
-        self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
+    def _ask(
+        self,
+        asked: list[str],
+        message: Callable[[str], bytes],
+        expected: State,
+        end: float,
+        record: Record,
+        least: int | None = None,
+        spare: Sequence[str] = (),
+    ) -> dict[str, tuple[Answer, State]]:
+        """Ask sites until all answered, or ``least`` of them, or the time is over; who fails in passing is asked again.
+
+        Args:
+            asked: Names of the sites. Those who take the place of a site that failed for good are added.
+            message: Makes a site's.
+            expected: The tensors of an answer.
+            end: When the time is over.
+            record: Who failed is written into it.
+            least: Answers that suffice; by default all.
+            spare: Sites that may take a place.
+
+        Returns:
+            What came, in this order.
+        """
+        got, places, spare, tensors = dict[str, tuple[Answer, State]](), len(asked), list(spare), spec_of(expected)
+        while True:
+            hard = [name for name, code in record.failed.items() if code not in (*PASSING, "broken")]
+            while spare and sum(name not in hard for name in asked) < places:
+                asked.append(spare.pop(0))
+            pending = [name for name in asked if name not in got and record.failed.get(name) in (None, *PASSING)]
+            wanted = len(pending) if least is None else least - len(got)
+            if not pending or wanted <= 0:
+                return got
+            messages, seconds = {name: message(name) for name in pending}, end - time.monotonic()
+            found, failed = ask(self.transport, messages, min(wanted, len(pending)), seconds, tensors, record)
+            for name in [name for name, (_, state) in found.items() if not self._fits(state)]:
+                del found[name]
+                failed[name] = "malformed"
+            got |= found
+            record.failed = {name: code for name, code in record.failed.items() if name not in found} | failed
+            if time.monotonic() >= end:
+                return got
+            if not found and failed:
+                _pause(end)
+
+    def _fits(self, state: State) -> bool:
+        """Whether the whole numbers that travel beside the model, such as a mode's, can be meant."""
+        modes = self.settings.algorithm.modes
+        beside = (value for key, value in state.items() if key not in self.recipe.module.slot.keys)
+        return all(value.is_floating_point() or int(value.max()) < modes for value in beside)
+
+    def _everyone(self, kind: Kind, tensors: State, **given: Any) -> dict[str, Answer]:
+        """Ask all sites that are there, within the deadline."""
+        numbers, record = self.roster.numbers, Record(self.progress.done)
+        asked = [name for name in numbers if name in self.transport.names()]
+        end = time.monotonic() + self.terms.deadline
+
+        def message(name: str) -> bytes:
+            return pack(self._order(kind, numbers[name], **given).header(), tensors)
+
+        got = self._ask(asked, message, {}, end, record)
+        for name, code in record.failed.items():
+            log.warning("%s: site %s: %s", kind, name, code)
+        return {name: answer for name, (answer, _) in got.items()}
 
     def _gather_sites(self, end: float) -> list[int]:
         """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
@@ -184,36 +238,41 @@ class Coordinator:
                 break
             if time.monotonic() >= said:
                 said = time.monotonic() + SAID
-                self.log.info(
-                    "round %d waits for sites, up to %.0f s more: %d of at least %d are there%s",
-                    *(progress.done, end - time.monotonic(), len(able), terms.min_sites, self._outside()),
+                outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
+                log.info(
+                    "round %d waits for sites, up to %.0f s more: %d of at least %d are there; connected, but outside: %s",
+                    *(progress.done, end - time.monotonic(), len(able), terms.min_sites, outside or "none"),
                 )
-            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
+            _pause(end)
         if len(able) < terms.min_sites:
             missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self._too_few(len(able), missing | self.roster.outside, time.monotonic() - begin))
+            raise TimeoutError(self._too_few(len(able), missing, begin))
         total = len(progress.roster)
-        draw = total if self._sample is not None else None
-        return sample_cohort(self.settings.seed, progress.done, total, draw, lambda _: able)
+        return sample_cohort(self.settings.seed, progress.done, total, total if self._sample else None, lambda _: able)
+
+    def _admit(self, names: Sequence[str], seconds: float) -> None:
+        """Let new sites join."""
+        if new := self.roster.newcomers(names):
+            messages = dict.fromkeys(new, pack(self._order("join").header()))
+            answers, failed = ask(self.transport, messages, len(new), seconds, {}, Record(self.progress.done))
+            self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
 
     @property
     def _sample(self) -> int | None:
-        return self.settings.clients_per_round if self.terms.sample is None else self.terms.sample
+        return self.terms.sample or self.settings.clients_per_round
 
-    def _too_few(self, have: int, missing: Mapping[str, str], seconds: float) -> str:
-        """What is said when a round cannot be closed after so many ``seconds``."""
+    def _too_few(self, have: int, missing: Mapping[str, str], begin: float) -> str:
+        """What is said when a round that was begun then cannot be closed."""
+        missing = {**missing, **self.roster.outside}
         named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "no other site was ever connected"
         gone = have + sum(code not in ("exhausted", "unapproved") for code in missing.values()) < self.terms.min_sites
         back = "Those that are exhausted or do not approve the recipe will not come back:"
         remedy = f"{back} end the run here, or" if missing and gone else "Resume when they are back, or"
         return (
-            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered in {seconds:.0f} s "
-            f"(the deadline is {self.terms.deadline:g} s); missing: {named}. {remedy} ask for fewer (min_sites)"
+            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered in "
+            f"{time.monotonic() - begin:.0f} s (the deadline is {self.terms.deadline:g} s); missing: {named}. {remedy} "
+            "ask for fewer (min_sites)"
         )
-
-    def _outside(self) -> str:
-        outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
-        return f"; connected, but outside: {outside}" if outside else ""
 
     # A round
 
@@ -222,108 +281,67 @@ class Coordinator:
         progress, terms, begin = self.progress, self.terms, time.monotonic()
         end, record = begin + terms.deadline, Record(self.progress.done)
         order = self._gather_sites(end)
-        numbers = self.roster.numbers
+        numbers, skip = self.roster.numbers, terms.late == "skip"
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
             progress.asked = names[: self._sample]
             progress.lengths = self.roster.lengths([numbers[name] for name in progress.asked])
         self._save()
-        spare = [name for name in names if name not in progress.asked]
-        asked, got = list(progress.asked), dict[str, tuple[Answer, State]]()
-        while True:
-            hard = [name for name, code in record.failed.items() if code not in PASSING and code != "broken"]
-            while spare and sum(name not in hard for name in asked) < len(progress.asked):
-                asked.append(spare.pop(0))
-            pending = [name for name in asked if name not in got and record.failed.get(name) in (None, *PASSING)]
-            wanted = terms.min_sites - len(got) if terms.late == "skip" else len(pending)  # to say "broken" is quick
-            if not pending or wanted <= 0:
-                break
-            messages = {name: self._message(numbers[name]) for name in pending}
-            expected = spec_of(self.recipe.template.sent)
-            found, failed = ask(
-                self.transport, messages, min(wanted, len(pending)), end - time.monotonic(), expected, record
-            )
-            for name, (answer, state) in found.items():
-                if self._fits(state):
-                    got[name] = answer, state
-                    record.failed.pop(name, None)
-                else:
-                    failed[name] = "malformed"
-            record.failed |= failed
-            if time.monotonic() >= end:
-                break
-            if not found and failed:
-                time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        if terms.late == "skip" and len(got) > terms.min_sites:
-            for name in list(got)[terms.min_sites :]:  # the first k count
-                del got[name]
-                record.failed[name] = "late"
+        asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
+        got = self._ask(
+            asked,
+            lambda name: self._message(numbers[name]),
+            self.recipe.template.sent,
+            end,
+            record,
+            terms.min_sites if skip else None,  # to say "broken" is quick, and takes nobody's place
+            spare,
+        )
+        for name in list(got)[terms.min_sites :] if skip else []:  # the first k count
+            del got[name]
+            record.failed[name] = "late"
         answered = len(got) + sum(code == "broken" for code in record.failed.values())
         if answered < terms.min_sites:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self._too_few(answered, missing | self.roster.outside, time.monotonic() - begin))
+            raise TimeoutError(self._too_few(answered, missing, begin))
         record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
         by_number = {numbers[name]: pair for name, pair in got.items()}
         close_round(self.recipe, self.server, self.roster, self.images, record, by_number)
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
-        self.loggers.log(progress.history[-1])
+        log_round(self.loggers, progress.history[-1])
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
-        factor = self.recipe.module.rate_factor(self.progress.done, self.progress.rounds)
-        order = self._order("train", client, factor=factor, lengths=tuple(self.progress.lengths))
-        if self.settings.algorithm.compares:
-            return pack(order.header(), self.server.global_state)
-        received = self.server.sending(RoundPlan(self.progress.done, (client,), ((0,),)), len(self.progress.roster))
-        return pack(order.header(), {key: value[0] for key, value in received.items()})
-
-    def _fits(self, state: State) -> bool:
-        """Whether the whole numbers that travel beside the model, such as a mode's, can be meant."""
-        modes = self.settings.algorithm.modes
-        beside = (value for key, value in state.items() if key not in self.recipe.module.slot.keys)
-        return all(value.is_floating_point() or int(value.max()) < modes for value in beside)
-
-    # What comes after rounds
-
-    def _everyone(self, kind: Kind, tensors: State, expected: Spec) -> dict[str, Answer]:
-        """Ask all sites that are there, within the deadline; those that fail are asked again while there is time."""
-        progress, end = self.progress, time.monotonic() + self.terms.deadline
-        record, got = Record(progress.done), dict[str, Answer]()
-        numbers = self.roster.numbers
-        pending = [name for name in numbers if name in self.transport.names()]
-        while pending:
-            messages = {name: pack(self._order(kind, numbers[name]).header(), tensors) for name in pending}
-            found, failed = ask(self.transport, messages, len(pending), end - time.monotonic(), expected, record)
-            got |= {name: answer for name, (answer, _) in found.items()}
-            pending = [name for name, code in failed.items() if code in PASSING]
-            for name, code in failed.items():
-                self.log.warning("%s: site %s: %s", kind, name, code)
-            if time.monotonic() >= end:
-                break
-            if pending and not found:
-                time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        return got
+        progress, given = self.progress, self.server.global_state
+        factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
+        order = self._order("train", client, factor=factor, lengths=progress.lengths)
+        if not self.settings.algorithm.compares:
+            received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
+            given = {key: value[0] for key, value in received.items()}
+        return pack(order.header(), given)
 
     def _evaluate(self) -> None:
         """Have sites score the models on their own test images, and add up what they send."""
-        tensors = {f"shared/{key}": value for key, value in self.server.global_state.items()}
-        algorithm = self.settings.algorithm
-        members, plain = self.server.members(), algorithm.members(self.server.global_state, {})
-        if algorithm.global_model and not _equal(members, plain):
+        state, algorithm, models = self.server.global_state, self.settings.algorithm, 0
+        tensors = {f"shared/{key}": value for key, value in state.items()}
+        members, plain = self.server.members(), algorithm.members(state, {})
+        equal = (members[key].shape == plain[key].shape and torch.equal(members[key], plain[key]) for key in members)
+        if algorithm.global_model and not all(equal):
             tensors |= {f"members/{key}": value for key, value in members.items()}
-        answers = self._everyone("evaluate", tensors, {})
+            models = len(next(iter(members.values())))
+        answers = self._everyone("evaluate", tensors, models=models)
         found = mean_scores(self.recipe.module.metrics, [answer.facts for answer in answers.values()])
         self.progress.history[-1] |= found
         self.progress.scored = self.progress.done
         self._save()
-        self.loggers.log(found | {"round": self.progress.history[-1]["round"]})
+        log_round(self.loggers, found | {"round": self.progress.history[-1]["round"]})
 
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)
         write_progress(self.folder, self.progress, self.server.state_dict())
 
 
-def _equal(left: State, right: State) -> bool:
-    return all(left[key].shape == right[key].shape and torch.equal(left[key], right[key]) for key in left)
+def _pause(end: float) -> None:
+    time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))

@@ -6,56 +6,26 @@ import io
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from safetensors.torch import load
-
-from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.files import write_atomic
 from perada.core.rounds import BatchSize, RoundPlan, make_plan
-from perada.core.states import State
-from perada.deploy.protocol import STEPS, Answer, header_of, pack
+from perada.deploy.files import read_kept, write_kept
+from perada.deploy.protocol import STEPS, Answer, Terms
 from perada.federation.settings import Settings
 from perada.privacy.client_level import ClientLevel
 
 STATE = "server.safetensors"
 METRICS = "metrics.csv"
-FORMAT = 1
+FORMAT = 2
 PASSING = ("late", "unreachable", "crashed", "busy")
 """Codes after which a site may be asked again in the same round."""
 REPEAT = 10
 """Rounds after which a site that could not be let in is asked once more; one that did not answer, in the next."""
 
 log = logging.getLogger("perada.deploy")
-
-
-@dataclass(frozen=True)
-class Terms:
-    """When a round is closed.
-
-    Args:
-        min_sites: k, the least number of sites whose answers make a round.
-        sample: m, the sites asked in a round; by default those that the recipe draws, or all.
-        deadline: Seconds that a round may take.
-        late: ``wait`` closes a round when all who were asked have answered, or at the deadline. ``skip`` closes it
-            with the first k, and leaves the others out of the next round.
-
-    Raises:
-        ValueError: If an option cannot be used.
-    """
-
-    min_sites: int = 1
-    sample: int | None = None
-    deadline: float = 600.0
-    late: Literal["wait", "skip"] = "wait"
-
-    def __post_init__(self) -> None:
-        check_whole("min_sites", self.min_sites)
-        check_whole("sample", self.sample, self.min_sites, optional=True, hint=f"min_sites is {self.min_sites}")
-        check_number("deadline", self.deadline, above=0, hint="in seconds")
-        check_choice("late", self.late, ("wait", "skip"))
 
 
 @dataclass
@@ -148,16 +118,9 @@ class Progress:
 
 def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
     """Write the states of the server and how far it is, all at once, and the metrics beside them."""
-    header = asdict(progress) | {"format": FORMAT, "server": list(states["server"])}
-    header["history"] = [{key: _plain(value) for key, value in row.items()} for row in header["history"]]
-    for record in header["records"]:
-        record["far"] = {name: _plain(times) for name, times in record["far"].items()}
-    tensors = {f"global/{key}": value for key, value in states["global"].items()}
-    for name, state in states["server"].items():
-        tensors |= {f"server/{len(name)}/{name}/{key}": value for key, value in state.items()}
     if progress.history:  # first: a run that was killed in between writes them again
         write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
-    write_atomic(folder / STATE, pack(header, tensors), private=True)
+    write_kept(folder / STATE, {"progress": progress, "states": states}, FORMAT)
 
 
 def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
@@ -170,37 +133,13 @@ def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
     path = folder / STATE
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no deployed run: it has no {STATE}; give the folder of one")
-    content = path.read_bytes()
-    try:
-        header = header_of(content, len(content))
-        if header.pop("format") != FORMAT:
-            raise KeyError(f"another format than {FORMAT}")
-        names, tensors = header.pop("server"), load(content)
-        header["roster"] = [Member(**member) for member in header["roster"]]
-        header["records"] = [Record(**record) for record in header["records"]]
-        header["history"] = [{key: _number(value) for key, value in row.items()} for row in header["history"]]
-        for record in header["records"]:
-            record.far = {name: _number(times) for name, times in record.far.items()}
-        server = {name: _part(tensors, f"server/{len(name)}/{name}/") for name in names}
-        states = {"global": _part(tensors, "global/"), "server": server}
-        return Progress(**header), states
-    except Exception as error:  # whatever a damaged file gives
-        raise ValueError(
-            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy"
-        ) from error
 
+    def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
+        progress["roster"] = [Member(**member) for member in progress["roster"]]
+        progress["records"] = [Record(**record) for record in progress["records"]]
+        return Progress(**progress), states
 
-def _plain(value: float) -> float | str | None:
-    """A number for JSON, which knows neither NaN nor infinities."""
-    return value if math.isfinite(value) else None if math.isnan(value) else str(value)
-
-
-def _number(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _part(tensors: State, prefix: str) -> State:
-    return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+    return read_kept(path, FORMAT, build)
 
 
 def _csv(history: list[dict[str, float]]) -> str:

@@ -3,13 +3,18 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from pytorch_lightning.loggers import Logger
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from perada.core.states import State, stack
+from perada.core.rounds import batch_indices
+from perada.core.states import State, send, stack
+from perada.data.batches.samples import make_store
+from perada.data.batches.transforms import Preparation
 from perada.deploy.protocol import Answer, Failure, Malformed, Spec, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, Record, Roster
@@ -49,22 +54,20 @@ def ask(
     Returns:
         The answers that are what they should be, in the order in which they came, and the codes of all other sites.
     """
-    answers, failed = {}, {}
+    answers: dict[str, tuple[Answer, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
     found = transport.exchange(messages, enough, max(0.001, seconds))
-    for name in messages:
-        if name not in found:
-            failed[name] = "late"
+    failed = {name: "late" for name in messages if name not in found}
     for name, reply in found.items():
-        if name not in messages:
-            continue
         if isinstance(reply, Failure):
             failed[name] = reply.code
             continue
         record.up += len(reply) / 1e6
         try:
             header, state = unpack(reply, expected if header_of(reply).get("code") == "ok" else {})
-            answer = Answer.read(header, digest(messages[name]))
+            answer = Answer.read(header)
+            if answer.answers != digest(messages[name]):
+                raise Malformed("it answers another message")
         except Malformed as error:
             log.warning("site %s: malformed: %s", name, error)
             failed[name] = "malformed"
@@ -183,35 +186,49 @@ def _own_score(facts: Facts, metric: Metric) -> float:
     return math.nan
 
 
-class Loggers:
-    """Hands metrics of rounds to loggers, by the names that a simulation's have.
-
-    A logger that fails is named and left out from then on: rounds are not lost for it.
+class ServerImages:
+    """The images that a server without clients' data has.
 
     Args:
-        loggers: Of Lightning.
-        history: Metrics of the rounds that there are already. Every start logs all rounds, so each is complete.
+        public: Images for distillation, labels are never read; None for none.
+        preparation: How images become ready for the model; its seed is the run's.
+
+    Attributes:
+        public_size: Number of public images; 0 if there are none.
     """
 
-    def __init__(self, loggers: Sequence[Logger] = (), history: Iterable[Mapping[str, float]] = ()) -> None:
-        self._loggers = list(loggers)
-        for row in history:
-            self.log(row)
+    def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
+        self._preparation = preparation
+        self._public = None if public is None else make_store([public], labelled=False, size=preparation.image_size)
+        self.public_size = 0 if self._public is None else self._public.sizes[0]
 
-    def log(self, row: Mapping[str, float]) -> None:
-        """Log metrics of the round ``row["round"]``, which is the step too; what is NaN is left out."""
-        given = {name: value for name, value in row.items() if not math.isnan(value)} | {"epoch": row["round"]}
-        self._each("log_metrics", given, step=int(row["round"]))
-        self._each("save")
+    def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
+        """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
+        return batch_indices(self.public_size, batch_size, steps, self._preparation.seed, "public", round)  # type: ignore[arg-type]  # "full" is the only text
 
-    def close(self) -> None:
-        """Have all on disk."""
-        self._each("finalize", "success")
+    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
+        """Public images, prepared for the model, on ``device``."""
+        assert self._public is not None
+        images, _ = self._public.take(torch.zeros_like(indices), indices, (self._preparation.seed, -2))
+        return self._preparation(send(images, device))
 
-    def _each(self, method: str, *given: object, **named: object) -> None:
-        for logger in list(self._loggers):
-            try:
-                getattr(logger, method)(*given, **named)
-            except Exception as error:  # a disk that is full, a service that is away
-                log.warning("%s is left out: %s (%s)", type(logger).__name__, error, type(error).__name__)
-                self._loggers.remove(logger)
+    def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nothing: labelled images of a server's own are not read."""
+        yield from ()
+
+
+def log_each(loggers: list[Logger], method: str, *given: object, **named: object) -> None:
+    """Call a method of each logger. One that fails is named and left out from then on: rounds are not lost for it."""
+    for logger in list(loggers):
+        try:
+            getattr(logger, method)(*given, **named)
+        except Exception as error:  # a disk that is full, a service that is away
+            log.warning("%s is left out: %s (%s)", type(logger).__name__, error, type(error).__name__)
+            loggers.remove(logger)
+
+
+def log_round(loggers: list[Logger], row: Mapping[str, float]) -> None:
+    """Log metrics of the round ``row["round"]``, which is the step too, by the names of a simulation; no NaN."""
+    given = {name: value for name, value in row.items() if not math.isnan(value)} | {"epoch": row["round"]}
+    log_each(loggers, "log_metrics", given, step=int(row["round"]))
+    log_each(loggers, "save")

@@ -5,17 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load
-
 from perada.algorithms import Stacks
-from perada.core.files import FolderLock, write_atomic
+from perada.core.files import FolderLock
 from perada.core.states import State
-from perada.deploy.protocol import header_of, pack
+from perada.deploy.files import read_kept, write_kept
 from perada.privacy.accounting import Ledger
 
 STATE = "state.safetensors"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -55,12 +52,6 @@ class RunState:
     score: str = ""
     scores: bytes = b""
     transport: str = ""
-
-
-_PLAIN = ("run", "recipe", "client", "round", "trained", "message", "account", "scored", "score", "transport")
-"""What of it is written as it is."""
-_REPLIES = ("reply", "scores")
-"""What of it is bytes."""
 
 
 class Book:
@@ -139,49 +130,17 @@ class Book:
         if self._run not in (None, state.run):
             (self.folder / "runs").mkdir(exist_ok=True, mode=0o700)
             former = self.folder / "runs" / f"{self._run}.safetensors"
-        header = {name: getattr(state, name) for name in _PLAIN}
-        header |= {"total": total.state_dict(), "rounds": rounds, "sampling": sampling, "format": FORMAT}
-        tensors = {f"shared/{key}": value for key, value in state.shared.items()}
-        for name, stacks in (("kept", state.kept), ("tuned", state.tuned)):
-            header[name] = None if stacks is None else list(stacks)
-            for role, stack in (stacks or {}).items():
-                tensors |= {f"{name}/{role}/{key}": value for key, value in stack.items()}
-        for name in _REPLIES:
-            if content := getattr(state, name):
-                tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        write_atomic(self.folder / STATE, pack(header, tensors), private=True, former=former)
+        kept = {"state": state, "total": total.state_dict(), "rounds": rounds, "sampling": sampling}
+        write_kept(self.folder / STATE, kept, FORMAT, former)
         self._lock.mark()
         self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
 
 
 def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
-    """A run's state, and all that its file says.
+    """A run's state, and the ``total``, ``rounds`` and ``sampling`` of all runs; a ValueError if it is damaged."""
 
-    Raises:
-        ValueError: If it is not what :meth:`Book.commit` wrote.
-    """
-    content = path.read_bytes()
-    try:
-        header = header_of(content, len(content))
-        if header["format"] != FORMAT:
-            raise KeyError(f"format {header['format']}, this version reads {FORMAT}")
-        tensors = load(content)
-        Ledger().load_state_dict(header["total"])
-        _ = header["rounds"], header["sampling"]
-        state = RunState(**{name: header[name] for name in _PLAIN if name in header or name != "transport"})
-        state.shared = {key[7:]: value for key, value in tensors.items() if key.startswith("shared/")}
-        for name in ("kept", "tuned"):
-            if header[name] is not None:
-                setattr(state, name, {role: _part(tensors, f"{name}/{role}/") for role in header[name]})
-        for name in _REPLIES:
-            setattr(state, name, tensors[name].numpy().tobytes() if name in tensors else b"")
-    except Exception as error:  # whatever a damaged file gives
-        raise ValueError(
-            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: without its ledger "
-            "nobody knows what was spent"
-        ) from error
-    return state, header
+    def build(state: dict[str, Any], **all_runs: Any) -> tuple[RunState, dict[str, Any]]:  # noqa: ANN401  # likewise
+        Ledger().load_state_dict(all_runs["total"])
+        return RunState(**state), {name: all_runs[name] for name in ("total", "rounds", "sampling")}
 
-
-def _part(tensors: State, prefix: str) -> State:
-    return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+    return read_kept(path, FORMAT, build)

@@ -10,26 +10,22 @@ from typing import Any
 
 from perada.core.text import printable
 from perada.deploy.protocol import (
+    MODELS,
     Answer,
     Code,
     Malformed,
     Order,
-    Spec,
     digest,
     header_of,
     largest,
     pack,
     spec_of,
-    table_of,
     unpack,
 )
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import Book, RunState
 from perada.federation.metrics import Scores
-
-MEMBERS = 1000
-"""Models of an ensemble that are scored, at most."""
 
 
 class Refused(Exception):
@@ -69,9 +65,9 @@ class SiteWorker:
         sizes = [largest({})]
         for client in self.clients.values():
             template = client.recipe.template
-            sizes += [largest(spec_of(state)) for state in (template.initial, template.sending)]
+            sizes += [largest(state) for state in (template.initial, template.sending)]
             if client.settings.algorithm.is_ensemble:
-                sizes.append(sizes[-2] + MEMBERS * (largest(spec_of(template.sent)) - largest({})))
+                sizes.append(sizes[-2] + MODELS * (largest(template.sent) - largest({})))
         return max(sizes)
 
     def answer(self, message: bytes, run: str) -> bytes:
@@ -202,8 +198,11 @@ class SiteWorker:
             if answers != state.score:  # or the server tries models of its own making on the site's images
                 raise Refused("other", f"other models were scored after round {order.round}")
             return state.scores
-        shared_spec = {f"shared/{key}": entry for key, entry in spec_of(client.recipe.template.initial).items()}
-        _, given = unpack(message, shared_spec | _members_spec(message, client))
+        template = client.recipe.template
+        expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}
+        for key, (kind, shape) in spec_of(template.sent).items() if order.models else ():
+            expected[f"members/{key}"] = kind, (order.models, *shape)
+        _, given = unpack(message, expected)
         shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
         members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
         facts: dict[str, Any] = {}
@@ -222,19 +221,6 @@ class SiteWorker:
     def _allowed(self, **facts: dict[str, Any]) -> dict[str, Any]:
         """Those of the facts, by what they are, that may leave the site."""
         return {key: value for name, part in facts.items() if name in self.may_send for key, value in part.items()}
-
-
-def _members_spec(message: bytes, client: Client) -> Spec:
-    """What is expected of the models of an ensemble, if the message has them: as many as it says, within reason."""
-    entries = {name: entry for name, entry in table_of(message).items() if name.startswith("members/")}
-    if not entries:
-        return {}
-    shape = next(iter(entries.values())).get("shape") if isinstance(next(iter(entries.values())), dict) else None
-    models = shape[0] if isinstance(shape, list) and shape else 0
-    if not isinstance(models, int) or not 1 <= models <= MEMBERS:
-        raise Malformed(f"an ensemble of {str(models)[:80]} models")
-    spec = spec_of(client.recipe.template.sent)
-    return {f"members/{key}": (kind, (models, *shape)) for key, (kind, shape) in spec.items()}
 
 
 def _values(scores: Scores) -> dict[str, float | None]:

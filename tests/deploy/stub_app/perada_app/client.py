@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from perada.deploy.flower.client_app import client_app
+from perada.deploy.flower.app import client_app
 
 app = client_app()

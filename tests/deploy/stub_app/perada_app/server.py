@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 from safetensors.numpy import load, load_file, save, save_file
 
-from perada.deploy.flower.server_app import server_app
+from perada.deploy.flower.app import server_app
 
 
 def serve(recipe, transport, options, state):
