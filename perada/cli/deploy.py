@@ -133,8 +133,8 @@ def client_of(path: Path, given: SiteFile) -> Client:
     client, approved = Client(site_recipe(path, given), given.limits), given.recipes[path].digest
     if approved not in ("", client.recipe.digest):
         raise ValueError(
-            f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved}: its file is the one "
-            "that was approved, its frozen weights are not; put those there that were, or approve these"
+            f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved}: its file is the "
+            "one that was approved, its frozen weights are not; put those there that were, or approve these"
         )
     return client
 

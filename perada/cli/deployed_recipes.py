@@ -4,12 +4,11 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
 from pytorch_lightning.loggers import Logger
-from torch.utils.data import Dataset
 
 import perada.data
 from perada.cli.parser import full_names
@@ -19,7 +18,7 @@ from perada.core.files import Scratch, writing
 from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.sets.manifest import OwnImages
-from perada.deploy.recipe import Recipe
+from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.data import only, remembered
 from perada.deploy.site.file import SiteFile
 
@@ -35,17 +34,6 @@ OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
 """Options of a recipe's data that say what all clients and the server have."""
 NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
-
-
-class ServerRecipe(NamedTuple):
-    """A recipe as a server has it: no client's image is read."""
-
-    recipe: Recipe
-    public: Dataset[Any] | None  # images for distillation
-    num_classes: int
-    multilabel: bool
-    classes: tuple[str, ...] | None  # their names, if the recipe says them
-    loggers: list[Logger]
 
 
 def site_recipe(path: Path, given: SiteFile) -> Recipe:
@@ -119,9 +107,9 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
         raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
     public = None if division.public is None else division.public_images(division.dataset, [])
     multilabel = bool(getattr(division.dataset, "multilabel", False))
-    recipe = Recipe(text, cli.model, cli.loop, cli.trainer, cli.datamodule)
     loggers = [] if folder is None else _loggers(content, folder)
-    return ServerRecipe(recipe, public, classes, multilabel, named, loggers)
+    parsed = cli.model, cli.loop, cli.trainer, cli.datamodule
+    return ServerRecipe(text, *parsed, public, classes, multilabel, named, loggers)
 
 
 def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:

@@ -45,7 +45,7 @@ DEPLOY: Tree = {
     "check": ("perada.cli.deploy:check", "Try at a site what its recipes would do; nothing is sent."),
     "site": ("perada.cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
     "run": (
-        "perada.cli.main:deploy_run",
+        "perada.cli.flower:run",
         "Start an app on a SuperLink and follow it, or a recipe among sites on this machine.",
     ),
     "status": ("perada.cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
@@ -144,18 +144,6 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         predict_images(parser, words)
     else:
         run(parser, words)
-
-
-def deploy_run(parser: ArgumentParser, words: list[str]) -> None:
-    """Run a recipe among sites in this process (``--local``), or an app on a SuperLink."""
-    if any(word.partition("=")[0] == "--local" for word in words):
-        from perada.cli.deploy import run as run_here
-
-        run_here(parser, words)
-    else:
-        from perada.cli.flower import run as run_there
-
-        run_there(parser, words)
 
 
 def ls(parser: ArgumentParser, words: list[str]) -> None:

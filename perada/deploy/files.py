@@ -58,7 +58,9 @@ def _plain(value: Any, tensors: State) -> Any:  # noqa: ANN401  # any of those
     """A value in JSON's types; its tensors are added to those that there are."""
     if isinstance(value, Tensor | bytes):
         name = str(len(tensors))
-        tensors[name] = value if isinstance(value, Tensor) else torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
+        tensors[name] = (
+            value if isinstance(value, Tensor) else torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
+        )
         return {_TENSOR if isinstance(value, Tensor) else _BYTES: name}
     if isinstance(value, float) and not math.isfinite(value):
         return {_NUMBER: str(value)}

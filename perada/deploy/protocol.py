@@ -118,7 +118,7 @@ class Header:
 
     def header(self) -> dict[str, Any]:
         """In plain types."""
-        return asdict(self)  # type: ignore[call-overload]  # its subclasses are dataclasses
+        return dict(vars(self))
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> Self:

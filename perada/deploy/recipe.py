@@ -11,8 +11,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
+from torch.utils.data import Dataset
 
 from perada.algorithms import Broadcast, Stacks
+from perada.core.checks import check_whole
 from perada.core.states import State
 from perada.data import FederatedDataModule
 from perada.federation.settings import Settings, Storage
@@ -23,9 +26,13 @@ from perada.privacy import calibrate
 from perada.privacy.client_level import ClientLevel
 
 
-def recipe_digest(text: bytes, frozen: str) -> str:
-    """What a site approves: a digest of a recipe's file and of ``frozen``, the digest of all weights not trained."""
-    return hashlib.sha256(json.dumps([hashlib.sha256(text).hexdigest(), frozen]).encode()).hexdigest()
+REFUSED = {
+    "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
+    "max_failures": "--min-sites says how many must answer; leave it out",
+    "diagnostics": "they need what all clients have; leave them out",
+    "shifts": "they are drawn from the test images of all clients; leave them out",
+}
+"""Options that cannot be used in a deployment, and why."""
 
 
 def labels_digest(num_classes: int, multilabel: bool, classes: Sequence[str] | None) -> str:
@@ -52,31 +59,15 @@ class Recipe:
     data: FederatedDataModule
 
     def __post_init__(self) -> None:
-        self.module.trainer = self.trainer
-        check_trainer(self.trainer)
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' cannot be deployed: loss scales belong to all clients; give 'bf16-mixed'"
-            )
-        if self.trainer.world_size > 1:
-            raise ValueError(
-                f"a site and a server each train on one device, not {self.trainer.world_size}: set devices: 1"
-            )
-        if self.loop.max_failures is not None:
-            raise ValueError(
-                "max_failures cannot be used in a deployment, where --min-sites says how many must answer; leave it out"
-            )
-        if self.loop.diagnostics:
-            raise ValueError(
-                "diagnostics cannot be measured in a deployment: they need what all clients have; leave them out"
-            )
-        if self.data.shifts:
-            raise ValueError(
-                "shifts cannot be scored in a deployment: they are drawn from the test images of all clients; leave "
-                "them out"
-            )
-        if self.rounds < 1:
-            raise ValueError(f"max_epochs={self.trainer.max_epochs} cannot be deployed; give the number of rounds")
+        self.module.trainer = trainer = self.trainer
+        check_trainer(trainer)
+        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+        given = (scales, self.loop.max_failures is not None, self.loop.diagnostics, self.data.shifts)
+        for (option, reason), used in zip(REFUSED.items(), given, strict=True):
+            if used:
+                raise ValueError(f"{option} cannot be used in a deployment: {reason}")
+        check_whole("devices", trainer.world_size, most=1, hint="a site and a server each train on one device")
+        check_whole("max_epochs", trainer.max_epochs, hint="the number of rounds")
 
     @property
     def rounds(self) -> int:
@@ -96,8 +87,9 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """What a site approves; the network is built."""
-        return recipe_digest(self.text, self.module.frozen_digest)
+        """What a site approves, of the recipe's file and of all weights not trained; the network is built."""
+        parts = [hashlib.sha256(self.text).hexdigest(), self.module.frozen_digest]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def context(self) -> AbstractContextManager[Any]:
         """In which passes have the recipe's precision."""
@@ -138,6 +130,25 @@ class Recipe:
         sent = algorithm.close(opened, kept, received, slot)[1]
         sending = state if algorithm.compares else {key: value[0] for key, value in received.items()}
         return Template(state, sending, opened, {key: value[0] for key, value in sent.items()})
+
+
+@dataclass
+class ServerRecipe(Recipe):
+    """A recipe as a server has it: no client's image is read.
+
+    Attributes:
+        public: Public images, for algorithms that distil; None for none.
+        num_classes: Number of classes.
+        multilabel: Whether images have several labels.
+        classes: Their names; None lets the first site that joins say them.
+        loggers: Get the metrics of each round, beside ``metrics.csv`` in the run's folder.
+    """
+
+    public: Dataset[Any] | None = None
+    num_classes: int = 0
+    multilabel: bool = False
+    classes: Sequence[str] | None = None
+    loggers: Sequence[Logger] = ()
 
 
 @dataclass(frozen=True)

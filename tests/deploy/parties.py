@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small recipe, its simulation, and the same recipe among sites in this process."""
 
+import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytorch_lightning as pl
 
 from perada.algorithms import make_algorithm
+from perada.cli.demo import LINK
 from perada.data import FederatedDataModule
-from perada.deploy.protocol import LocalTransport
-from perada.deploy.recipe import Recipe
-from perada.deploy.server.coordinator import Coordinator, Terms
+from perada.deploy.protocol import LocalTransport, Terms
+from perada.deploy.recipe import Recipe, ServerRecipe
+from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.site.client import Client
 from perada.deploy.site.data import only
 from perada.deploy.site.file import Limits
@@ -58,9 +61,10 @@ class Parties:
         self.trainer(loop).fit(module, datamodule=self.data(self.whole))
         return loop, module
 
-    def recipe(self, place=None):
+    def recipe(self, place=None, **of_server):
         data = self.whole if place is None else only(self.whole, place)
-        return Recipe(TEXT, self.module(), self.loop(), self.trainer(), self.data(data))
+        kind = ServerRecipe if of_server else Recipe
+        return kind(TEXT, self.module(), self.loop(), self.trainer(), self.data(data), **of_server)
 
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
         client = Client(self.recipe(place), Limits(**limits))
@@ -71,18 +75,9 @@ class Parties:
         return {name: self.worker(place, **given) for place, name in enumerate(self.names)}
 
     def coordinator(self, transport, resume=False, classes=None, loggers=(), **terms):
-        terms = {"min_sites": len(self.sizes), "deadline": 60.0} | terms
-        return Coordinator(
-            self.recipe(),
-            transport,
-            self.folder / "server",
-            Terms(**terms),
-            public=self.whole.public,
-            num_classes=3,
-            classes=classes,
-            loggers=loggers,
-            resume=resume,
-        )
+        terms = {"min_sites": len(self.sizes), "deadline": 60.0, "resume": resume} | terms
+        recipe = self.recipe(public=self.whole.public, num_classes=3, classes=classes, loggers=loggers)
+        return Coordinator(recipe, transport, self.folder / "server", Terms(**terms))
 
     def deployed(self, **terms):
         """Coordinator and workers after a run."""
@@ -90,6 +85,32 @@ class Parties:
         coordinator = self.coordinator(LocalTransport(workers), **terms)
         coordinator.run()
         return coordinator, workers
+
+
+class Watched:
+    """For a federation on this machine whose processes and runs can be looked at."""
+
+    def online(self):
+        """Number of SuperNodes that the SuperLink hears from."""
+        listed = json.loads(self.flwr("supernode", "list", LINK, "--format", "json"))
+        return sum(node["status"] == "online" for node in listed["nodes"])
+
+    def runs(self):
+        """States of Flower's runs by their id, such as ``finished:completed``."""
+        listed = json.loads(self.flwr("list", LINK, "--format", "json"))["runs"]
+        return {str(run["run-id"]): run["status"] for run in listed}
+
+    def children(self, pid, name):
+        """Ids of the processes of a program that descend from a process."""
+        parents, words = {}, {}
+        for one in self.alive():
+            with suppress(FileNotFoundError):  # it may end meanwhile
+                parents[one] = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
+                words[one] = Path(f"/proc/{one}/cmdline").read_text().split("\0")[:3]
+        below = {pid}
+        while more := {one for one, parent in parents.items() if parent in below} - below:
+            below |= more
+        return [one for one in below - {pid} if any(word.endswith(name) for word in words[one])]
 
 
 class Supervisor:

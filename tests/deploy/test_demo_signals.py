@@ -28,7 +28,7 @@ def begin(self, rounds):
 
 demo.Demo.begin = begin
 running.program = lambda name: Path("/bin/sleep")
-demo.run_app = lambda *_: running._shown(["301"], {})
+demo.run_app = lambda *_: running.follow(["301"], {})
 demo.run_demo(1)
 """
 

@@ -10,28 +10,40 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from perada.cli import main
+from perada.deploy.flower import keys, running
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
 from perada.deploy.flower.running import Link, run_app, write_connection
-from perada.deploy.flower.server_app import RunOptions
+from perada.deploy.protocol import Terms
+
+AUTHORITY = """\
+-----BEGIN CERTIFICATE-----
+MIIBfjCCASWgAwIBAgIUNxmDd5zs/40u6tHDZ6VOgcBYyB4wCgYIKoZIzj0EAwIw
+DDEKMAgGA1UEAwwBdDAgFw0yNjExMjQyMDQyMjNaGA8yMTI2MTAzMTIwNDIyM1ow
+DDEKMAgGA1UEAwwBdDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABG9qza8UOhRW
+WGlfuoEsT/8fnTyZQrVJln4ZDeiYix7FUmG9vXH+xRelO/N4+nHmA82dHLn+lqMn
+xdp2aK6oxdGjYzBhMB0GA1UdDgQWBBSrbig6tLZC/2RfyZLJ8KnhorkdazAfBgNV
+HSMEGDAWgBSrbig6tLZC/2RfyZLJ8KnhorkdazAPBgNVHRMBAf8EBTADAQH/MA4G
+A1UdDwEB/wQEAwICBDAKBggqhkjOPQQDAgNHADBEAiBWi28trGDgX83Ih+rcTM/5
+8oYggpiSuk8sylK+sBBLYwIgfsth/ON0ABqzUVUhR7K7wP6mQZCuS8X3V56PcZys
+Up4=
+-----END CERTIFICATE-----
+"""
 
 
-def certificate(folder, days=None):
-    """A file like ca.crt; where cryptography is not installed nobody reads it."""
+def certificate(folder):
+    """The certificate of an authority, made by OpenSSL, that is valid until 2126."""
     path = folder / "ca.crt"
-    try:
-        write_server_keys(folder / "keys", ["localhost"], days or 30)
-    except ImportError:
-        path.write_text("")
-    else:
-        shutil.copy(folder / "keys" / ("server.pem" if days else "ca.crt"), path)
+    path.write_text(AUTHORITY)
     return path
 
 
@@ -46,7 +58,7 @@ def test_the_app_says_what_flower_asks_for(app):
     content = tomllib.loads((app / "app" / "pyproject.toml").read_text())
     assert content["project"]["name"] == "chest-x-rays"
     assert content["tool"]["flwr"]["app"]["config"]["digest"] == "ab" * 32
-    assert RunOptions.of(content["tool"]["flwr"]["app"]["config"]) == RunOptions()
+    assert Terms.of(content["tool"]["flwr"]["app"]["config"]) == Terms()
     for component in content["tool"]["flwr"]["app"]["components"].values():
         module, attribute = component.split(":")
         text = (app / "app" / (module.replace(".", "/") + ".py")).read_text()
@@ -137,12 +149,12 @@ def test_names_that_no_app_can_have(tmp_path, name):
 )
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
-        RunOptions(**options)
+        Terms(**options)
 
 
 def test_options_come_back_from_flower_as_they_went():
-    options = RunOptions(3, 5, 1.5, "skip", True, "/srv/state")
-    assert RunOptions.of(options.config() | {"digest": "ab"}) == options
+    options = Terms(3, 5, 1.5, "skip", True, "/srv/state")
+    assert Terms.of(options.config() | {"digest": "ab"}) == options
     assert "min-sites" in options.config()
 
 
@@ -167,7 +179,7 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             Link(where, given)
-    with pytest.raises(FileNotFoundError, match="is not a file; give the"):
+    with pytest.raises(ValueError, match=r"none\.crt' is not an authority's certificate; give the"):
         Link("link.example.org:8000", tmp_path / "none.crt")
 
 
@@ -228,30 +240,42 @@ def test_a_run_is_followed_to_its_end(tmp_path, app, monkeypatch, capfd, does, c
     )
     flower.chmod(0o755)
     monkeypatch.setattr("perada.deploy.flower.running.program", lambda name: flower)
-    ended = run_app(app / "app", Link("localhost:8000", certificate(tmp_path)), RunOptions())
+    ended = run_app(app / "app", Link("localhost:8000", certificate(tmp_path)), Terms())
     assert ended == (0 if code == "finished:completed" else 130 if "kill" in does else 1)
     assert said in "".join(capfd.readouterr())
 
 
 def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_refused(tmp_path, monkeypatch):
+    file, expires = certificate(tmp_path), datetime.datetime(2126, 10, 31, 20, 42, 23, tzinfo=datetime.UTC).timestamp()
+
+    def days_before(days):
+        now = SimpleNamespace(time=lambda: expires - days * 86400, strftime=time.strftime, gmtime=time.gmtime)
+        monkeypatch.setattr(running, "time", now)
+
+    days_before(61)
+    Link("localhost:8000", file)
+    days_before(59)
+    with pytest.warns(UserWarning, match=r"ca.crt' expires on 2126-10-31; write another by"):
+        Link("localhost:8000", file)
+    days_before(-1)
+    with pytest.raises(ValueError, match=r"ca\.crt' expired on 2126-10-31"):
+        Link("localhost:8000", file)
+    file.write_text("no certificate")
+    with pytest.raises(ValueError, match=r"is not an authority's certificate; give the ca\.crt"):
+        Link("localhost:8000", file)
+
+
+@pytest.mark.filterwarnings("error")
+def test_certificates_that_are_written_are_read(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
-    soon = certificate(tmp_path, days=30)
-    with pytest.warns(UserWarning, match=r"ca.crt' expires on \d{4}-\d\d-\d\d; write another by"):
-        Link("localhost:8000", soon)
-    real = datetime.datetime
-
-    class Later(real):
-        @classmethod
-        def now(cls, zone=None):
-            return real.now(zone) + datetime.timedelta(days=40)
-
-    monkeypatch.setattr("perada.deploy.flower.keys.datetime.datetime", Later)
-    with pytest.raises(ValueError, match=r"ca\.crt' expired on"):
-        Link("localhost:8000", soon)
-    monkeypatch.undo()
-    soon.write_text("no certificate")
-    with pytest.raises(ValueError, match="is not a certificate; give one in PEM"):
-        Link("localhost:8000", soon)
+    write_server_keys(tmp_path, ["localhost"])
+    Link("localhost:8000", tmp_path / "ca.crt")
+    with pytest.raises(ValueError, match=r"is not an authority's certificate; give the ca\.crt"):
+        Link("localhost:8000", tmp_path / "server.pem")
+    monkeypatch.setattr(keys, "AUTHORITY_DAYS", 30)
+    last = write_server_keys(tmp_path / "soon", ["localhost"], days=30)
+    with pytest.warns(UserWarning, match=rf"ca.crt' expires on {last}"):
+        Link("localhost:8000", tmp_path / "soon" / "ca.crt")
 
 
 def test_why_a_run_failed_is_said(tmp_path, app, monkeypatch, capfd):
@@ -266,7 +290,7 @@ def test_why_a_run_failed_is_said(tmp_path, app, monkeypatch, capfd):
         monkeypatch.setattr("perada.deploy.flower.running.program", lambda name, flower=flower: flower)
         folder = tmp_path / said
         folder.mkdir()
-        assert run_app(app / "app", Link("localhost:8000", certificate(folder)), RunOptions()) == 1
+        assert run_app(app / "app", Link("localhost:8000", certificate(folder)), Terms()) == 1
         shown = "".join(capfd.readouterr())
         assert said in shown and "with --resume" in shown
 

@@ -20,7 +20,7 @@ from perada.cli.flower import recipe_digest
 from perada.deploy.server import progress as records
 from perada.deploy.site.state import STATE, Book, read_state
 
-from .parties import Supervisor
+from .parties import Supervisor, Watched
 
 pytestmark = pytest.mark.slow
 ROUNDS = 6
@@ -34,7 +34,7 @@ def long_rounds(rounds):
     return yaml.safe_dump(recipe)
 
 
-class Killed(Demo):
+class Killed(Watched, Demo):
     """Three sites, of which beta can be held in the middle of a round."""
 
     def command(self, resume):

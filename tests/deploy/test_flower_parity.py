@@ -12,14 +12,19 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
 from perada.cli import main
-from perada.cli.demo import ENVIRONMENT, SITES, Demo, demo_recipe, run_demo, site_file
+from perada.cli.demo import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, run_demo, site_file
 from perada.cli.flower import recipe_digest
-from perada.deploy.flower.loopback import LINK
 from perada.deploy.flower.running import program
 from perada.deploy.server import progress as records
 from perada.deploy.site.state import STATE, read_state
 
+from .parties import Watched
+
 pytestmark = pytest.mark.slow
+
+
+class Watching(Watched, Demo):
+    """The demonstration, whose processes can be looked at."""
 
 
 def local(folder, rounds):
@@ -56,7 +61,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
     """The personal states too are those of a run in which nothing happened."""
     here = tmp_path / "here"
     here.mkdir()
-    with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as demo:
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, Watching(Path(folder), SITES, ENVIRONMENT) as demo:
         demo.begin(2)
         words = [program("flwr"), "run", demo.app, LINK, "--stream", "-c"]
         config = f'min-sites=3 deadline=300.0 state="{demo.folder}/server"'

@@ -19,18 +19,18 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
+from perada.cli.demo import LINK, Loopback
 from perada.deploy.flower.keys import write_site_keys
-from perada.deploy.flower.loopback import LINK, Loopback
 from perada.deploy.flower.running import program
 
-from .parties import Supervisor
+from .parties import Supervisor, Watched
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SITES = ["alpha", "beta", "gamma"]
 
 
-class Stubs(Loopback):
+class Stubs(Watched, Loopback):
     """Three sites with stub workers."""
 
     def begin(self):

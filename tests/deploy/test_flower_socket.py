@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from perada.deploy.flower import socket as module
-from perada.deploy.flower.socket import CODES, LONGEST_NAME, STALLED, Listener, ask, from_supervisor
-from perada.deploy.protocol import Failure
+from perada.deploy.flower.socket import LONGEST_NAME, STALLED, Listener, ask, supervised
+from perada.deploy.protocol import CODES, Failure
 
 
 @pytest.fixture
@@ -261,9 +261,9 @@ def test_a_socket_of_another_user_is_not_used(path, monkeypatch):
 
 
 def test_places_where_no_socket_can_be(path):
-    with pytest.raises(ValueError, match="more than 100 bytes"):
-        Listener(path.with_name("x" * 100))
-    with pytest.raises(ValueError, match="has no folder; make"):
+    with pytest.raises(OSError, match="too long"):
+        Listener(path.with_name("x" * 110))
+    with pytest.raises(FileNotFoundError, match="none"):
         Listener(path.parent / "none" / "site.sock")
     path.write_text("notes")
     with pytest.raises(ValueError, match="is not a socket; remove it"):
@@ -292,8 +292,8 @@ def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
     """As systemd hands it on: descriptor 3, and two variables of the environment."""
     code = (
         "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n"
-        "from perada.deploy.flower.socket import from_supervisor\n"
-        "with from_supervisor() as listener: listener.serve(lambda message, run: message * 2, 1)"
+        "from perada.deploy.flower.socket import Listener\n"
+        "with Listener(None) as listener: listener.serve(lambda message, run: message * 2, 1)"
     )
     with socket.socket(socket.AF_UNIX) as opened:
         opened.bind(str(path))
@@ -304,4 +304,4 @@ def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
         assert process.wait(5) == 0
     assert path.exists()  # it is the supervisor's
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
-    assert from_supervisor() is None
+    assert not supervised()

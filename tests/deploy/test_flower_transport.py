@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from perada.deploy.flower import transport
 from perada.deploy.flower.app import client_app
-from perada.deploy.flower.socket import CODES
 from perada.deploy.flower.transport import FlowerTransport, packed, unpacked
-from perada.deploy.protocol import Failure
+from perada.deploy.protocol import CODES, Failure
 
 
 @pytest.fixture(autouse=True)
@@ -98,17 +98,22 @@ def test_it_returns_at_the_deadline_and_messages_expire_with_it():
 
 def test_replies_to_messages_of_before_do_not_put_the_deadline_off():
     """Each of them was waited for as long as the first."""
-    made = carried(Grid({"a": []}))
+    grid = Grid({"a": [None], **{name: [None] for name in "bcdef"}})
+    made = carried(grid)
+    made.exchange(dict.fromkeys("bcdef", b"before"), 1, 0.01)
+    made._under_way = [replace(sent, expires=sent.expires + 60) for sent in made._under_way]
     stop = threading.Event()
 
     def disturb():
-        while not stop.wait(0.05):
-            made._arrived.put(("a message of before", None))
+        for sent in list(made._under_way):
+            stop.wait(0.05)
+            sent.reply = b"of before"
+            made._arrived.set()
 
     thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
     begin = time.monotonic()
-    assert made._pull(0.3) == []
+    assert made.exchange({"a": b"m"}, 1, 0.3) == {"a": Failure("late")}
     took = time.monotonic() - begin
     stop.set()
     thread.join()
@@ -180,10 +185,10 @@ def test_names_are_those_of_registered_keys_and_each_is_one_sites(caplog):
     grid = Grid({"a": [], "b": [], "twice": []}, nodes)
     carrier = carried(grid)
     assert carrier.names() == carrier.names() == ["a", "b"]
-    warned = [record.args for record in caplog.records]
-    assert ("twice", 2) in warned
-    assert [args[1] for args in warned if args != ("twice", 2)] == ["no name", "no key"]  # each said once
-    assert len({args[2] for args in warned if len(args) > 2}) == 2
+    unnamed, keyless, twice = [record.getMessage() for record in caplog.records]  # each said once
+    assert unnamed.startswith("SuperNode 3 is left out, since it has no name; register its key again")
+    assert keyless.startswith("SuperNode 4 is left out, since it has no key; start it with --auth")
+    assert twice.startswith("'twice' is registered for 2 keys and is left out")
     assert carrier.exchange({"twice": b"m", "gone": b"m"}, 2, 5) == dict.fromkeys(
         ["twice", "gone"], Failure("unreachable")
     )
@@ -286,7 +291,5 @@ def test_whatever_fails_in_the_client_app_leaves_as_a_code(monkeypatch):
 
 
 def test_the_client_app_starts_without_torch():
-    code = (
-        "import sys; import perada.deploy.flower.app as one; one.client_app(); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; import perada.deploy.flower.app as one; one.client_app(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from perada.deploy.protocol import Answer, Failure, LocalTransport, digest, header_of, pack, spec_of, unpack
+from perada.deploy import files
+from perada.deploy.protocol import Answer, Failure, LocalTransport, Terms, digest, header_of, pack, spec_of, unpack
 from perada.deploy.server import progress as records
-from perada.deploy.server.progress import Terms
 from perada.deploy.site.file import Limits
 from perada.privacy import ClientPrivacy
 from perada.server.rules import Median
@@ -138,7 +138,8 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
         real(path, content, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_atomic", stopping)
+        for module in (records, files):
+            patch.setattr(module, "write_atomic", stopping)
         with pytest.raises(Stopped):
             first.run()
     first.close()
@@ -197,7 +198,8 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
 
     killed = parties.coordinator(LocalTransport(workers))
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_atomic", stopping)
+        for module in (records, files):
+            patch.setattr(module, "write_atomic", stopping)
         with pytest.raises(Stopped):
             killed.run()
     killed.close()
@@ -360,8 +362,8 @@ def test_terms_that_cannot_be_kept_are_refused(options, message):
     ("given", "message"),
     [
         ({"loop": {"max_failures": 3}}, "max_failures cannot be used in a deployment"),
-        ({"loop": {"diagnostics": True}}, "diagnostics cannot be measured in a deployment"),
-        ({"data": {"shifts": {"noise": ["gaussian_noise"]}}}, "shifts cannot be scored in a deployment"),
+        ({"loop": {"diagnostics": True}}, "diagnostics cannot be used in a deployment: they need what all clients have"),
+        ({"data": {"shifts": {"noise": ["gaussian_noise"]}}}, "shifts cannot be used in a deployment: they are drawn from the test images of all"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_by_name(given, message, tiny, tmp_path):

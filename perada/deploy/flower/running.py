@@ -29,8 +29,8 @@ QUIET = {
 SOON = 60
 """Days before a certificate expires in which a warning says so."""
 SILENT = (
-    "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the run was "
-    "killed"
+    "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the run "
+    "was killed"
 )
 _STARTED = re.compile(r"Successfully started run (\d+)")
 
@@ -97,7 +97,9 @@ def _check_expiry(file: Path) -> None:
         context.load_verify_locations(file)
         last = min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in context.get_ca_certs())
     except (OSError, ValueError):
-        raise ValueError(f"{str(file)!r} is not an authority's certificate; give the ca.crt of the server's keys") from None
+        raise ValueError(
+            f"{str(file)!r} is not an authority's certificate; give the ca.crt of the server's keys"
+        ) from None
     day = time.strftime("%Y-%m-%d", time.gmtime(last))
     if last < time.time():
         raise ValueError(f"{str(file)!r} expired on {day}; write another by `perada deploy keys server`")
@@ -140,7 +142,7 @@ def run_app(app: Path, link: Link, terms: Terms) -> int:
             return 130
         if run is None:
             return 1
-        words = [program("flwr"), "list", name, "--run-id", run, "--format", "json"]
+        words = [str(program("flwr")), "list", name, "--run-id", run, "--format", "json"]
         listed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     rows = json.loads(listed.stdout)["runs"] if listed.returncode == 0 else []
     row = rows[0] if rows else {"status": "unknown: the SuperLink does not answer"}

@@ -233,6 +233,9 @@ def _bound(path: Path) -> socket.socket:
     before = os.umask(0o177)
     try:
         listening.bind(os.fspath(path))
+    except OSError:
+        listening.close()
+        raise
     finally:
         os.umask(before)
     listening.listen(8)

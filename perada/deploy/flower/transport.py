@@ -115,9 +115,10 @@ class FlowerTransport:
         digests = {site: digest(message) for site, message in messages.items()}
         results: dict[str, bytes | Failure] = {}
         while True:
-            for sent in self._under_way:
-                if sent.reply is not None and digests.get(sent.site) == sent.digest:
-                    results[sent.site] = sent.reply
+            for sent, reply in [(sent, sent.reply) for sent in self._under_way if sent.reply is not None]:
+                self._under_way.remove(sent)
+                if digests.get(sent.site) == sent.digest:
+                    results[sent.site] = reply
             now, replies = time.monotonic(), sum(isinstance(reply, bytes) for reply in results.values())
             if replies >= enough or len(results) == len(messages) or now >= end:
                 break
@@ -201,4 +202,4 @@ def _is_open(sent: _Sent, nodes: Mapping[str, tuple[int, str]]) -> bool:
     lost = sent.node != nodes.get(sent.site, sent.node)
     if lost:
         log.info("%s: its SuperNode is there anew; its message is sent again", sent.site)
-    return not lost and sent.reply is None and sent.expires > time.monotonic()
+    return not lost and sent.expires > time.monotonic()

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.loggers import Logger
-from torch.utils.data import Dataset
 
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
 from perada.data.batches.transforms import Preparation
 from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, largest, pack, spec_of
-from perada.deploy.recipe import Recipe, is_plain, labels_digest, laid_out
+from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, read_progress, write_progress
 from perada.deploy.server.rounds import PAUSE, ServerImages, ask, close_round, log_each, log_round, mean_scores
 from perada.federation.server import Server
@@ -34,42 +32,26 @@ class Coordinator:
     """Runs the rounds of a recipe over a transport. What it knows is on its disk after each round.
 
     Args:
-        recipe: Of which the data's options are used, not its images.
+        recipe: Of whose data the options are used.
         transport: To the sites.
         folder: Of the run.
         terms: When rounds are closed, and whether the run in the folder is resumed.
-        public: Public images, for algorithms that distil; by default none.
-        num_classes: Number of classes.
-        multilabel: Whether images have several labels.
-        classes: Names of the classes; None lets the first site that joins say them.
-        loggers: Get the metrics of each round, beside ``metrics.csv`` in the folder.
 
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
         FileNotFoundError: If there is nothing to resume.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        transport: Transport,
-        folder: Path,
-        terms: Terms,
-        *,
-        public: Dataset[Any] | None = None,
-        num_classes: int,
-        multilabel: bool = False,
-        classes: Sequence[str] | None = None,
-        loggers: Sequence[Logger] = (),
-    ) -> None:
+    def __init__(self, recipe: ServerRecipe, transport: Transport, folder: Path, terms: Terms) -> None:
         self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
-        recipe.build(num_classes, multilabel)
+        classes, multilabel = recipe.classes, recipe.multilabel
+        recipe.build(recipe.num_classes, multilabel)
         module, loop = recipe.module, recipe.loop
         self.settings = recipe.settings()
         assert module.adapted is not None
         data, (padding, flip) = recipe.data, recipe.data.augmentation
         self.images = ServerImages(
-            public, Preparation(module.adapted.backbone.image, data.image_size, padding, flip, loop.seed)
+            recipe.public, Preparation(module.adapted.backbone.image, data.image_size, padding, flip, loop.seed)
         )
         self._check()
         self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
@@ -85,12 +67,12 @@ class Coordinator:
             self.server.load_state_dict(states)
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
-            self.progress.labels = "" if classes is None else labels_digest(num_classes, multilabel, classes)
+            self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
         self.level = recipe.level(terms.min_sites)
         if self.level is not None and self.progress.level is not None:
             self.level.load_state_dict(self.progress.level)
         transport.most = largest(recipe.template.sent)
-        self.loggers = list(loggers)
+        self.loggers = list(recipe.loggers)
         for row in self.progress.history:  # each start logs the whole run
             log_round(self.loggers, row)
         self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
@@ -240,7 +222,7 @@ class Coordinator:
                 said = time.monotonic() + SAID
                 outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
                 log.info(
-                    "round %d waits for sites, up to %.0f s more: %d of at least %d are there; connected, but outside: %s",
+                    "round %d waits for sites, %.0f s more: %d of at least %d are there; connected, not joined: %s",
                     *(progress.done, end - time.monotonic(), len(able), terms.min_sites, outside or "none"),
                 )
             _pause(end)

@@ -139,7 +139,7 @@ class Book:
 def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
     """A run's state, and the ``total``, ``rounds`` and ``sampling`` of all runs; a ValueError if it is damaged."""
 
-    def build(state: dict[str, Any], **all_runs: Any) -> tuple[RunState, dict[str, Any]]:  # noqa: ANN401  # likewise
+    def build(state: dict[str, Any], **all_runs: Any) -> tuple[RunState, dict[str, Any]]:
         Ledger().load_state_dict(all_runs["total"])
         return RunState(**state), {name: all_runs[name] for name in ("total", "rounds", "sampling")}
 
