@@ -25,7 +25,6 @@ from perada.lightning.strategies import check_trainer
 from perada.privacy import calibrate
 from perada.privacy.client_level import ClientLevel
 
-
 REFUSED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
     "max_failures": "--min-sites says how many must answer; leave it out",
