@@ -18,7 +18,7 @@ from benchmarks.timing import alone, growth, ratio, take_turns
 from perada.core.seeding import Streams
 from perada.core.states import expand, get_state, parameter_keys, train_mode
 from perada.engine import Engine, EngineName
-from perada.engine.losses import client_losses
+from perada.engine.engine import client_losses
 from perada.models.backbones import build_backbone, insert_adapter
 
 Way = Literal["folded", "loop", "single"]

@@ -11,7 +11,7 @@ from benchmarks.timing import alone, growth, ratio, take_turns
 from perada.core.seeding import Streams, generator
 from perada.core.states import State, expand, get_state, parameter_keys
 from perada.engine import Engine
-from perada.engine.losses import client_losses
+from perada.engine.engine import client_losses
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.privacy import Privacy
 from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query

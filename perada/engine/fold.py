@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d
-from perada.engine.prefix import Constant, Prefix
 from perada.engine.stacked_layers import (
     FoldContext,
     OwnerTwin,
@@ -22,6 +21,7 @@ from perada.engine.stacked_layers import (
     drop_rate,
 )
 
+Wrap = Callable[[nn.Module, str], nn.Module]
 TwinFactory = Callable[[nn.Module, FoldContext], nn.Module]
 TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Linear: StackedLinear,
@@ -63,11 +63,11 @@ class Fold:
     missing: dict[str, str]
 
 
-def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None = None) -> Fold:
+def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = None) -> Fold:
     """Build the stacked twin of ``model``, sharing all its frozen modules; ``requires_grad`` tells what is trained.
 
     With ``random_only`` just the layers that draw random numbers are replaced, for the loop over clients: it runs the
-    single model, but must draw from the same streams. Outputs of modules of the ``prefix`` may be given, not computed.
+    single model, but must draw from the same streams. ``wrap`` puts something around what stands at a path.
     """
     context = FoldContext()
     rows: set[str] = set()
@@ -77,9 +77,7 @@ def fold(model: nn.Module, *, random_only: bool = False, prefix: Prefix | None =
     def visit(module: nn.Module, path: str) -> nn.Module:
         if id(module) not in seen:
             made = replace(module, path)
-            if prefix is not None and path in prefix.shapes:
-                made = Constant(made, path, prefix)
-            seen[id(module)] = made
+            seen[id(module)] = made if wrap is None else wrap(made, path)
         return seen[id(module)]
 
     def replace(module: nn.Module, path: str) -> nn.Module:

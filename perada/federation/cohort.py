@@ -20,9 +20,8 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
 from perada.core.seeding import Streams
 from perada.core.states import State, clone, prefix
-from perada.engine.engine import Engine
+from perada.engine.engine import Engine, client_losses
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
-from perada.engine.losses import client_losses
 from perada.federation.settings import LocalTraining, Settings
 from perada.privacy.protection import Protection
 

@@ -18,8 +18,7 @@ from perada.core.checks import check_choice
 from perada.core.ranks import Ranks
 from perada.core.rounds import Shares
 from perada.core.states import State
-from perada.engine.engine import Engine
-from perada.engine.losses import client_losses
+from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort
 from perada.federation.metrics import probabilities
 from perada.federation.settings import FederationData, Settings

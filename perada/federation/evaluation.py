@@ -11,7 +11,7 @@ from torch import Tensor
 from perada.core.batches import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import send
-from perada.engine.losses import ensemble
+from perada.engine.engine import ensemble
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, Scores, Tally, probabilities, spread
 

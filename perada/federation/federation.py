@@ -12,8 +12,7 @@ from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
 from perada.core.states import State, clone, expand, megabytes, numel, prefix, stack, unstack
-from perada.engine.engine import Engine
-from perada.engine.losses import compare
+from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.server import Progress, RoundReport, Server, look_at

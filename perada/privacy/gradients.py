@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from perada.core.seeding import Streams
 from perada.core.states import State, train_mode, trained_keys
-from perada.engine.engine import Engine
-from perada.engine.fold import fold
-from perada.engine.losses import real_rows, row_losses
+from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import factors_of, noisy_mean, sensitivity, wide
 from perada.privacy.hooks import RowGradients, Whole, apart, hooked, layers, quiet, row_gradients
@@ -87,7 +85,7 @@ class FoldedGradients:
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.engine, self.multilabel = options, engine, multilabel
-        folded = fold(engine.model, prefix=engine.prefix)
+        folded = engine.folded()
         self._context, self._rows = folded.context, folded.row_keys
         for module in folded.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -160,7 +158,7 @@ class OpacusGradients:
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.engine, self.multilabel = options, engine, multilabel
-        folded = fold(engine.model, random_only=True, prefix=engine.prefix)
+        folded = engine.folded(random_only=True)
         self._context, self._model = folded.context, apart(folded.model)
 
     def __call__(self, query: Query) -> State:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
-from perada.engine.losses import ensemble
+from perada.engine.engine import ensemble
 from perada.models.backbones import AdaptedModel
 from perada.models.unwrapping import IMAGE
 from perada.results.inference import Predictions, client_index, predict

@@ -14,7 +14,7 @@ from perada.core.batches import CohortBatch
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
-from perada.engine.losses import client_losses
+from perada.engine.engine import client_losses
 from perada.federation.cohort import Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot

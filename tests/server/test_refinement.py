@@ -11,7 +11,7 @@ from torch import nn
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.engine import Engine
-from perada.engine.losses import ensemble
+from perada.engine.engine import ensemble
 from perada.federation.evaluation import predictive_entropy
 from perada.server import Distillation, Distiller
 

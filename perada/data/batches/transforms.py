@@ -17,7 +17,7 @@ from perada.core.batches import CohortBatch, EvalBatch, ImageConfig
 from perada.core.checks import check_number
 from perada.core.seeding import generator
 from perada.core.states import send
-from perada.engine.losses import real_rows
+from perada.engine.engine import real_rows
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535  # what 16 bits hold

@@ -16,7 +16,7 @@ from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.site.data import OneClient
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import RunState
-from perada.engine.losses import compare, ensemble
+from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import Site, Trained
 from perada.federation.metrics import Scores
 from perada.federation.settings import Settings
