@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from perada.cli.messages import one_line
-from perada.cli.parser import full_names, spelt_out
+from perada.cli.parser import full_names, spelt_out, wrong_option
 from perada.cli.recipes import recipe_files
 from perada.cli.runs import PeradaCLI, make_cli
 from perada.compare.running import quiet
@@ -28,13 +28,8 @@ from perada.core.text import printable
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
 """What a run ends in where it is refused; any other error is a mistake in the program."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
-_OPTIONS = (
-    r"^unrecognized arguments: (?:\S+ )*?--(?P<name>[\w.-]+)",
-    r"(?:Group '(?P<section>[^']+)' |^).*does not accept option '(?P<name>[^']+)'",
-    r"(?:^(?P<section>[\w.]+): .*)?Option '(?P<name>[^']+)' is not accepted",
-    r"^(?:(?P<section>(?:client_)?privacy|distillation): )?(?P<name>[a-z_][\w.]*)(?:=|:| '| is \d)",
-)
-"""How messages name the option that they are about."""
+_NAME = re.compile(r"(?:((?:client_)?privacy|distillation): )?([a-z_][\w.]*)(?:=|:| '| is \d)")
+"""How a message begins with the option that it is about."""
 
 
 class _SetUpError(Exception):
@@ -82,10 +77,9 @@ def findings(recipes: list[dict[str, Any]], words: Sequence[str]) -> tuple[list[
         said = [printable(" ".join(str(one.message).split())) for one in caught if one.category is UserWarning]
         if error is None:
             return refused, list(dict.fromkeys(said)), made
-        text = one_line(error)
-        known = _leave_out(text, recipes, words)
+        known = _leave_out(error, recipes, words)
         if known or not refused:
-            refused.append(text)
+            refused.append(one_line(error))
         if not known:
             return refused, list(dict.fromkeys(said)), None
 
@@ -108,12 +102,14 @@ def _set_up(recipes: list[dict[str, Any]], words: list[str]) -> tuple[PeradaCLI 
     return None, None
 
 
-def _leave_out(message: str, recipes: list[dict[str, Any]], words: list[str]) -> bool:
-    """Remove the option that a message begins with, where it is clear which one it is; whether there was one."""
-    found = next(filter(None, (re.search(form, message) for form in _OPTIONS)), None)
-    if found is None:
+def _leave_out(error: Exception, recipes: list[dict[str, Any]], words: list[str]) -> bool:
+    """Remove the option that an error is about, where it is clear which one it is; whether there was one."""
+    if wrong := wrong_option(str(error)):
+        name = wrong[1]
+    elif found := _NAME.match(one_line(error)):
+        name = ".".join(filter(None, found.groups()))
+    else:
         return False
-    name = ".".join(filter(None, (found.groupdict().get("section"), found["name"])))
     given = [place for place, word in enumerate(words) if word.startswith("--") and _is(name, word[2:].split("=")[0])]
     if given:
         follows = "=" not in words[given[-1]] and not "".join(words[given[-1] + 1 :][:1]).startswith("-")

@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm
-from perada.cli.parser import import_named
+from perada.cli.parser import with_own_classes
 from perada.results.clients import check_none_lost, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
@@ -130,11 +130,11 @@ def _own_algorithm(config: Path) -> Algorithm | None:
         raise ValueError(f"{str(config)!r} is not the config.yaml of a run ({error}); give a run's folder") from None
     if all("." not in name or name.startswith("perada.") for name in _classes_in(asked)):
         return None
-    import_named([str(config)])
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--algorithm", type=Algorithm)
     try:
-        made: Algorithm = parser.instantiate_classes(parser.parse_object({"algorithm": asked})).algorithm
+        parsed = with_own_classes(lambda: parser.parse_object({"algorithm": asked}))
+        made: Algorithm = parser.instantiate_classes(parsed).algorithm
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the algorithm in {str(config)!r} cannot be made again ({reason}); correct it") from error

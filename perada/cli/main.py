@@ -61,7 +61,7 @@ COMMANDS: Tree = {
     "ls": ("perada.cli.main:ls", "List the shipped recipes."),
     "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
     "init": ("perada.cli.init:init", "Ask four questions and write a recipe."),
-    "schema": ("perada.cli.schema:schema", "Print a JSON schema of recipes, for editors."),
+    "schema": ("perada.cli.help:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
         "perada.cli.runs:compare",
         "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",

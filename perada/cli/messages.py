@@ -5,87 +5,78 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from typing import TextIO
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from perada.core.text import printable
 
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
-_PLAIN = {
-    r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
-    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"\2 is unknown; choose one of \1",
-    r"Expected a <class '(.*)'>\. Got value: (.*)": r"\2 cannot be used; give a value of type \1",
-    r"Expected a <class '(.*)'>$": r"give a value of type \1",
-    r"Problem with given class_path '(.*)':": r"\1:",
-    r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
-}
-"""What jsonargparse says, and how we say it."""
-_A_PATH = re.compile(r"Expected a path but (.*) either not accessible or invalid")
-_ABSTRACT = re.compile(r"Expected an instantiatable class, but (?:(\S+) )?is abstract")
-_MISSING = re.compile(r"No module named |module '[^']+' has no attribute ")
+_PATH = r"(?:Expected a path but (\S+) either not accessible or invalid\n)?"
+
+
+def hint(wrong: str, known: Iterable[str], otherwise: str) -> str:
+    """What may have been meant by a word that is not among the ``known`` ones."""
+    close = get_close_matches(wrong, [*known], 1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def one_line(error: Exception) -> str:
     """An error's message on one line, without control characters and without what jsonargparse says of its workings."""
     lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
     shifts = [line for line in lines if line.startswith("shifts: ")]  # what else they might have been says nothing
-    lines = shifts[:1] or _of_classes([line for line in lines if line and not line.startswith(_NOISE)])
+    text = "\n".join(shifts[:1] or [line for line in lines if line and not line.startswith(_NOISE)])
     for said, plain in _PLAIN.items():
-        lines = [re.sub(said, plain, line) for line in lines]
-    text = " ".join(lines)
-    wrong = re.search(r"Expected a dot import path string: (\w+)", text)
-    if wrong:
-        from perada.algorithms import ALGORITHMS, Algorithm
-        from perada.data import ImageSet, Partition
-        from perada.server import SERVER_RULES, ServerRule
-
-        bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
-        names = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
-        short = {"federated.algorithm": [*ALGORITHMS], "federated.server_rule": [*SERVER_RULES]}
-        close = get_close_matches(wrong[1], names + short.get(text.partition(":")[0], []), 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known classes are {', '.join(names)}"
-        text = f"{text.partition(':')[0]}: there is no class {wrong[1]!r}; {hint}"
-    return printable(text)
+        text = re.sub(said, plain, text)
+    return printable(" ".join(text.splitlines()))
 
 
-def _of_classes(lines: list[str]) -> list[str]:
-    """What is said of a class that cannot be used: the reason alone, since nobody gave a path."""
-    kept: list[str] = []
-    value = ""
-    for line in lines:
-        path, abstract = _A_PATH.fullmatch(line), _ABSTRACT.fullmatch(line)
-        if path and path[1].endswith((".yaml", ".yml", ".json")):
-            return [*kept, f"{path[1]} cannot be read; give a file that is there, or a class"]
-        if path:
-            value = path[1]
-            continue
-        if _MISSING.match(line) and kept and kept[-1].startswith("Problem with given class_path"):
-            kept.pop()
-        if line.startswith("No module named "):
-            line += "; it must be in the current folder, on PYTHONPATH, or installed"
-        if line.startswith("Import path does not correspond to ") and value:
-            line = f"{value} is not {line.removeprefix('Import path does not correspond to ')}; give one"
-        if abstract:  # what else it might have been says nothing
-            return [*kept, _abstract(abstract[1] or value)]
-        kept.append(line)
-    return kept
+def _unknown(found: re.Match[str]) -> str:
+    """There is no class of that name."""
+    from perada.algorithms import ALGORITHMS, Algorithm
+    from perada.data import ImageSet, Partition
+    from perada.server import SERVER_RULES, ServerRule
+
+    bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
+    names = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
+    return f"there is no class {found[2]!r}; " + hint(
+        found[2], [*names, *ALGORITHMS, *SERVER_RULES], f"known classes are {', '.join(names)}"
+    )
 
 
-def _abstract(path: str) -> str:
-    """Why no object of a class can be made: it is a base of others, or lacks methods, by name where it can be found."""
+def _abstract(found: re.Match[str]) -> str:
+    """No object of a class can be made: it is a base of others, or lacks methods, by name where it can be found."""
+    path = found[2] or found[1] or "the class"
     module, _, name = path.rpartition(".")
     kind = getattr(sys.modules.get(module), name, None)
-    missing = sorted(getattr(kind, "__abstractmethods__", ()))
-    if not isinstance(kind, type) or not missing:
-        return f"{path or 'the class'} is abstract; give a class that has all its methods"
-    if known := sorted({found.__name__ for found in subclasses(kind)}):
+    if isinstance(kind, type) and (known := sorted({own.__name__ for own in subclasses(kind)})):
         return f"{path} is a base class, of which no object can be made; name one of its subclasses: {', '.join(known)}"
+    missing = sorted(getattr(kind, "__abstractmethods__", ())) or ["that are abstract"]
     return (
         f"{path} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)}, which its base class asks for; add it"
     )
+
+
+_PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
+    r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; give a file that is there, or a class",
+    rf"{_PATH}Import path does not correspond to (.*)": r"\1 is not \2; give one",
+    rf"(?s){_PATH}Expected an instantiatable class, but (?:(\S+) )?is abstract.*": _abstract,
+    rf"{_PATH}Expected a dot import path string: (\w+)": _unknown,
+    rf"{_PATH}Problem with given class_path '[^']+':\n(No module named .*)": (
+        r"\2; it must be in the current folder, on PYTHONPATH, or installed"
+    ),
+    rf"{_PATH}Problem with given class_path '[^']+':\n(module '[^']+' has no attribute )": r"\2",
+    _PATH[:-1]: "",
+    r"Problem with given class_path '(.*)':": r"\1:",
+    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"\2 is unknown; choose one of \1",
+    r"Expected a <class '(.*)'>\. Got value: (.*)": r"\2 cannot be used; give a value of type \1",
+    r"Expected a <class '(.*)'>$": r"give a value of type \1",
+    r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
+}
+"""What jsonargparse says, and how we say it."""
 
 
 def of_options(message: str, parser: ArgumentParser) -> str:
@@ -133,17 +124,10 @@ def short_warnings() -> None:
     """From now on, show what users are warned of as one line, without the place in the code that found it."""
     shown = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if issubclass(category, UserWarning) and file is None:
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, UserWarning):
             print(f"perada: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
         else:
-            shown(message, category, filename, lineno, file, line)
+            shown(message, category, *place)
 
     warnings.showwarning = show

@@ -3,12 +3,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from perada.cli.messages import hint
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 GROUPS = {
@@ -50,9 +51,8 @@ def find_recipe(name: str) -> list[Path]:
     known = recipes()
     key = name.removesuffix(".yaml")
     if key not in known:
-        close = get_close_matches(key, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else "`perada ls` lists the recipes"
-        raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {hint}")
+        meant = hint(key, known, "`perada ls` lists the recipes")
+        raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {meant}")
     return known[key]
 
 

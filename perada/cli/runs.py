@@ -5,6 +5,7 @@ import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,9 @@ from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
 
+from perada.cli.help import explained
 from perada.cli.messages import quiet_lightning
-from perada.cli.parser import RecipeParser, explained, import_named, spelt_out, with_proposal
+from perada.cli.parser import RecipeParser, spelt_out, with_own_classes, with_proposal
 from perada.cli.recipes import comparison
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile
@@ -130,7 +132,7 @@ class PeradaCLI(LightningCLI):
                     print(explained(own, word.partition("=")[2] or ("" if after.startswith("-") else after)))
                     sys.exit(0)
             try:
-                super().parse_arguments(parser, args)
+                with_own_classes(partial(super().parse_arguments, parser, args))
             except ArgumentError as error:
                 known = [action.dest for action in own._actions]
                 raise ArgumentError(None, with_proposal(str(error), known)) from error
@@ -177,7 +179,6 @@ def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ())
     ``command`` is what was typed, for the run's record.
     """
     words = spelt_out(args)
-    import_named(words)
     return PeradaCLI(
         model_class=FederatedClassifier,
         datamodule_class=FederatedDataModule,
