@@ -69,7 +69,7 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     division.download()
     if isinstance(division.dataset, OwnImages):
         division.dataset.known = remembered(given.state, division.dataset)
-    whole_data = division.share_out()[0]
+    whole_data = division.share_out()
     if not isinstance(place, int) or not 0 <= place < len(whole_data.train):
         raise ValueError(
             f"data: client={place!r} cannot be used; give a number from 0 to {len(whole_data.train) - 1}, of the "

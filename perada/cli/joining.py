@@ -53,7 +53,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     if output is not None and output.absolute() != path.absolute():
         check_none_lost(output, run.info)
     images = division_of_recipe(["--config", source]) if kind is None else _read_as(run, kind, source, vars(own))
-    data = images.share_out()[0]
+    data = images.share_out()
     joined = personalize(run, data, name, **options, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.save(output)

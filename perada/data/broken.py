@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
-from perada.data.batches.datasets import isolated_randomness, length, read_item, tensor_source
+from perada.core.files import write_atomic
+from perada.data.batches.datasets import isolated_randomness, length, read_item, resolved, tensor_source
 from perada.data.batches.transforms import UNREADABLE, MissingImageError, UnreadableImageError, to_image
 from perada.data.federated import FederatedData
 from perada.data.items import IMAGE_KEYS, check_datasets, parts_of
@@ -27,98 +27,52 @@ OnBroken = Literal["refuse", "skip"]
 _REMEDY = re.compile(r": (fix it|fetch it again|take it out)[^:]*$")
 
 
-def without_broken(
-    data: FederatedData, record: dict[str, Any], on_broken: OnBroken, workers: int, tested: bool = True
-) -> tuple[FederatedData, dict[str, Any]]:
+def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> FederatedData:
     """Read every image of the clients and the server once, and refuse or leave out those that cannot be read.
 
     Files are read by all processors at once. What was found of them is remembered until one changes (its size or its
     time), in ``perada`` in the user's cache folder. Items of other datasets are read by ``workers`` processes.
-
-    Args:
-        data: All datasets.
-        record: What ``partition.json`` holds: positions, or nothing where the data were given and not divided.
-        on_broken: ``refuse`` or ``skip`` them.
-        workers: Processes, as in training; 0 for this one.
-        tested: Whether the test images are used; else none of them is read, and there are none in what is returned.
-
-    Returns:
-        Data and record without them.
 
     Raises:
         ValueError: If there are any, and they are refused; the message lists all.
         TypeError: If something is not a map-style dataset.
     """
     check_datasets(data)
-    data = data if tested else replace(data, test=[])
-    parts = parts_of(data)
-    lost = _find([part.dataset for part in parts], [part.who for part in parts], workers)
-    said = [f"{part.who}: {lost[place][row]}" for place, part in enumerate(parts) for row in sorted(lost[place])]
+    parts, of_base = parts_of(data), dict[int, list[np.ndarray[Any, Any]]]()
+    found = [resolved(part.dataset) for part in parts]
+    for base, rows in found:
+        of_base.setdefault(id(base), []).append(rows)
+    lost = dict[int, dict[int, str]]()  # of each dataset, which others may be Subsets of, the items and why
+    for part, (base, _) in zip(parts, found, strict=True):
+        if id(base) not in lost:
+            wanted = np.unique(np.concatenate(of_base[id(base)])).tolist()
+            lost[id(base)] = _broken(base, wanted, part.who, workers)
+    sets, said = list[Dataset[Any]](), []
+    for part, (base, rows) in zip(parts, found, strict=True):
+        broken = lost[id(base)]
+        gone = [place for place, row in enumerate(rows.tolist()) if row in broken] if broken else []
+        kept = np.setdiff1d(np.arange(length(part.dataset)), gone).tolist()
+        sets.append(Subset(part.dataset, kept) if gone else part.dataset)
+        said += [f"{part.who}: {broken[rows[place]]}" for place in gone]
     if not said:
-        return data, record
+        return data
     what = f"{len(said)} image{'s' * (len(said) > 1)} cannot be read ({'; '.join(said)})"
     if on_broken == "refuse":
         raise ValueError(f"{what}: fix them or take them out, or leave them out by on_broken: skip (--data.on_broken)")
     warnings.warn(f"{what}: left out, as on_broken is skip", stacklevel=2)
-    kept = [np.setdiff1d(np.arange(length(part.dataset)), list(rows)) for part, rows in zip(parts, lost, strict=True)]
-    sets = [
-        Subset(part.dataset, rows.tolist()) if broken else part.dataset
-        for part, rows, broken in zip(parts, kept, lost, strict=True)
-    ]
-    train, test = len(data.train), len(data.train) + len(data.test)
-    server = iter(sets[test:])
-    public, validation = (None if one is None else next(server) for one in (data.public, data.server_validation))
-    whole = replace(data, train=sets[:train], test=sets[train:test], public=public, server_validation=validation)
-    for name, rows in (("train", kept[:train]), ("test", kept[train:test])):
-        if name in record and rows:
-            positions = zip(record[name], rows, strict=True)
-            record = record | {name: [_at(own, chosen) for own, chosen in positions]}
-    of_server = [name for name in ("public", "server_validation") if getattr(data, name) is not None]
-    for name, chosen in zip(of_server, kept[test:], strict=True):
-        if isinstance(record.get(name), list):
-            record = record | {name: _at(record[name], chosen)}
-    return whole, record
-
-
-def _at(positions: list[int], rows: np.ndarray[Any, Any]) -> list[int]:
-    chosen: list[int] = np.asarray(positions, dtype=np.int64)[rows].tolist()
-    return chosen
-
-
-def _find(datasets: list[Dataset[Any]], names: list[str], workers: int) -> list[dict[int, str]]:
-    """Of each dataset, the items that cannot be read, and why; what Subsets have in common is read once."""
-    bases: dict[int, tuple[Dataset[Any], str, list[np.ndarray[Any, Any]]]] = {}
-    rows: list[tuple[int, np.ndarray[Any, Any]]] = []
-    for dataset, name in zip(datasets, names, strict=True):
-        base: Any = dataset
-        own = np.arange(length(dataset))
-        while type(base) is Subset:
-            base, own = base.dataset, np.asarray(base.indices, dtype=np.int64)[own]
-        bases.setdefault(id(base), (base, name, []))[2].append(own)
-        rows.append((id(base), own))
-    found = {
-        key: _broken(base, np.unique(np.concatenate(wanted)).tolist(), name, workers)
-        for key, (base, name, wanted) in bases.items()
-    }
-    return [
-        {place: found[key][row] for place, row in enumerate(own.tolist() if found[key] else []) if row in found[key]}
-        for key, own in rows
-    ]
+    return data.with_datasets(sets)
 
 
 def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict[int, str]:
     """Items of a dataset that cannot be read, and why."""
-    source = None if isinstance(base, ImageFiles) else tensor_source(base, False)
-    if source is not None:
-        if not source.images.is_floating_point():
-            return {}
-        fine = source.images.flatten(1).isfinite().all(1).tolist()
-        return {row: f"image {row} has NaN or infinity" for row in rows if not fine[row]}
     if isinstance(base, ImageFiles):
         return {} if base.in_memory else _of_files(base, rows)  # which were read to be there
-    tried = DataLoader(_Tried(base, rows, who), batch_size=None, num_workers=workers)
+    source = tensor_source(base, False)
+    if source is not None:
+        broken = [] if not source.images.is_floating_point() else (~source.images.flatten(1).isfinite().all(1)).tolist()
+        return {row: f"image {row} has NaN or infinity" for row in rows if broken and broken[row]}
     with isolated_randomness():
-        return _reasons(rows, tried)
+        return _reasons(rows, DataLoader(_Tried(base, rows, who), batch_size=None, num_workers=workers))
 
 
 def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
@@ -142,11 +96,8 @@ def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
     if place is not None:
         with suppress(OSError):  # the next run reads them again
             place.parent.mkdir(parents=True, exist_ok=True)
-            part = place.with_name(f"{place.name}.{os.getpid()}.partial")
-            part.write_text(
-                json.dumps({path: found[row] for row, path in zip(rows, paths, strict=True) if row in found})
-            )
-            part.replace(place)
+            known = {path: found[row] for row, path in zip(rows, paths, strict=True) if row in found}
+            write_atomic(place, json.dumps(known).encode(), durable=False)
     return found
 
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lightning datamodule: an epoch is a communication round, a batch is one local step of the round's clients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from perada.core.batches import CohortBatch, EvalBatch, ImageConfig, one_of
-from perada.core.checks import check_whole
+from perada.core.checks import check_choice, check_whole
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan, sample_cohort
 from perada.core.states import send
 from perada.data.batches.datasets import length
@@ -20,21 +20,21 @@ from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.items import as_pairs
-from perada.data.options import check_reading, check_types
 from perada.data.partitions.base import Partition
-from perada.data.partitions.division import Division, EvaluateOn, check_holdout, hold_out
+from perada.data.partitions.division import Division, EvaluateOn, check_holdout, hold_out, positions
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
 
-
-class _Rounds(NamedTuple):
-    """What all rounds have in common: the options of :meth:`FederatedDataModule.configure_rounds`."""
-
-    clients_per_round: int | None = None
-    phases: tuple[Phase, ...] = (Phase(),)
-    private: PrivateSampling | None = None
-    eligible: Callable[[Sequence[int]], Sequence[int]] | None = None
+Eligible = Callable[[Sequence[int]], Sequence[int]]
+_SUCH: dict[str, tuple[type, str]] = {
+    "data": (FederatedData, "FederatedData(train=[...])"),
+    "dataset": (ImageSet, "Digits()"),
+    "partition": (Partition, "Dirichlet(20, 0.1)"),
+    "public": (ImageSet, "Photographs()"),
+    "shifts": (Mapping, "{'noise': 'gaussian_noise'}"),
+}
+"""What an option must be, and an example."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -108,12 +108,14 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "refuse",
     ) -> None:
         super().__init__()
-        check_types(data, dataset, partition, public, shifts)
+        objects = {"data": data, "dataset": dataset, "partition": partition, "public": public, "shifts": shifts}
+        for name, value in objects.items():
+            if value is not None and not isinstance(value, _SUCH[name][0]):
+                raise TypeError(f"{name}={value!r} cannot be used; give such as {_SUCH[name][1]}, or leave it out")
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
+        check_whole("seed", seed, 0, most=None)
         check_holdout(client_validation, evaluate_on)
-        self.holdout = client_validation, seed, evaluate_on
-        self.data, self._broken = data, (on_broken, num_workers, evaluate_on == "test")
-        self.division: Division | None = None
+        self.data, self.division = data, None
         if data is None:
             if dataset is None or partition is None:
                 raise ValueError(
@@ -130,15 +132,24 @@ class FederatedDataModule(pl.LightningDataModule):
         check_whole("eval_batch_size", eval_batch_size)
         check_whole("image_size", image_size, most=2**16, optional=True)
         check_whole("num_classes", num_classes, optional=True)
-        check_reading(seed, num_workers, crop_padding, flip, shifts_when, on_broken)
+        check_whole("num_workers", num_workers, 0)
+        check_whole("crop_padding", crop_padding, 0)
+        check_choice("flip", flip, [False, True])
+        check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
+        check_choice("on_broken", on_broken, get_args(OnBroken))
+        self.client_validation, self.evaluate_on, self.seed = client_validation, evaluate_on, seed
+        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
+        self.image_size, self.device_cache_mb, self.on_broken = image_size, device_cache_mb, on_broken
         self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
         self.conditions: list[Condition] = []
-        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
-        self.image_size, self.device_cache_mb, self._num_classes = image_size, device_cache_mb, num_classes
+        self.preparation = Preparation(None, image_size, crop_padding, flip)
+        self._num_classes = num_classes
         self._found: Checked | None = None
         self._record: dict[str, Any] = {}
-        self.preparation = Preparation(None, image_size, crop_padding, flip)
-        self._rounds = _Rounds()
+        self._clients_per_round: int | None = None
+        self._phases: Sequence[Phase] = [Phase()]
+        self._private: PrivateSampling | None = None
+        self._eligible: Eligible | None = None
         self._shares: Shares | None = None
         self._features: FeatureCache | None = None
 
@@ -160,32 +171,40 @@ class FederatedDataModule(pl.LightningDataModule):
         """
         if self._found is not None:
             return
-        data = self.data
-        if self.division is not None:
-            data, self._record = self.division.share_out()
-        assert data is not None
-        data, self._record = without_broken(data, self._record, *self._broken)
-        if self.holdout[0]:
-            data, self._record = hold_out(data, self._record, *self.holdout)
+        given = self.data if self.division is None else self.division.share_out()
+        assert given is not None
+        on_test, validation = self.evaluate_on == "test", list[Dataset[Any]]()
+        data = given if on_test else replace(given, test=[])
+        data = without_broken(data, self.on_broken, self.num_workers)
+        if self.client_validation:
+            train, validation = hold_out(data.train, self.client_validation, self.seed)
+            data = replace(data, train=train)
+        self._record = self._recorded(data if on_test else replace(data, test=given.test), validation)
+        data = data if on_test else replace(data, test=validation)
         if self.data is not None:
             data = as_pairs(data, self._num_classes)
-        checked = check(data, self._num_classes, self.image_size)
-        if self.evaluates_on == "test":
-            self.conditions = conditions(self.shifts, checked, self.image_size)
-        self._found = checked
-        self.preparation.check_shape(self._found.image[0])
-        self.num_clients, self.train_sizes = len(data.train), self._found.train.sizes
-        self.num_classes, self.multilabel = self._found.num_classes, self._found.multilabel
+        found = check(data, self._num_classes, self.image_size)
+        self.conditions = conditions(self.shifts, found, self.image_size) if on_test else []
+        self.preparation.check_shape(found.image[0])
+        self.num_clients, self.train_sizes = len(data.train), found.train.sizes
+        self.num_classes, self.multilabel = found.num_classes, found.multilabel
         self.classes = None if data.classes is None else list(data.classes)
         self.client_names = None if data.client_names is None else list(data.client_names)
-        if self.data is not None:
-            test = [length(dataset) for dataset in self.data.test] or [0] * self.num_clients
-            sizes = {"train_sizes": list(self.train_sizes), "test_sizes": test, "public_size": self.public_size}
-            self._record = {"num_clients": self.num_clients} | sizes | self._record
+        self._found = found
 
-    @property
-    def _seed(self) -> int:
-        return self.preparation.seed
+    def _recorded(self, data: FederatedData, validation: Sequence[Dataset[Any]]) -> dict[str, Any]:
+        """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
+        held: dict[str, Any]
+        if self.division is not None:
+            held = {"client_validation": [positions(own) for own in validation]} if validation else {}
+            return self.division.record(data) | held
+        held = {"client_validation_sizes": [length(own) for own in validation]} if validation else {}
+        return {
+            "num_clients": len(data.train),
+            "train_sizes": [length(own) for own in data.train],
+            "test_sizes": [length(own) for own in data.test] or [0] * len(data.train),
+            "public_size": 0 if data.public is None else length(data.public),
+        } | held
 
     @property
     def checked(self) -> Checked:
@@ -202,7 +221,7 @@ class FederatedDataModule(pl.LightningDataModule):
         phases: Sequence[Phase],
         image: ImageConfig | None = None,
         private: PrivateSampling | None = None,
-        eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        eligible: Eligible | None = None,
     ) -> None:
         """Say how rounds go. Without it: seed 0, all clients, one epoch, no normalisation constants.
 
@@ -223,7 +242,8 @@ class FederatedDataModule(pl.LightningDataModule):
             raise ValueError("there are no phases of local training; give at least one")
         if image is not None:
             data.check_channels(image.input_size[0])
-        self._rounds, self._shares = _Rounds(clients_per_round, tuple(phases), private, eligible), None
+        self._clients_per_round, self._phases = clients_per_round, phases
+        self._private, self._eligible, self._shares = private, eligible, None
         self.preparation = replace(self.preparation, image=image, seed=seed, secure=bool(private and private.secure))
 
     def plan(self, round: int) -> RoundPlan:
@@ -233,15 +253,15 @@ class FederatedDataModule(pl.LightningDataModule):
     def shares(self, round: int) -> Shares:
         """A round's clients and who trains them: drawn and divided once, when the round is first asked for."""
         if self._shares is None or self._shares.plan.round != round:
-            rounds, count = self._rounds, len(self.checked.train.sizes)
-            clients = sample_cohort(self._seed, round, count, rounds.clients_per_round, rounds.eligible)
-            plan, at = self.plan_for(clients, round), self.trainer
+            count, at = len(self.checked.train.sizes), self.trainer
+            drawn = sample_cohort(self.preparation.seed, round, count, self._clients_per_round, self._eligible)
+            plan = self.plan_for(drawn, round)
             self._shares = Shares.of(plan) if at is None else Shares.of(plan, at.world_size, at.global_rank)
         return self._shares
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients, in the given phases or those of every round."""
-        return make_plan(round, clients, self.checked.train.sizes, phases or self._rounds.phases, self.batch_size)
+        return make_plan(round, clients, self.checked.train.sizes, phases or self._phases, self.batch_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve this process's clients of the trainer's current round; ``len()`` is the round's number of steps."""
@@ -250,7 +270,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
         """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
         plan, store = self.plan_for(clients, 0), self.served(self.checked.train)
-        batch = one_of(RoundBatches(store, plan, self.batch_size, self._seed)[0])
+        batch = one_of(RoundBatches(store, plan, self.batch_size, self.preparation.seed)[0])
         for _, reason in batch.failed:
             raise ValueError(reason)
         return self.prepare(batch)
@@ -261,12 +281,13 @@ class FederatedDataModule(pl.LightningDataModule):
         Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
         drawn, by default as :meth:`configure_rounds` was told.
         """
-        store, private = self.served(self.checked.train), private or self._rounds.private
-        return loader(RoundBatches(store, plan, self.batch_size, self._seed, private), store, self.num_workers)
+        store, private = self.served(self.checked.train), private or self._private
+        batches = RoundBatches(store, plan, self.batch_size, self.preparation.seed, private)
+        return loader(batches, store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
-        return [] if self.checked.test is None else self._in_order(self.checked.test)
+        return [] if self.checked.test is None else self._in_order(self.served(self.checked.test))
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -276,14 +297,13 @@ class FederatedDataModule(pl.LightningDataModule):
         A batch names the client that each image belongs to; an image of another set belongs to none, and has a 0.
         """
         if not condition.kind:
-            return self._in_order(condition.store)
-        store = CorruptedStore(condition.store, condition.kind, condition.severity, self._seed, self.image_size)
-        return loader(EvalBatches(store, self.eval_batch_size, self._seed), store, self.num_workers)
+            return self._in_order(self.served(condition.store))
+        return self._in_order(CorruptedStore(condition, self.preparation.seed, self.image_size))
 
     @property
     def public_size(self) -> int:
         """Number of public images; 0 if there are none."""
-        return _size(self.checked.public)
+        return sum(self.checked.public.sizes) if self.checked.public else 0
 
     @property
     def tokens(self) -> bool:
@@ -291,18 +311,9 @@ class FederatedDataModule(pl.LightningDataModule):
         return self.checked.image[1] == torch.int64
 
     @property
-    def augmentation(self) -> tuple[int, bool]:
-        """``crop_padding`` and ``flip``."""
-        return self.preparation.crop_padding, self.preparation.flip
-
-    def extreme_tokens(self) -> list[int]:
-        """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
-        return self.checked.extreme_tokens()
-
-    @property
     def validation_size(self) -> int:
         """Number of labelled images on the server; 0 if there are none."""
-        return _size(self.checked.server_validation)
+        return sum(self.checked.server_validation.sizes) if self.checked.server_validation else 0
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
         """Positions in the public set for the steps of a round's distillation: a stream of permutations.
@@ -310,13 +321,13 @@ class FederatedDataModule(pl.LightningDataModule):
         Returns:
             Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round.
         """
-        return batch_indices(self.public_size, batch_size, steps, self._seed, "public", round)
+        return batch_indices(self.public_size, batch_size, steps, self.preparation.seed, "public", round)
 
     def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
         store = self.checked.public
         assert store is not None
-        images, _ = self.served(store).take(torch.zeros_like(indices), indices, (self._seed, -2))
+        images, _ = self.served(store).take(torch.zeros_like(indices), indices, (self.preparation.seed, -2))
         return self.prepare(send(images, device))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
@@ -328,24 +339,15 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._labelled(self.checked.test, device)
 
     @property
-    def evaluates_on(self) -> EvaluateOn:
-        """What clients are scored on: ``test`` images, or ``validation`` ones held out of their training images."""
-        return self.holdout[2]
-
-    @property
     def preprocessing(self) -> Preprocessing:
         """What is done to images before the model sees them, but for random changes."""
         source = None if self.division is None else self.division.dataset
         return preprocessing_of(self.checked, self.preparation, getattr(source, "full_scale", None))
 
     def partition_dict(self) -> dict[str, Any]:
-        """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
+        """What ``partition.json`` holds."""
         self.setup()
         return self._record
-
-    def class_counts(self) -> dict[str, list[list[int]]]:
-        """Images (M, K) of each client and class by ``train`` and ``test``, where no image must be read to know."""
-        return self.checked.class_counts()
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
         """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""
@@ -370,20 +372,18 @@ class FederatedDataModule(pl.LightningDataModule):
             size: F.
             image: Shape of the prepared images that features are of; others are served as they are.
         """
-
-        def suits(images: Tensor) -> bool:
-            return tuple(self.prepare(images).shape[1:]) == image
-
-        self._features = encode and FeatureCache(encode, size, self.device_cache_mb * 10**6, suits)
+        limit = self.device_cache_mb * 10**6
+        self._features = encode and FeatureCache(
+            encode, size, limit, suits=lambda images: tuple(self.prepare(images).shape[1:]) == image
+        )
 
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
-            for x, y, _ in self._in_order(store):
+            for x, y, _ in self._in_order(self.served(store)):
                 yield self.prepare(send(x, device)), send(y, device)
 
-    def _in_order(self, store: Store) -> DataLoader[EvalBatch]:
-        served = self.served(store)
-        return loader(EvalBatches(served, self.eval_batch_size, self._seed), served, self.num_workers)
+    def _in_order(self, store: Samples) -> DataLoader[EvalBatch]:
+        return loader(EvalBatches(store, self.eval_batch_size, self.preparation.seed), store, self.num_workers)
 
     def served(self, store: Store) -> Samples:
         """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
@@ -393,7 +393,3 @@ class FederatedDataModule(pl.LightningDataModule):
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
         augmented = store is self.checked.train and self.preparation.augments
         return store if self._features is None or augmented else self._features(store)
-
-
-def _size(store: Store | None) -> int:
-    return 0 if store is None else store.sizes[0]

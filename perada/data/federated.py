@@ -97,6 +97,14 @@ class FederatedData:
     classes: Sequence[str] | None = None
     client_names: Sequence[str] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("classes", "client_names"):
+            names = getattr(self, name)
+            if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+                raise TypeError(
+                    f"FederatedData: {name}={names!r} cannot be used; give a list of names, or leave it out"
+                )
+
     def with_datasets(self, made: Iterable[Dataset[Any]]) -> "FederatedData":
         """The same with other datasets, in the order of the fields."""
         left = iter(made)

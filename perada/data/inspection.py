@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from perada.core.text import some
 from perada.data.batches.transforms import WHOLE_SCALE, to_image
-from perada.data.partitions.division import Division
+from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
@@ -97,9 +97,11 @@ def inspect_division(division: Division) -> Inspection:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        data, record = division.share_out()
+        data = division.share_out()
     count = len(data.train)
-    rows_of = [record[name] or [[]] * count for name in ("train", "test")]  # a partition may give no test rows at all
+    rows_of = [
+        list(map(positions, own)) or [[]] * count for own in (data.train, data.test)
+    ]  # there may be no test rows
     sets = [cast(ImageSet, cast(Subset[Any], own[0]).dataset) for own in (data.train, data.test) if own]
     sets += [division.dataset.with_split(False)] * (len(sets) < 2)
     clients = list(data.client_names or map(str, range(count)))

@@ -235,23 +235,18 @@ class CorruptedStore(Samples):
     """The samples of a store, each image corrupted as it is read, on the host.
 
     The draws follow from the run's ``seed``, the kind, the severity and the image's place among all clients' images.
-
-    Args:
-        store: Images uint8.
-        kind: The corruption.
-        severity: From 1 to 5.
-        seed: The run's seed.
-        size: Height and width that images are resized to before they are corrupted; None keeps them.
+    Images uint8 are resized to ``size`` before they are corrupted, unless it is None.
     """
 
     by_item = True
 
-    def __init__(self, store: Store, kind: str, severity: int, seed: int, size: int | None) -> None:
+    def __init__(self, condition: Condition, seed: int, size: int | None) -> None:
+        store = condition.store
         if isinstance(store, TensorStore):
             store = copy.copy(store)  # the original may be on an accelerator, where no worker can read
             store.to(torch.device("cpu"), store.images.nbytes)
         self.store, self.sizes = store, store.sizes
-        self.kind, self.severity, self.seed, self.size = kind, severity, seed, size
+        self.kind, self.severity, self.seed, self.size = condition.kind, condition.severity, seed, size
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Read rows of the store, and corrupt them."""

@@ -182,7 +182,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "precision": str(module.trainer.precision),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
-        "augmentation": list(data.augmentation),
+        "augmentation": [data.preparation.crop_padding, data.preparation.flip],
         **{name: getattr(settings, name) for name in ("clients_per_round", "weighting", "refuse_far")},
         "local_training": repr(settings.phases),
         "algorithm": repr(settings.algorithm),

@@ -50,7 +50,7 @@ def check_images(parts: Parts, x: Tensor) -> None:
     """
     data, first = parts.data, torch.tensor([0])
     tried = {"images": x[0, :1]}
-    for token in data.extreme_tokens() if data.tokens else ():
+    for token in data.checked.extreme_tokens() if data.tokens else ():
         tried[f"texts with token {token}"] = torch.full_like(x[0, :1], token)
     if data.public_size:
         tried["public images"] = data.public_images(first)

@@ -94,13 +94,13 @@ def metrics_of(parts: Parts, history: History, measured: Measured) -> dict[str, 
 
 def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
     """Images (M, K) of each client and class, by ``train`` and ``test``; nothing of a private run's, which they are."""
-    return {} if parts.settings.private else parts.data.class_counts()
+    return {} if parts.settings.private else parts.data.checked.class_counts()
 
 
 def run_info(parts: Parts) -> dict[str, Any]:
     """The facts of ``Run.info``; without the seed where noise would follow from it."""
     settings, data, module, federation = parts.settings, parts.data, parts.module, parts.federation
-    algorithm, (padding, flip) = settings.algorithm, data.augmentation
+    algorithm, prepared = settings.algorithm, data.preparation
     options = ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric")
     training = {  # what a client does that joins later
         "algorithm": algorithm_record(algorithm),
@@ -110,8 +110,8 @@ def run_info(parts: Parts) -> dict[str, Any]:
         "clients_per_round": settings.clients_per_round,
         "images": list(data.train_sizes),
         "batch_size": data.batch_size,
-        "crop_padding": padding,
-        "flip": flip,
+        "crop_padding": prepared.crop_padding,
+        "flip": prepared.flip,
         **{f"lr_{role}": rate for role, rate in module.lr.items()},
         **{name: getattr(module, name) for name in options},
         "clip_norm": None if module.clip_norm == math.inf else module.clip_norm,

@@ -154,7 +154,7 @@ def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDat
             f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
             "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
         )
-    if data.evaluates_on == "validation":
+    if data.evaluate_on == "validation":
         raise ValueError(
             "privacy: evaluate_on='validation' scores models on images held out of the clients' private ones, to "
             "choose by, which no ledger counts; set evaluate_on='test', and choose settings on public data"

@@ -14,7 +14,7 @@ from perada import FederatedData, FederatedDataModule
 from perada.data import Corruptions, ImageSet, LabelShift
 from perada.data import shifts as shifted
 from perada.data.batches.samples import make_store
-from perada.data.shifts import EXTRA, MAIN, CorruptedStore, corrupt
+from perada.data.shifts import EXTRA, MAIN, Condition, CorruptedStore, corrupt
 
 DETERMINISTIC = {"defocus_blur", "zoom_blur", "brightness", "contrast"}
 DETERMINISTIC |= {"pixelate", "jpeg_compression", "gaussian_blur", "saturate"}
@@ -94,15 +94,14 @@ def test_an_images_corruption_does_not_depend_on_its_batch(size):
     sets = [TensorDataset(part, torch.zeros(len(part)).long()) for part in images.split([3, 4])]
     owners, indices = torch.tensor([0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, 1, 2, 0, 1, 2, 3])
     for datasets in (sets, [Read(part) for part in images.split([3, 4])]):
-        store = CorruptedStore(make_store(datasets, size=size), "gaussian_noise", 2, 7, size)
+        store = CorruptedStore(Condition("", make_store(datasets, size=size), "gaussian_noise", 2), 7, size)
         whole, labels = store.take(owners, indices)
         assert whole.shape == (7, 3, size or 32, size or 32)
         assert len(labels) == 7
         for row in range(7):
             assert torch.equal(store.take(owners[row : row + 1], indices[row : row + 1], (7, -1, 3))[0][0], whole[row])
-    same = CorruptedStore(
-        make_store([TensorDataset(images[:1].expand(2, -1, -1, -1), torch.zeros(2).long())]), "fog", 2, 7, None
-    )
+    equal = make_store([TensorDataset(images[:1].expand(2, -1, -1, -1), torch.zeros(2).long())])
+    same = CorruptedStore(Condition("", equal, "fog", 2), 7, None)
     twice, _ = same.take(torch.zeros(2).long(), torch.arange(2))
     assert not torch.equal(*twice)  # equal images in other places
 

@@ -88,7 +88,7 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
         assert files(recipe.data.data.test[0]) == kept["test"]
         assert files(recipe.data.data.train[0]) == kept["train"] | kept["client_validation"]
         assert recipe.data.train_sizes == (len(kept["train"]),)
-        (own,) = hold_out(recipe.data.data, {}, *recipe.data.holdout)[0].train
+        ((own,), _) = hold_out(recipe.data.data.train, recipe.data.client_validation, recipe.data.seed)
         assert files(Subset(own.dataset.dataset, np.array(own.dataset.indices)[own.indices])) == kept["train"]
 
 

@@ -2,7 +2,7 @@
 """How a set is divided: among clients and server, and into training and validation images."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,7 +10,8 @@ from torch.utils.data import Dataset, Subset
 
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.batches.datasets import length
+from perada.core.text import some
+from perada.data.batches.datasets import resolved
 from perada.data.federated import FederatedData
 from perada.data.partitions.base import Partition, Split, divide
 from perada.data.partitions.shares import Array, hashed_share, whole_groups
@@ -50,11 +51,8 @@ class Division:
         if self.public is not None:
             self.public.download()
 
-    def share_out(self) -> tuple[FederatedData, dict[str, Any]]:
+    def share_out(self) -> FederatedData:
         """Read the set and divide it.
-
-        Returns:
-            The clients' data, and the record for ``partition.json``: positions in the two splits.
 
         Raises:
             ValueError: If the set has no labels or cannot be divided so; for example, a client gets no sample.
@@ -63,34 +61,40 @@ class Division:
         if parts[0].labels is None:
             raise ValueError(f"{self.dataset!r} has no labels: it can be the public set only, give another as dataset")
         used = self._sample("train", len(parts[0]), self.train_limit)
-        public, validation, train = (used[rows] for rows in self._hold_out(groups_of(parts[0], used)))
-        test = self._sample("test", len(parts[1]), self.test_limit)
-        shown = _split(parts[0], train)
-        division = divide(self.partition, shown, _split(parts[1], test), self.seed)
-        names = self.partition.client_names(shown)
+        counts = [round(len(used) * share) for share in (self.public_fraction, self.validation_fraction)]
+        drawn = np.random.default_rng(derive_seed(self.seed, "hold_out"))
+        held_out = whole_groups(groups_of(Subset(parts[0], used.tolist())), counts, drawn)
+        public, validation, train = (used[rows] for rows in held_out)
+        index = train, self._sample("test", len(parts[1]), self.test_limit)
+        shown = [_split(part, rows) for part, rows in zip(parts, index, strict=True)]
+        division = divide(self.partition, shown[0], shown[1], self.seed)
         train_of, test_of = (
-            [np.sort(index[rows]).tolist() for rows in clients]
-            for index, clients in zip((train, test), division, strict=True)
+            [Subset(part, np.sort(rows[own]).tolist()) for own in clients]
+            for part, rows, clients in zip(parts, index, division, strict=True)
         )
-        record = {
-            "num_clients": len(train_of),
-            "dataset": repr(self.dataset),
-            "partition": repr(self.partition),
-            "seed": self.seed,
-            "train": train_of,
-            "test": test_of,
-            "public": public.tolist() if self.public_fraction else repr(self.public),
-            "server_validation": validation.tolist(),
-        } | ({"clients": list(names)} if names else {})
         return FederatedData(
-            train=[Subset(parts[0], own) for own in train_of],
-            test=[Subset(parts[1], own) for own in test_of],
+            train=train_of,
+            test=test_of,
             public=self.public_images(parts[0], public.tolist()),
             server_validation=Subset(parts[0], validation.tolist()) if len(validation) else None,
             num_classes=parts[0].num_classes,
             classes=class_names(split_of(parts[0]), parts[0].classes, parts[0].num_classes),
-            client_names=names,
-        ), record
+            client_names=self.partition.client_names(shown[0]),
+        )
+
+    def record(self, data: FederatedData) -> dict[str, Any]:
+        """What ``partition.json`` holds of the divided data: positions in the two splits."""
+        server = [[] if one is None else positions(one) for one in (data.public, data.server_validation)]
+        return {
+            "num_clients": len(data.train),
+            "dataset": repr(self.dataset),
+            "partition": repr(self.partition),
+            "seed": self.seed,
+            "train": list(map(positions, data.train)),
+            "test": list(map(positions, data.test)),
+            "public": server[0] if self.public_fraction else repr(self.public),
+            "server_validation": server[1],
+        } | ({"clients": list(data.client_names)} if data.client_names else {})
 
     def _sample(self, part: str, total: int, limit: int | None) -> Array:
         """Positions of at most ``limit`` of ``total`` images, ascending."""
@@ -98,11 +102,6 @@ class Division:
             return np.arange(total)
         rng = np.random.default_rng(derive_seed(self.seed, f"{part}_limit"))
         return np.sort(rng.permutation(total)[:limit])
-
-    def _hold_out(self, groups: Array) -> list[Array]:
-        """Divide the training rows, of ``groups``, into the server's public ones, its validation ones, the clients'."""
-        counts = [round(len(groups) * share) for share in (self.public_fraction, self.validation_fraction)]
-        return whole_groups(groups, counts, np.random.default_rng(derive_seed(self.seed, "hold_out")))
 
     def public_images(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
         """The public set: held-out training images, another set or some of it, or None."""
@@ -120,33 +119,38 @@ def _split(images: ImageSet, index: Array) -> Split:
     return Split(images.labels.numpy()[index], index, rows, type(images).__name__)
 
 
-def identities_of(dataset: Dataset[Any], index: Array) -> Array | None:
-    """What the images at ``index`` are set aside by, where this is not their position; see ImageSet.identities."""
-    if type(dataset) is Subset:
-        return identities_of(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[index])
-    found = dataset.identities if isinstance(dataset, ImageSet) else None
-    return None if found is None else found[index]
+def positions(dataset: Dataset[Any]) -> list[int]:
+    """Where the items of a dataset are in what it is a Subset of."""
+    found: list[int] = resolved(dataset)[1].tolist()
+    return found
 
 
-def groups_of(dataset: Dataset[Any], index: Array) -> Array:
-    """The groups (N,) of the images at ``index`` that stay together where images are set aside.
+def identities_of(dataset: Dataset[Any]) -> Array | None:
+    """What images are set aside by, where this is not their position; see :attr:`.ImageSet.identities`."""
+    base, rows = resolved(dataset)
+    found = base.identities if isinstance(base, ImageSet) else None
+    return None if found is None else found[rows]
+
+
+def groups_of(dataset: Dataset[Any]) -> Array:
+    """The groups (N,) of the images that stay together where images are set aside.
 
     Each image is a group by itself, unless the dataset, or what it is a Subset of, is an image set that names a column.
 
     Raises:
         ValueError: If there is no such column.
     """
-    if type(dataset) is Subset:
-        return groups_of(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[index])
-    if not isinstance(dataset, ImageSet) or dataset.group_column is None:
-        return np.arange(len(index))
-    columns = checked_columns(split_of(dataset), dataset.columns, len(dataset))
-    if dataset.group_column not in columns:
+    base, rows = resolved(dataset)
+    if not isinstance(base, ImageSet) or base.group_column is None:
+        return np.arange(len(rows))
+    columns = checked_columns(split_of(base), base.columns, len(base))
+    if base.group_column not in columns:
         raise ValueError(
-            f"{split_of(dataset)}: group_column is {dataset.group_column!r}, and there is no such column among "
+            f"{split_of(base)}: group_column is {base.group_column!r}, and there is no such column among "
             f"{sorted(columns) or 'none'}; let columns give it, or set group_column to None"
         )
-    return columns[dataset.group_column][index]
+    groups: Array = columns[base.group_column][rows]
+    return groups
 
 
 EvaluateOn = Literal["test", "validation"]
@@ -163,78 +167,52 @@ def check_holdout(share: float, evaluate_on: str) -> None:
         )
 
 
-def held_out(
-    groups: Sequence[Array], share: float, seed: int, identities: Sequence[Array | None] | None = None
-) -> list[tuple[Array, Array]]:
-    """Draw each client's held-out images: about ``share`` of them, but at least one and never all.
+def hold_out(
+    datasets: Sequence[Dataset[Any]], share: float, seed: int
+) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
+    """Draw each client's validation images: about ``share`` of its training images, but at least one and never all.
 
     Each client's draw is its own, whatever the others have. Images of one group, such as a patient's, are all held out
     or all trained on; where each image is a group, the share is rounded to whole images. Images of one's own are chosen
     by what they are, and not by their number (:func:`.hashed_share`).
 
     Args:
-        groups: Of each client, the group of each of its images.
+        datasets: The clients' training sets.
         share: From above 0 to below 1.
         seed: What the draws follow from.
-        identities: Of each client, a word that stands for each image or its group; None for positions.
 
     Returns:
-        For each client the rows that it trains on and those held out, ascending.
+        What each client trains on, and what it holds out, in the order that they had.
 
     Raises:
         ValueError: If clients have fewer than two images, or images of one group alone; they are named.
-
-    >>> [(len(kept), len(held)) for kept, held in held_out([np.arange(10), np.arange(2)], 0.3, seed=0)]
-    [(7, 3), (1, 1)]
     """
-    names = identities or [None] * len(groups)
-    groups = [own if known is None else known for own, known in zip(groups, names, strict=True)]
-    single = [len(own) > 1 and len(np.unique(own)) < 2 for own in groups]
+    identities = list(map(identities_of, datasets))
+    pairs = zip(datasets, identities, strict=True)
+    groups = [groups_of(dataset) if known is None else known for dataset, known in pairs]
     _refuse([client for client, own in enumerate(groups) if len(own) < 2], share, "fewer than 2")
-    _refuse([client for client, alone in enumerate(single) if alone], share, "those of one group alone, as one patient")
-    parts = []
-    for client, own in enumerate(groups):
-        if names[client] is not None:
-            alone: list[list[str]] = [[]] * len(own)
-            held = hashed_share(own.tolist(), [client] * len(own), alone, share, derive_seed(seed, "client_validation"))
-            parts.append((np.setdiff1d(np.arange(len(own)), held), held))
-            continue
-        rng = np.random.default_rng(derive_seed(seed, "client_validation", client))
-        held, kept = whole_groups(own, [round(len(own) * share)], rng, least=1)
-        parts.append((kept, held))
-    return parts
+    alone = [client for client, own in enumerate(groups) if len(np.unique(own)) < 2]
+    _refuse(alone, share, "those of one group alone, as one patient")
+    train, validation = list[Dataset[Any]](), list[Dataset[Any]]()
+    for client, (dataset, own) in enumerate(zip(datasets, groups, strict=True)):
+        if identities[client] is None:
+            rng = np.random.default_rng(derive_seed(seed, "client_validation", client))
+            held = whole_groups(own, [round(len(own) * share)], rng, least=1)[0]
+        else:
+            alike: list[list[str]] = [[]] * len(own)
+            drawn = derive_seed(seed, "client_validation")
+            held = hashed_share(own.tolist(), [client] * len(own), alike, share, drawn)
+        train.append(Subset(dataset, np.setdiff1d(np.arange(len(own)), held).tolist()))
+        validation.append(Subset(dataset, held.tolist()))
+    return train, validation
 
 
 def _refuse(clients: Sequence[int], share: float, what: str) -> None:
     """Name the clients that cannot hold out images, if there are any."""
     if clients:
-        names = ", ".join(map(str, clients[:10])) + (f" and {len(clients) - 10} more" if len(clients) > 10 else "")
+        several = len(clients) > 1
         raise ValueError(
             f"client_validation={share} asks every client for a validation image and one to train on, and "
-            f"client{'s' * (len(clients) > 1)} {names} {'have' if len(clients) > 1 else 'has'} {what}: give them "
-            "more (min_per_client of Dirichlet), leave them out, or set client_validation to 0"
+            f"client{'s' * several} {some(list(map(str, clients)), 10)} {'have' if several else 'has'} {what}: give "
+            "them more (min_per_client of Dirichlet), leave them out, or set client_validation to 0"
         )
-
-
-def hold_out(
-    data: FederatedData, record: dict[str, Any], share: float, seed: int, evaluate_on: EvaluateOn
-) -> tuple[FederatedData, dict[str, Any]]:
-    """Take the validation images out of the clients' training sets; see :func:`held_out`.
-
-    ``record`` is what ``partition.json`` holds: positions, or nothing where the data were given and not divided. With
-    ``evaluate_on="validation"`` the held-out images take the place of the test images.
-    """
-    groups = [groups_of(dataset, np.arange(length(dataset))) for dataset in data.train]
-    identities = [identities_of(dataset, np.arange(length(dataset))) for dataset in data.train]
-    parts = held_out(groups, share, seed, identities)
-    train, validation = (
-        [Subset(dataset, rows[part].tolist()) for dataset, rows in zip(data.train, parts, strict=True)]
-        for part in (0, 1)
-    )
-    if not record:
-        record = {"client_validation_sizes": [len(held) for _, held in parts]}
-    else:
-        positions = [np.asarray(own) for own in record["train"]]
-        kept, held = ([own[rows[part]].tolist() for own, rows in zip(positions, parts, strict=True)] for part in (0, 1))
-        record = {**record, "train": kept, "client_validation": held}
-    return replace(data, train=train, test=validation if evaluate_on == "validation" else data.test), record

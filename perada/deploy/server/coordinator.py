@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
-from perada.data.batches.transforms import Preparation
 from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, read_progress, write_progress
@@ -49,10 +49,8 @@ class Coordinator:
         module, loop = recipe.module, recipe.loop
         self.settings = recipe.settings()
         assert module.adapted is not None
-        data, (padding, flip) = recipe.data, recipe.data.augmentation
-        self.images = ServerImages(
-            recipe.public, Preparation(module.adapted.backbone.image, data.image_size, padding, flip, loop.seed)
-        )
+        prepare = replace(recipe.data.preparation, image=module.adapted.backbone.image, seed=loop.seed)
+        self.images = ServerImages(recipe.public, prepare)
         self._check()
         self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
         if not terms.resume and (folder / STATE).exists():

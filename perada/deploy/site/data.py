@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
@@ -16,7 +15,6 @@ from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, one_of
 from perada.core.files import write_atomic
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
 from perada.core.states import send
-from perada.data.batches.datasets import length
 from perada.data.batches.samples import MapStore, RoundBatches, Rows, Samples, loader
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
@@ -135,7 +133,7 @@ def image_split(served: FederatedDataModule) -> ImageSplit | None:
         return None
     test: dict[str, bool] = {}
     for side, parts in ((False, data.train), (True, data.test)):
-        for identities in (identities_of(part, np.arange(length(part))) for part in parts):
+        for identities in map(identities_of, parts):
             test |= dict.fromkeys([] if identities is None else identities.tolist(), side)
     return ImageSplit(images, test, changes(images.known, test))
 
