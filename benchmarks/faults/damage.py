@@ -17,7 +17,7 @@ import perada
 from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.compare.results import Results
-from perada.core.digests import sealed
+from perada.core.files import sealed
 from perada.data import FromFile
 from perada.data.partitions.base import Split
 from perada.results.record import Record, read_records

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from perada.core.options import Options
+from perada.core.checks import Options
 from perada.core.rounds import Phase
 from perada.core.states import State, expand
 from perada.server.aggregate import Aggregation, ServerRule, Updates

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Slot, Stacks
-from perada.core.checks import check_choice
-from perada.core.options import Options
+from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand

@@ -11,8 +11,7 @@ from typing import Any
 
 from perada.compare.grid import Point
 from perada.compare.plan import CHOSEN_BY, DIAGNOSED, Job, named
-from perada.core.digests import check_sealed, sealed
-from perada.core.files import write_atomic
+from perada.core.files import check_sealed, sealed, write_atomic
 from perada.core.text import printable
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Range checks of options, with one style of message: the value, that it cannot be used, the remedy.
+"""Options: the base of what is made from them, and range checks.
+
+The checks have one style of message: the value, that it cannot be used, the remedy.
 
 ``name`` is what the user wrote; an option of a section is called ``"privacy: max_norm"``.
 """
 
+import inspect
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -14,6 +18,24 @@ from typing import Literal, Union, get_args, get_origin
 
 LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
 COUNTABLE = 10**12
+
+
+class Options:
+    """Something made from options, whose ``repr`` names the class and all of them and is the same in every process.
+
+    The options are the constructor's arguments, with the values that they have now. Of a class that does not keep each
+    under its own name, everything that the object holds is shown.
+    """
+
+    def __repr__(self) -> str:
+        held, taken = vars(self), inspect.signature(type(self)).parameters
+        names = taken if taken.keys() <= held.keys() else held
+        return f"{type(self).__name__}({', '.join(f'{name}={_shown(held[name])}' for name in names)})"
+
+
+def _shown(value: object) -> str:
+    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(ordered))  # addresses, of functions and the like, are a process's own
 
 
 def check_number(

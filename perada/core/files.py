@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic file writes, locks and temporary folders.
+"""Atomic file writes, locks, temporary folders, and digests by which a changed byte is found.
 
 What is being written is locked meanwhile (``flock``, where the system has it): so what a killed process left behind
 can be told from what another process is writing.
 """
 
+import hashlib
+import json
 import os
 import re
 import shutil
 import tempfile
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 try:
@@ -26,6 +28,12 @@ PREFIX = "perada-scratch-"
 """Of the names of temporary folders."""
 _TOGETHER = 16
 """Files that are synced at a time: a file system writes them down in one go."""
+KEY = "sha256"
+"""Entry of a JSON file with the digest of all other entries."""
+SUMS_FILE = "SHA256SUMS"
+"""File with the digests of the others in its folder, which ``sha256sum --check`` reads."""
+_DIGEST = re.compile("[0-9a-f]{64}")
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\\]+)")
 
 
 def sync(paths: Iterable[Path]) -> None:
@@ -35,14 +43,8 @@ def sync(paths: Iterable[Path]) -> None:
     """
     if os.name != "posix":
         return
-    chosen = list(paths)
-    if len(chosen) < 2:
-        for path in chosen:
-            _sync(path)
-        return
-    lanes = min(_TOGETHER, len(chosen))
-    with ThreadPoolExecutor(lanes) as pool:
-        list(pool.map(_sync_all, (chosen[lane::lanes] for lane in range(lanes))))
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        list(pool.map(_sync, paths))
 
 
 def sync_tree(folder: Path) -> None:
@@ -82,7 +84,7 @@ def open_atomic(
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)  # what a crash left: it may be open to others, or a link of theirs
-        with writing(path), open(partial, "xb", opener=_private if private else _shared) as file:
+        with writing(path), _created(partial, 0o600 if private else 0o666) as file:
             with suppress(OSError):  # a file system without locks
                 _lock(file.fileno())
             yield file
@@ -107,12 +109,9 @@ def write_atomic(path: Path, content: bytes, **options: Any) -> None:
         file.write(content)
 
 
-def _shared(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def _private(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+def _created(path: Path, mode: int) -> BinaryIO:
+    """A new file, which is open for writing."""
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), mode))
 
 
 def _keep(path: Path, other: Path) -> None:
@@ -177,23 +176,15 @@ class Scratch:
 
     def __init__(self) -> None:
         clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
-        while True:
-            self.path, handle = Path(tempfile.mkdtemp(prefix=PREFIX)), None
-            try:
-                handle = _locked(self.path)
-            except (FileNotFoundError, BlockingIOError):  # another process took it for one that was left
-                continue
-            except OSError:  # a file system without locks
-                pass
-            break
+        self.path, handle = Path(tempfile.mkdtemp(prefix=PREFIX)), None
+        with suppress(OSError):  # a file system without locks
+            handle = _locked(self.path)
         self.close = weakref.finalize(self, _remove, self.path, handle)
 
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -241,11 +232,6 @@ def _lock(handle: int, wait: bool = False) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
-def _sync_all(paths: Iterable[Path]) -> None:
-    for path in paths:
-        _sync(path)
-
-
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -285,3 +271,87 @@ class FolderLock:
         if not self.marked:
             os.pwrite(self._file, b"used\n", 0)
             os.fsync(self._file)
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a JSON file is to hold, with its digest first; it does not depend on spaces and the order of entries.
+
+    >>> check_sealed(sealed({"b": [1.5, None], "a": "x"}))
+    {'b': [1.5, None], 'a': 'x'}
+    """
+    return {KEY: _digest(content), **content}
+
+
+def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
+    """What a JSON file holds besides its digest; anything that was written without one is returned as it is.
+
+    Raises:
+        ValueError: If the content is not the one that :func:`sealed` was given.
+    """
+    if not isinstance(content, dict):
+        return content
+    rest = {name: value for name, value in content.items() if name != KEY}
+    renamed = next((name for name, value in rest.items() if isinstance(value, str) and _DIGEST.fullmatch(value)), None)
+    if KEY not in content and renamed is None:
+        return content
+    if renamed is not None or content[KEY] != _digest(rest):
+        raise ValueError(
+            f"its content is not what was written, as its entry {KEY!r} shows; take a copy that is whole, or delete "
+            "that entry if you changed the file yourself"
+        )
+    return rest
+
+
+def write_sums(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Write the digests of files into the folder that holds them, and return them by name."""
+    digests = {name: digest_of(folder / name) for name in names}
+    text = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    (folder / SUMS_FILE).write_text(text, encoding="utf-8")
+    return digests
+
+
+def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()) -> None:
+    """Compare the files of a folder with their digests, if it has any.
+
+    Args:
+        folder: The folder.
+        needed: Files that must be among those that have a digest.
+        free: Files that people may edit: if they changed, a warning says so.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If one is not what was written.
+    """
+    path = folder / SUMS_FILE
+    if not path.is_file():
+        return
+    remedy = "take a copy of the folder that is whole, or save the run again"
+    lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    found = [_LINE.fullmatch(line) for line in lines]
+    digests = {line[2]: line[1] for line in found if line is not None}
+    if None in found or not set(needed) <= digests.keys():
+        raise ValueError(f"{str(path)!r} is damaged: it does not list the digests of {', '.join(needed)}; {remedy}")
+    for name, digest in digests.items():
+        file = folder / name
+        if file.is_file() and digest_of(file) == digest:
+            continue
+        if name in free:
+            warnings.warn(f"{str(file)!r} is not what perada wrote: it was edited, or is damaged", stacklevel=2)
+            continue
+        if not file.is_file():
+            raise FileNotFoundError(f"{str(file)!r} is missing, as {SUMS_FILE} beside it shows; copy the whole folder")
+        raise ValueError(
+            f"{str(file)!r} was changed or damaged since it was written, as {SUMS_FILE} beside it shows; {remedy}"
+        )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(content))  # as it is read: without tuples, and with words as keys
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -15,8 +15,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from perada.core.digests import check_sums
-from perada.core.files import Scratch
+from perada.core.files import Scratch, check_sums
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter

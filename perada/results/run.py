@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from perada.algorithms import Algorithm
-from perada.core.digests import digest_of, write_sums
+from perada.core.files import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
 from perada.results.clients import Joined, with_joined

@@ -16,8 +16,17 @@ from typing import Any
 from safetensors import SafetensorError
 
 from perada.core.checks import check_whole
-from perada.core.digests import SUMS_FILE, check_sealed, digest_of, sealed
-from perada.core.files import check_links, locked, sync, sync_tree, write_atomic
+from perada.core.files import (
+    SUMS_FILE,
+    check_links,
+    check_sealed,
+    digest_of,
+    locked,
+    sealed,
+    sync,
+    sync_tree,
+    write_atomic,
+)
 from perada.data.preprocessing import Preprocessing
 from perada.results.privacy_card import check_record
 
@@ -168,7 +177,7 @@ def write_fitted(folder: Path, content: Mapping[str, Any]) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file, whole or not at all: NaN becomes null, infinity a word, and a list of numbers is one line.
 
-    Its first entry is a digest of the others (:func:`perada.core.digests.sealed`).
+    Its first entry is a digest of the others (:func:`perada.core.files.sealed`).
     """
     text = json.dumps(sealed(_replace(content, _to_json)), indent=2, allow_nan=False)
     # No string of JSON holds a line break, so that only what is between values is taken out.

@@ -9,8 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_choice
-from perada.core.options import Options
+from perada.core.checks import Options, check_choice
 from perada.core.ranks import Ranks
 from perada.core.states import State
 

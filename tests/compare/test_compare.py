@@ -22,7 +22,7 @@ from perada.compare.grid import parse_grid
 from perada.compare.plan import ENTRIES, Plan
 from perada.compare.results import Results, choose, curve_tables, grid_table, score, summary
 from perada.compare.running import epsilons, runner, same_budget
-from perada.core.digests import KEY
+from perada.core.files import KEY
 from perada.data import Digits
 from tests import recipes
 from tests.digests import without

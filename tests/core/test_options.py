@@ -10,7 +10,7 @@ import pytest
 import perada.algorithms
 import perada.server
 from perada.algorithms import ALGORITHMS, FedEnsemble, PerAda, PFedMe, make_algorithm
-from perada.core.options import Options
+from perada.core.checks import Options
 from perada.server import SERVER_RULES, FedAdam, FedAvgM, Median, ModifiedLocalGD, TrimmedMean, make_rule
 
 NESTED = [
@@ -48,7 +48,7 @@ def test_every_process_shows_the_same():
     shown = repr(Own("abcdefgh", len)), repr(Own("abcdefgh", test_nested_options_are_shown)), repr(Own("abc", max))
     assert len(set(shown)) == 3
     code = """
-from perada.core.options import Options
+from perada.core.checks import Options
 class Own(Options):
     def __init__(self, names, function):
         self._names, self._function = frozenset(names), function

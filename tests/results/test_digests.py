@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 
 import perada
-from perada.core.digests import KEY, check_sealed, sealed
+from perada.core.files import KEY, check_sealed, sealed
 from perada.data.partitions import FromFile
 from perada.data.partitions.base import Split
 from perada.results.clients import forget

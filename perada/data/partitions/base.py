@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from perada.core.checks import check_name, check_whole
-from perada.core.digests import check_sealed
-from perada.core.options import Options
+from perada.core.checks import Options, check_name, check_whole
+from perada.core.files import check_sealed
 from perada.core.seeding import derive_seed
 from perada.data.partitions.shares import Array, check_enough
 
