@@ -47,12 +47,8 @@ def demo(parser: ArgumentParser, words: list[str]) -> None:
 class Loopback:
     """A SuperLink with TLS and authentication, and one SuperNode and one worker for each site, on this machine.
 
-    It ends all its processes when its context is left, those that they started included.
-
-    Args:
-        folder: Where keys, Flower's own folder, logs and sockets go. It must be short: a socket's path has 100 bytes.
-        sites: Names of the sites.
-        environment: Environment variables of all processes, beside this process's own.
+    It ends all its processes when its context is left, those that they started included. The folder gets keys, Flower's
+    own folder, logs and sockets, so its path must be short.
     """
 
     def __init__(self, folder: Path, sites: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -132,11 +128,7 @@ class Loopback:
         return done.stdout
 
     def wait_for(self, ready: Callable[[], object], process: str, what: str, seconds: float = STARTS) -> None:
-        """Wait until something is the case while a process runs.
-
-        Raises:
-            RuntimeError: If the process ended, with the end of its log, or if the time ran out.
-        """
+        """Wait until something is the case; a RuntimeError if the process ends before, or the time."""
         end = time.monotonic() + seconds
         while not ready():
             if process in self.processes and self.processes[process].poll() is not None:
@@ -240,11 +232,7 @@ def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:
 
 
 def run_demo(rounds: int, keep: Path | None = None) -> int:
-    """Run the demonstration, print its rounds and scores, end all processes and remove all files.
-
-    Args:
-        rounds: How many.
-        keep: Folder for the server's state, which is then left there.
+    """Run the demonstration, print its rounds and scores, end all processes and remove all files but those to ``keep``.
 
     Returns:
         0 if the run was completed.

@@ -14,7 +14,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
-from perada.core.states import State, megabytes, unstack
+from perada.core.states import State, megabytes, to_device, unstack
 from perada.core.text import printable
 from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
@@ -22,7 +22,7 @@ from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.server.progress import Progress, read_progress
 from perada.deploy.site.client import Client
-from perada.deploy.site.data import OneClient, image_split, remember
+from perada.deploy.site.data import image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.state import STATE, Book, RunState, read_state
 from perada.deploy.site.worker import SiteWorker
@@ -172,7 +172,7 @@ def try_step(client: Client) -> Tried:
     order, device = Order("train", "0" * 32, "0" * 64), client.recipe.device
     protection, plan, cuda = client.protection(None, 0), client.plan(order), device.type == "cuda"
     sampling = None if protection.images is None else protection.images.sampling()
-    first = next(iter(OneClient(client.data, 0).batches(plan, device, sampling)))
+    first = next(client.batches(plan, sampling))
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
     if cuda:
@@ -223,7 +223,7 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     client = Client(site_recipe(path, given))
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
-    shared = {key: value.to(client.recipe.device) for key, value in state.shared.items()}
+    shared = to_device(state.shared, client.recipe.device)
     personal = client.personal(shared, state)
     own = {} if personal is None else {"personal": unstack(personal)}
     return client.recipe, {"global": _models(client.recipe, shared), **own}

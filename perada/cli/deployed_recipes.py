@@ -14,6 +14,7 @@ import perada.data
 from perada.cli.parser import full_names
 from perada.cli.recipes import whole
 from perada.cli.runs import PeradaCLI, make_cli
+from perada.core.checks import check_whole
 from perada.core.files import Scratch, writing
 from perada.core.text import some
 from perada.data import FederatedDataModule
@@ -22,15 +23,8 @@ from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.data import only, remembered
 from perada.deploy.site.file import SiteFile
 
-OF_ALL: tuple[str, ...] = (
-    "public",
-    "public_fraction",
-    "validation_fraction",
-    "train_limit",
-    "test_limit",
-    "public_limit",
-)
-OF_ALL += ("dataset", "partition", "seed", "shifts", "shifts_when")
+OF_ALL = "public public_fraction validation_fraction train_limit test_limit public_limit".split()
+OF_ALL += "dataset partition seed shifts shifts_when".split()
 """Options of a recipe's data that say what all clients and the server have."""
 NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
@@ -50,31 +44,28 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     if approved.sha256 not in ("", sha256):
         raise ValueError(
             f"{str(path)!r} has the SHA-256 {sha256}, and the site approves {approved.sha256}: nothing of it was run. "
-            "Ask the server for the recipe that was approved; or read this one, and write its sha256 into the site's "
-            "file"
+            "Ask for the recipe that was approved; or read this one, and write its sha256 into the site's file"
         )
     content = _content(text)
     said = content.get("data") or {}
     kept = {key: value for key, value in said.items() if key not in OF_ALL}
-    named = _named_classes(said.get("dataset"))
-    own, place = dict(given.data), given.data.get("client", 0)
-    own.pop("client", None)
+    named, place = _named_classes(said.get("dataset")), given.data.get("client", 0)
+    own = {key: value for key, value in given.data.items() if key != "client"}
     if "dataset" not in own:
-        size = {"size": kept["image_size"]} if kept.get("image_size") else {}
-        kind, names = "ImageTable" if "table" in own else "Images", {} if named is None else {"classes": list(named)}
-        options = size | _division_of(said.get("dataset")) | own | names
-        own = {"dataset": {"class_path": kind, "init_args": options}, "partition": NOWHERE}
+        options = {"size": kept["image_size"]} if kept.get("image_size") else {}
+        kind, said_options = _class_of(said.get("dataset"))
+        if kind in ("Images", "ImageTable"):  # sites divide theirs into training and test images as the recipe does
+            options |= {key: value for key, value in said_options.items() if key in ("test_share", "seed")}
+        options |= own | ({} if named is None else {"classes": list(named)})
+        dataset = {"class_path": "ImageTable" if "table" in own else "Images", "init_args": options}
+        own = {"dataset": dataset, "partition": NOWHERE}
     cli = _parsed(content | {"data": kept | own}, given.accelerator)
     division = cli.datamodule.division
     division.download()
     if isinstance(division.dataset, OwnImages):
         division.dataset.known = remembered(given.state, division.dataset)
     whole_data = division.share_out()
-    if not isinstance(place, int) or not 0 <= place < len(whole_data.train):
-        raise ValueError(
-            f"data: client={place!r} cannot be used; give a number from 0 to {len(whole_data.train) - 1}, of the "
-            "partition's clients"
-        )
+    check_whole("data: client", place, 0, most=len(whole_data.train) - 1, hint="of the partition's clients")
     data = only(whole_data, place)
     if named is not None and data.classes is not None and tuple(data.classes) != named:
         raise ValueError(
@@ -120,34 +111,27 @@ def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
     parser.add_argument("--logger", type=Logger)
     found = []
     for entry in (entry for entry in entries if not isinstance(entry, bool | None)):
-        entry = {"class_path": entry} if isinstance(entry, str) else dict(entry)
-        if entry["class_path"].rpartition(".")[2] == "CSVLogger":
-            continue
-        options = dict(entry.get("init_args") or {})
-        options["save_dir"] = str(folder / (options.get("save_dir") or "."))
-        entry["init_args"] = options
-        found.append(parser.instantiate_classes(parser.parse_object({"logger": entry})).logger)
+        kind, options = _class_of(entry)
+        if kind != "CSVLogger":
+            options = {**options, "save_dir": str(folder / (options.get("save_dir") or "."))}
+            logger = {"class_path": entry if isinstance(entry, str) else entry["class_path"], "init_args": options}
+            found.append(parser.instantiate_classes(parser.parse_object({"logger": logger})).logger)
     return found
 
 
-def _division_of(dataset: object) -> dict[str, Any]:
-    """How a recipe divides images of one's own into training and test images: sites divide theirs alike."""
-    given = dataset if isinstance(dataset, dict) else {}
-    if str(given.get("class_path")).rpartition(".")[2] not in ("Images", "ImageTable"):
-        return {}
-    return {key: value for key, value in (given.get("init_args") or {}).items() if key in ("test_share", "seed")}
+def _class_of(entry: object) -> tuple[str, dict[str, Any]]:
+    """The name of a class that a recipe names, without its module, and the options that it gives it."""
+    given: dict[str, Any] = entry if isinstance(entry, dict) else {"class_path": entry}
+    return str(given.get("class_path")).rpartition(".")[2], given.get("init_args") or {}
 
 
 def _named_classes(dataset: object) -> tuple[str, ...] | None:
     """The classes that a recipe names: those that it gives its image set, or those that every copy of the set has."""
-    given: dict[str, Any] = dataset if isinstance(dataset, dict) else {"class_path": dataset}
-    names = (given.get("init_args") or {}).get("classes")
-    if names is None:
-        kind = getattr(perada.data, str(given.get("class_path")).rpartition(".")[2], None)
-        names = getattr(kind, "classes", None)
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+    kind, options = _class_of(dataset)
+    names = options.get("classes") or getattr(getattr(perada.data, kind, None), "classes", None)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return None
-    return tuple(names)
+    return tuple(names) or None
 
 
 def _content(text: bytes) -> dict[str, Any]:
@@ -159,10 +143,15 @@ def _content(text: bytes) -> dict[str, Any]:
     content = full_names(yaml.safe_load(text))
     if (content.get("trainer") or {}).get("callbacks"):
         raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
-    if isinstance(data := content.get("data"), dict):
-        own: dict[str, Any] = content | {"data": {key: value for key, value in data.items() if key not in OF_ALL}}
-    for option, word in _words(own if isinstance(data, dict) else content):
-        if _holds_options(Path(word).expanduser()):
+    data = content.get("data")
+    own = {key: value for key, value in data.items() if key not in OF_ALL} if isinstance(data, dict) else data
+    for option, word in _words(content | {"data": own}):
+        try:
+            with Path(word).expanduser().open("rb") as file:
+                read = isinstance(yaml.safe_load(file), dict)
+        except (OSError, ValueError, yaml.YAMLError):  # no file, no path, no text
+            continue
+        if read:  # for the option's value
             raise ValueError(
                 f"the recipe names the file {word!r} for {option}, which its digest does not cover; write what the "
                 "file says into the recipe"
@@ -181,15 +170,6 @@ def _words(content: object) -> Iterator[tuple[str, str]]:
             seen.add(id(value))
             below = value.items() if isinstance(value, dict) else ((None, one) for one in value)
             left += [(option if key is None else f"{option}.{key}".removeprefix("."), one) for key, one in below]
-
-
-def _holds_options(path: Path) -> bool:
-    """Whether a path is that of a file which would be read for an option's value."""
-    try:
-        with path.open("rb") as file:
-            return isinstance(yaml.safe_load(file), dict)
-    except (OSError, ValueError, yaml.YAMLError):  # no file, no path, no text
-        return False
 
 
 def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:

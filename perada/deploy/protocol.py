@@ -55,11 +55,21 @@ Spec = dict[str, tuple[str, tuple[int, ...]]]
 """Number format, as safetensors call it, and shape of each tensor that is expected."""
 
 
-class Malformed(ValueError):
-    """What came is not a message that could be meant; the text is for the log of who found it, on one line."""
+class Refused(ValueError):
+    """What came is not a message that could be meant, or a site does not do what it asks.
 
-    def __init__(self, text: str) -> None:
+    The other side learns the code alone; the text is for the log of who refused, on one line.
+    """
+
+    def __init__(self, text: str, code: Code = "malformed") -> None:
         super().__init__(printable(text[:300]))
+        self.code: Code = code
+
+
+def refuse(refused: bool, text: str, code: Code = "malformed") -> None:
+    """Raise :class:`Refused` if something is to be refused."""
+    if refused:
+        raise Refused(text, code)
 
 
 @dataclass(unsafe_hash=True)
@@ -122,56 +132,43 @@ class Header:
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> Self:
-        """The one that a header was made of; Malformed if there is none."""
+        """The one that a header was made of; Refused if there is none."""
         try:
             return cls(**header)
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise Malformed(str(error)) from None
+            raise Refused(str(error)) from None
 
 
 @dataclass(frozen=True)
 class Order(Header):
-    """What the server asks of a site.
-
-    Attributes:
-        kind: What is to be done.
-        run: Id of the federation's run, which stays when it is resumed.
-        recipe: Digest of the recipe and the frozen weights.
-        round: Counted from 0.
-        client: The site's number in the run.
-        clients: Number of sites in the run.
-        factor: Of the learning rates.
-        lengths: Steps of each phase of the round's longest site; empty if they are not known.
-        plain: Whether the server's tensors are laid out row by row, or else as the network's: last bits depend on it.
-        models: Of the ensemble that is sent to be scored, as ``members``; 0 if none is.
-    """
+    """What the server asks of a site."""
 
     kind: Kind
-    run: str
-    recipe: str
-    round: int = 0
-    client: int = 0
-    clients: int = 1
-    factor: float = 1.0
-    lengths: list[int] = field(default_factory=list)
-    plain: bool = False
-    models: int = 0
+    run: str  # id of the federation's run, which stays when it is resumed
+    recipe: str  # digest of the recipe and the frozen weights
+    round: int = 0  # counted from 0
+    client: int = 0  # the site's number in the run
+    clients: int = 1  # number of sites in the run
+    factor: float = 1.0  # of the learning rates
+    lengths: list[int] = field(default_factory=list)  # steps of each phase of the round's longest site, if known
+    plain: bool = False  # are the tensors laid out row by row, or else as the network's? last bits depend on it
+    models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
         _check_hexadecimal("run", self.run, 32)
         _check_hexadecimal("recipe", self.recipe, 64)
-        check_whole("round", self.round, 0, most=ROUNDS)
-        check_whole("clients", self.clients, 0, most=CLIENTS)
+        if not isinstance(self.lengths, list) or len(self.lengths) > 16:
+            raise ValueError(f"lengths={self.lengths!r} are not a list of a few")
+        bounds = {"round": ROUNDS, "clients": CLIENTS, "models": MODELS}
+        wholes = [(name, getattr(self, name), most) for name, most in bounds.items()]
+        wholes += [("a length", length, STEPS) for length in self.lengths]
+        for name, value, most in wholes:
+            check_whole(name, value, 0, most=most)
         check_whole("client", self.client, 0, most=self.clients - 1)
+        check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
         check_number("factor", self.factor, least=0, most=1e6)
         check_choice("plain", self.plain, (True, False))
-        check_whole("models", self.models, 0, most=MODELS)
-        if not isinstance(self.lengths, list) or len(self.lengths) > 16:
-            raise ValueError(f"lengths={self.lengths!r} are no list of a few")
-        for length in self.lengths:
-            check_whole("a length", length, 0, most=STEPS)
-        check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
 
 
 @dataclass(frozen=True)
@@ -252,15 +249,7 @@ def pack(header: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = Non
 
 
 def header_of(message: bytes, most: int = TABLE) -> dict[str, Any]:
-    """The header of a message, whose tensors are not looked at.
-
-    Args:
-        message: As it came.
-        most: Bytes that its table may have; a party's own files may have more than a message.
-
-    Raises:
-        Malformed: If the message is none.
-    """
+    """The header of a message whose table has ``most`` bytes, if it is one; its tensors are not looked at."""
     return _parts(message, most)[0]
 
 
@@ -281,16 +270,16 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     """Header and tensors of a message that has exactly the ``expected`` tensors.
 
     Raises:
-        Malformed: If the message is none, has other tensors, or a value is not finite or out of all proportion.
+        Refused: If the message is none, has other tensors, or a value is not finite or out of all proportion.
     """
     header, table = _parts(message)
     try:
         found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
     except (KeyError, TypeError) as error:
-        raise Malformed(f"a tensor is not described ({error!r})") from None
+        raise Refused(f"a tensor is not described ({error!r})") from None
     if found != expected:
         name = min(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise Malformed(f"the tensor {name[:80]!r} is {found.get(name)}, not {expected.get(name)}")
+        raise Refused(f"the tensor {name[:80]!r} is {found.get(name)}, not {expected.get(name)}")
     if not expected:
         return header, {}
     from safetensors import SafetensorError
@@ -299,12 +288,12 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     try:
         state: State = load(message)
     except (SafetensorError, ValueError, RuntimeError) as error:
-        raise Malformed(f"it is not a safetensors file ({error})") from None
+        raise Refused(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
         least, most = (-MAGNITUDE, MAGNITUDE) if value.is_floating_point() else (0, COUNT)
         # Of NaN, least and largest are NaN.
         if value.numel() and not least <= float(value.min()) <= float(value.max()) <= most:
-            raise Malformed(f"the tensor {name!r} has values from {float(value.min())} to {float(value.max())}")
+            raise Refused(f"the tensor {name!r} has values from {float(value.min())} to {float(value.max())}")
     return header, {name: state[name] for name in expected}
 
 
@@ -312,14 +301,14 @@ def _parts(message: bytes, most: int = TABLE) -> tuple[dict[str, Any], dict[str,
     """Header, and the table of tensors."""
     size = int.from_bytes(message[:8], "little")
     if len(message) < 8 or size > min(most, len(message) - 8):
-        raise Malformed(f"the table is said to have {size} bytes of {len(message)}")
+        raise Refused(f"the table is said to have {size} bytes of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])
         header = json.loads(table.pop("__metadata__")[SECTION], parse_constant=_refuse)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise Malformed(f"its table cannot be read ({type(error).__name__})") from None
+        raise Refused(f"its table cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise Malformed("its header is not a dictionary")
+        raise Refused("its header is not a dictionary")
     return header, table
 
 
@@ -328,13 +317,9 @@ def _refuse(word: str) -> float:
 
 
 class Transport(Protocol):
-    """Carries messages to sites by their registered names.
+    """Carries messages to sites by their registered names."""
 
-    Attributes:
-        most: Bytes that a reply may have; a longer one is ``malformed``.
-    """
-
-    most: int
+    most: int  # bytes that a reply may have; a longer one is "malformed"
 
     def names(self) -> list[str]:
         """Registered names of the sites that are connected now."""
@@ -347,14 +332,7 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """Carries messages to workers in this process, one after another, for dry runs and tests.
-
-    Args:
-        workers: By name, each with ``answer(message, run)`` (:class:`perada.deploy.site.worker.SiteWorker`).
-
-    Attributes:
-        most: As in :class:`Transport`.
-    """
+    """Carries messages to workers in this process (:class:`.SiteWorker`, by name), one after another."""
 
     def __init__(self, workers: Mapping[str, Any]) -> None:
         self.workers, self.most = dict(workers), sys.maxsize

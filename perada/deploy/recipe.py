@@ -41,21 +41,13 @@ def labels_digest(num_classes: int, multilabel: bool, classes: Sequence[str] | N
 
 @dataclass
 class Recipe:
-    """The objects that a recipe describes.
+    """The objects that a recipe describes."""
 
-    Attributes:
-        text: Of its file.
-        module: The network; :meth:`build` builds it.
-        loop: How rounds go.
-        trainer: Number of rounds, device, precision, how often models are scored.
-        data: A site's, of its one client; of the server's only options and the public set are looked at.
-    """
-
-    text: bytes
-    module: FederatedClassifier
-    loop: FederatedLoop
-    trainer: pl.Trainer
-    data: FederatedDataModule
+    text: bytes  # of its file
+    module: FederatedClassifier  # the network; build() builds it
+    loop: FederatedLoop  # how rounds go
+    trainer: pl.Trainer  # number of rounds, device, precision, how often models are scored
+    data: FederatedDataModule  # a site's, of its one client; of the server's only options and public set are looked at
 
     def __post_init__(self) -> None:
         self.module.trainer = trainer = self.trainer
@@ -133,38 +125,23 @@ class Recipe:
 
 @dataclass
 class ServerRecipe(Recipe):
-    """A recipe as a server has it: no client's image is read.
+    """A recipe as a server has it: no client's image is read."""
 
-    Attributes:
-        public: Public images, for algorithms that distil; None for none.
-        num_classes: Number of classes.
-        multilabel: Whether images have several labels.
-        classes: Their names; None lets the first site that joins say them.
-        loggers: Get the metrics of each round, beside ``metrics.csv`` in the run's folder.
-    """
-
-    public: Dataset[Any] | None = None
+    public: Dataset[Any] | None = None  # public images, for algorithms that distil
     num_classes: int = 0
-    multilabel: bool = False
-    classes: Sequence[str] | None = None
-    loggers: Sequence[Logger] = ()
+    multilabel: bool = False  # whether images have several labels
+    classes: Sequence[str] | None = None  # their names; None lets the first site that joins say them
+    loggers: Sequence[Logger] = ()  # get the metrics of each round, beside metrics.csv in the run's folder
 
 
 @dataclass(frozen=True)
 class Template:
-    """Examples of what travels, without a client axis but for ``opened``.
+    """Examples of what travels, without a client axis but for ``opened``."""
 
-    Attributes:
-        initial: The first global state.
-        sending: What a client is sent: its own state or, where it compares them, all global models.
-        opened: What a client trains, (1, ...) by role.
-        sent: What it sends.
-    """
-
-    initial: State
-    sending: State
-    opened: Stacks
-    sent: State
+    initial: State  # the first global state
+    sending: State  # what a client is sent: its own state or, where it compares them, all global models
+    opened: Stacks  # what a client trains, (1, ...) by role
+    sent: State  # what it sends
 
 
 def first_kept(kept: Stacks) -> Stacks:

@@ -34,18 +34,9 @@ _APP = "[a-z][a-z0-9-]{0,40}"
 
 
 def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> None:
-    """Write the app of a recipe, unit files for systemd, a ``site.yaml`` and a README.
+    """Write the app of a recipe, whose ``digest`` sites approve; ``name`` is the app's.
 
-    Args:
-        folder: Where; it must not be there, or be empty.
-        name: Name of the app: small letters, digits and dashes.
-        recipe: The recipe's text.
-        digest: What sites approve: of the recipe and the frozen weights.
-        host: Name or address by which sites reach the server.
-
-    Raises:
-        ValueError: If the name cannot be used.
-        FileExistsError: If there is something in the folder.
+    Beside it there are unit files for systemd, a ``site.yaml`` of sites that reach the server as ``host``, a README.
     """
     check_target(folder, name)
     module, function = SERVE.split(":")

@@ -102,15 +102,8 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
 def write_site_keys(folder: Path, name: str) -> None:
     """Write a site's keys: ``NAME.key``, which never leaves the site, and ``NAME.pub``, which the server registers.
 
-    They are ECDSA keys on the curve P-384 in the format of OpenSSH, as Flower wants them.
-
-    Args:
-        folder: Made with mode 0700 if it is not there. The private key has mode 0600.
-        name: Name of the site.
-
-    Raises:
-        ValueError: If the name cannot be one.
-        FileExistsError: If there is a key already.
+    They are ECDSA keys on the curve P-384 in the format of OpenSSH, as Flower wants them. A ValueError if the name
+    cannot be a site's, a FileExistsError if there is a key already.
     """
     check_site_name(name)
     _begin(folder, f"{name}.key", f"{name}.pub")

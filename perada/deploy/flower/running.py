@@ -37,12 +37,7 @@ _STARTED = re.compile(r"Successfully started run (\d+)")
 
 @dataclass(frozen=True)
 class Link:
-    """A SuperLink: its name in Flower's configuration, or its address with the authority's certificate.
-
-    Raises:
-        ValueError: If the name is unknown, the address is none, or a certificate is given for a name or lacks for an
-            address, is none or has expired.
-    """
+    """A SuperLink: its name in Flower's configuration, or its address with the authority's certificate."""
 
     where: str
     authority: Path | None = None
@@ -125,10 +120,6 @@ def run_app(app: Path, link: Link, terms: Terms) -> int:
 
     Returns:
         0 if the run was completed; 130 after Ctrl-C, which leaves the run going; else 1.
-
-    Raises:
-        FileNotFoundError: If the folder is not what `perada deploy init` wrote.
-        ImportError: If Flower is not installed.
     """
     if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
         raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
@@ -155,11 +146,7 @@ def run_app(app: Path, link: Link, terms: Terms) -> int:
 
 
 def follow(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Run a command of ``flwr`` and print its lines as they come.
-
-    Returns:
-        The id of the run that it started, if it did, and whether Ctrl-C ended it.
-    """
+    """Run a command of ``flwr``, print its lines; give the id of the run that it started, and if Ctrl-C ended it."""
     said, interrupted = "", False
     command = [str(program("flwr")), *words]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}

@@ -38,14 +38,10 @@ def frame(payload: bytes | Failure, run: str = "") -> bytes:
 
 
 def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[bytes | Failure, str]:
-    """The payload or code, and the run's name. Nothing is set aside for bytes that have not come.
+    """The payload or code, and the run's name; ``most`` bytes are read, within so many ``seconds``.
 
-    ``most`` bytes are read, within so many ``seconds``.
-
-    Raises:
-        Failure: ``malformed`` if it is not a frame, ``refused`` if it is longer than ``most`` bytes, ``crashed`` if the
-            other side ended before it was whole.
-        OSError: If the connection fails; TimeoutError if the time is over.
+    Nothing is set aside for bytes that have not come. An OSError if the connection fails, a TimeoutError if the time is
+    over, and a Failure: ``malformed`` if it is not a frame, ``refused`` if it is too long, ``crashed`` if cut off.
     """
     end = time.monotonic() + seconds
     mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
@@ -72,18 +68,11 @@ def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
 
 
 def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int = MOST) -> bytes | Failure:
-    """Have the worker behind the socket answer a message. Never raises.
-
-    Args:
-        path: The socket. It must belong to this process's user and be closed to all others.
-        message: What the server sent.
-        run: Name of the run.
-        deadline: Seconds to wait for the answer.
-        most: Bytes that the answer may have.
+    """Have the worker behind a socket answer a message of a run, in so many seconds and bytes. Never raises.
 
     Returns:
-        The answer, or ``unreachable`` (no worker), ``refused`` (a socket that is not ours alone, or too many bytes),
-        ``late``, ``crashed`` or ``malformed``.
+        The answer, or ``unreachable`` (no worker), ``refused`` (a socket that does not belong to this process's user
+        alone, or too many bytes), ``late``, ``crashed`` or ``malformed``.
     """
     end = time.monotonic() + deadline
     if deadline <= 0:
@@ -113,12 +102,9 @@ def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int =
 class Listener(AbstractContextManager["Listener"]):
     """The worker's end of the socket. It answers one request at a time; of those that wait, the newest.
 
-    One that a newer one overtakes is told ``late``: its server has given it up, and nothing stale is trained.
-
-    Args:
-        path: Where the socket is made, with mode 0600, in a folder that only its owner can write to. What a worker left
-            that was killed is replaced. It counts only where systemd has not opened a socket for this process.
-        most: Bytes that a message may have.
+    One that a newer one overtakes is told ``late``: its server has given it up, and nothing stale is trained. The
+    socket is made at ``path`` with mode 0600, in a folder that only its owner can write to, unless systemd has opened
+    one for this process. What a worker left that was killed is replaced.
 
     Raises:
         ValueError: If the path cannot be used, or another worker listens there.
@@ -151,12 +137,10 @@ class Listener(AbstractContextManager["Listener"]):
             self._path.unlink(missing_ok=True)
 
     def serve(self, answer: Callable[[bytes, str], bytes], requests: int | None = None) -> None:
-        """Answer requests in this thread until `close`, or ``requests`` of them.
+        """Answer requests in this thread until `close`, or so many of them.
 
-        Args:
-            answer: Makes a reply of a message and its run's name. If it raises, the other side is told ``crashed``
-                and the reason stays in this process's log.
-            requests: How many to answer; without end by default.
+        ``answer`` makes a reply of a message and its run's name. If it raises, the other side is told ``crashed`` and
+        the reason stays in this process's log.
         """
         while requests is None or requests > 0:
             with self._changed:

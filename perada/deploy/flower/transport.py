@@ -79,11 +79,6 @@ class FlowerTransport:
 
     A SuperNode that was killed takes its message with it. If the SuperLink lets it in again before it is missed, nobody
     reports that. The message is then sent again; a site does no work twice.
-
-    Args:
-        grid: Flower's way to the SuperNodes.
-        poll: Seconds between two looks for a reply.
-        most: Bytes that a reply may have, until the coordinator says what the recipe's have.
     """
 
     def __init__(self, grid: "Grid", poll: float = POLL, most: int = MOST) -> None:
@@ -97,18 +92,9 @@ class FlowerTransport:
         return sorted(self._nodes())
 
     def exchange(self, messages: Mapping[str, bytes], enough: int, deadline: float) -> dict[str, bytes | Failure]:
-        """Send each site its message; return when ``enough`` replies came or ``deadline`` seconds passed.
+        """Send each site its message, as :class:`.Transport` says, and give what came in the order of ``messages``.
 
-        What is under way by then expires with the deadline, so that no site trains it later.
-
-        Args:
-            messages: By registered name.
-            enough: Replies to wait for.
-            deadline: Seconds.
-
-        Returns:
-            By name, in the order of ``messages``: the reply, or what came instead. Sites that did not answer in time
-            are ``late``.
+        What is under way at the end expires with the deadline, so that no site trains it later.
         """
         begin = checked = time.monotonic()
         end, nodes = begin + deadline, self._nodes()
@@ -173,10 +159,9 @@ class FlowerTransport:
         return True
 
     def _watch(self, number: str, sent: _Sent) -> None:
-        """Look for the reply to one message until it is there or the message has expired.
+        """Look for the reply to one message until it is there or the message has expired, in a thread of its own.
 
-        In a thread of its own: if a site's process ends while it hands its reply on, Flower waits for the rest of that
-        reply for up to two hours, and would not hear the other sites meanwhile.
+        If a site's process ends while it hands its reply on, Flower waits for the rest for up to two hours.
         """
         while time.monotonic() < sent.expires and sent.reply is None:
             try:

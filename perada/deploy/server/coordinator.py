@@ -31,12 +31,6 @@ log = logging.getLogger("perada.deploy")
 class Coordinator:
     """Runs the rounds of a recipe over a transport. What it knows is on its disk after each round.
 
-    Args:
-        recipe: Of whose data the options are used.
-        transport: To the sites.
-        folder: Of the run.
-        terms: When rounds are closed, and whether the run in the folder is resumed.
-
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
         FileNotFoundError: If there is nothing to resume.
@@ -109,9 +103,7 @@ class Coordinator:
     def run(self) -> Progress:
         """Train all rounds that are left, and score.
 
-        Raises:
-            TimeoutError: If fewer than ``min_sites`` sites answered in time. It names those that are missing; the
-                run can be resumed.
+        A TimeoutError names who is missing if fewer than ``min_sites`` answered in time; the run can be resumed.
         """
         progress, every = self.progress, self.recipe.trainer.check_val_every_n_epoch or 1
         while progress.done < progress.rounds:
@@ -119,13 +111,10 @@ class Coordinator:
                 self._evaluate()
             self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
-            tuned = self._everyone("tune", self.server.global_state)
+            begin, tuned = time.monotonic(), self._everyone("tune", self.server.global_state)
             if len(tuned) < self.terms.min_sites:
-                missing = ", ".join(name for name in self.roster.numbers if name not in tuned)
-                raise TimeoutError(
-                    f"fine-tuning: {len(tuned)} of at least {self.terms.min_sites} sites answered (the deadline is "
-                    f"{self.terms.deadline:g} s); missing: {missing}. Resume when they are back"
-                )
+                missing = {name: "not tuned" for name in self.roster.numbers if name not in tuned}
+                raise TimeoutError(self._too_few("fine-tuning", len(tuned), missing, begin))
             progress.tuned, progress.scored = True, -1
             self._save()
         if progress.scored < progress.done:
@@ -149,19 +138,10 @@ class Coordinator:
         least: int | None = None,
         spare: Sequence[str] = (),
     ) -> dict[str, tuple[Answer, State]]:
-        """Ask sites until all answered, or ``least`` of them, or the time is over; who fails in passing is asked again.
+        """Ask sites until all answered, or ``least`` of them, or the time is over, and give what came, in this order.
 
-        Args:
-            asked: Names of the sites. Those who take the place of a site that failed for good are added.
-            message: Makes a site's.
-            expected: The tensors of an answer.
-            end: When the time is over.
-            record: Who failed is written into it.
-            least: Answers that suffice; by default all.
-            spare: Sites that may take a place.
-
-        Returns:
-            What came, in this order.
+        Who fails in passing is asked again; for who fails for good a ``spare`` site is added to those ``asked``. Codes
+        of those that failed are written into ``record``.
         """
         got, places, spare, tensors = dict[str, tuple[Answer, State]](), len(asked), list(spare), spec_of(expected)
         while True:
@@ -226,7 +206,7 @@ class Coordinator:
             _pause(end)
         if len(able) < terms.min_sites:
             missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self._too_few(len(able), missing, begin))
+            raise TimeoutError(self._too_few(f"round {progress.done}", len(able), missing, begin))
         total = len(progress.roster)
         return sample_cohort(self.settings.seed, progress.done, total, total if self._sample else None, lambda _: able)
 
@@ -241,15 +221,15 @@ class Coordinator:
     def _sample(self) -> int | None:
         return self.terms.sample or self.settings.clients_per_round
 
-    def _too_few(self, have: int, missing: Mapping[str, str], begin: float) -> str:
-        """What is said when a round that was begun then cannot be closed."""
+    def _too_few(self, what: str, have: int, missing: Mapping[str, str], begin: float) -> str:
+        """What is said when something that was begun then cannot be ended."""
         missing = {**missing, **self.roster.outside}
         named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "no other site was ever connected"
         gone = have + sum(code not in ("exhausted", "unapproved") for code in missing.values()) < self.terms.min_sites
         back = "Those that are exhausted or do not approve the recipe will not come back:"
         remedy = f"{back} end the run here, or" if missing and gone else "Resume when they are back, or"
         return (
-            f"round {self.progress.done}: {have} of at least {self.terms.min_sites} sites answered in "
+            f"{what}: {have} of at least {self.terms.min_sites} sites answered in "
             f"{time.monotonic() - begin:.0f} s (the deadline is {self.terms.deadline:g} s); missing: {named}. {remedy} "
             "ask for fewer (min_sites)"
         )
@@ -268,22 +248,16 @@ class Coordinator:
             progress.lengths = self.roster.lengths([numbers[name] for name in progress.asked])
         self._save()
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
-        got = self._ask(
-            asked,
-            lambda name: self._message(numbers[name]),
-            self.recipe.template.sent,
-            end,
-            record,
-            terms.min_sites if skip else None,  # to say "broken" is quick, and takes nobody's place
-            spare,
-        )
+        least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
+        given = self.recipe.template.sent, end, record, least, spare
+        got = self._ask(asked, lambda name: self._message(numbers[name]), *given)
         for name in list(got)[terms.min_sites :] if skip else []:  # the first k count
             del got[name]
             record.failed[name] = "late"
         answered = len(got) + sum(code == "broken" for code in record.failed.values())
         if answered < terms.min_sites:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self._too_few(answered, missing, begin))
+            raise TimeoutError(self._too_few(f"round {progress.done}", answered, missing, begin))
         record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
         by_number = {numbers[name]: pair for name, pair in got.items()}
         close_round(self.recipe, self.server, self.roster, self.images, record, by_number)

@@ -30,90 +30,51 @@ log = logging.getLogger("perada.deploy")
 
 @dataclass
 class Member:
-    """A site of the roster; its place there is its number in the run.
+    """A site of the roster; its place there is its number in the run."""
 
-    Attributes:
-        name: As the transport knows it.
-        size: Training images; None where the site does not say.
-        joined: The first round that it could take part in.
-        left: Why it takes part no more; empty if it does.
-        late: The last round in which it did not answer in time, or -1.
-        rounds: Rounds that it took part in.
-        epsilon: Its ε by ledger, as it last said.
-    """
-
-    name: str
-    size: int | None
-    joined: int
-    left: str = ""
-    late: int = -1
-    rounds: int = 0
-    epsilon: dict[str, float | None] = field(default_factory=dict)
+    name: str  # as the transport knows it
+    size: int | None  # training images; None where the site does not say
+    joined: int  # the first round that it could take part in
+    left: str = ""  # why it takes part no more; empty if it does
+    late: int = -1  # the last round in which it did not answer in time
+    rounds: int = 0  # that it took part in
+    epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
 
 
 @dataclass
 class Record:
-    """What happened in a round.
+    """What happened in a round; sites go by their names."""
 
-    Attributes:
-        round: Counted from 0.
-        asked: Names of the sites that were sent to.
-        answered: Those of whom the answer counted.
-        failed: Code of each other site.
-        far: Sites whose change was so many times as long as the median.
-        outside: Why sites that were connected did not take part: they have not joined.
-        void: Why the global state stayed as it was; empty if it moved.
-        seconds: From the first message to the new state.
-        up, down: Megabytes of replies and messages.
-    """
-
-    round: int
+    round: int  # counted from 0
     asked: list[str] = field(default_factory=list)
-    answered: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    far: dict[str, float] = field(default_factory=dict)
-    outside: dict[str, str] = field(default_factory=dict)
-    void: str = ""
-    seconds: float = 0.0
-    up: float = 0.0
-    down: float = 0.0
+    answered: list[str] = field(default_factory=list)  # of whom the answer counted
+    failed: dict[str, str] = field(default_factory=dict)  # code of each other site
+    far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
+    outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined
+    void: str = ""  # why the global state stayed as it was; empty if it moved
+    seconds: float = 0.0  # from the first message to the new state
+    up: float = 0.0  # megabytes of replies
+    down: float = 0.0  # and of messages
 
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        run: Its id.
-        recipe: Digest of its recipe.
-        rounds: How many it has.
-        done: Rounds that are over.
-        tuned: Whether the fine-tuning after them is.
-        scored: The round after which models were last scored, or -1.
-        roster: All sites that ever joined, in the order of their numbers.
-        labels: The digest of the classes that all sites have.
-        records: Of each round.
-        history: Metrics of each round.
-        asked: Sites asked in the round that is under way, in their order.
-        lengths: Its phases' steps.
-        plain: Whether the tensors of the global state are laid out row by row.
-        level: Ledger of the privacy of whole clients; None where there is none.
-    """
-
-    run: str
-    recipe: str
+    run: str  # its id
+    recipe: str  # its digest
     rounds: int
-    done: int = 0
-    tuned: bool = False
-    scored: int = -1
-    roster: list[Member] = field(default_factory=list)
-    labels: str = ""
-    records: list[Record] = field(default_factory=list)
-    history: list[dict[str, float]] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    plain: bool = False
-    level: dict[str, Any] | None = None
+    done: int = 0  # rounds that are over
+    tuned: bool = False  # whether the fine-tuning after them is
+    scored: int = -1  # the round after which models were last scored
+    roster: list[Member] = field(default_factory=list)  # all sites that ever joined, in the order of their numbers
+    labels: str = ""  # digest of the classes that all sites have
+    records: list[Record] = field(default_factory=list)  # of each round
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
+    asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
+    lengths: list[int] = field(default_factory=list)  # its phases' steps
+    plain: bool = False  # whether the tensors of the global state are laid out row by row
+    level: dict[str, Any] | None = None  # state of the privacy of whole clients
 
 
 def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
@@ -144,26 +105,17 @@ def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
 
 def _csv(history: list[dict[str, float]]) -> str:
     """The rounds as a simulation's ``metrics.csv`` has them."""
-    names = sorted({name for row in history for name in row} - {"round", "step"})
-    text = io.StringIO()
+    text, names = io.StringIO(), sorted({name for row in history for name in row} - {"round", "step"})
     writer = csv.DictWriter(text, ["epoch", "round", "step", *names], restval="", lineterminator="\n")
     writer.writeheader()
     for row in history:
-        values = {name: value for name, value in row.items() if not math.isnan(value)}
-        writer.writerow({"epoch": int(row["round"]), **values, "round": row["round"]})
+        shown = {name: value for name, value in row.items() if not math.isnan(value)}
+        writer.writerow({"epoch": int(row["round"]), **shown})
     return text.getvalue()
 
 
 class Roster:
-    """The sites of a run, whose numbers are their places in ``progress.roster``.
-
-    Args:
-        progress: Of the run; sites that join are written into it.
-        terms: When rounds are closed.
-        settings: How rounds go.
-        batch_size: Of the recipe's data.
-        level: Privacy of whole clients, if there is one.
-    """
+    """The sites of a run, whose numbers are their places in ``progress.roster``; ``outside`` are those not in it."""
 
     def __init__(
         self, progress: Progress, terms: Terms, settings: Settings, batch_size: BatchSize, level: ClientLevel | None
@@ -180,27 +132,24 @@ class Roster:
 
     def newcomers(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that are to be asked to join now."""
-        progress = self.progress
-        known = set(self.numbers)
-        soon = {name for name, round in self._turned_away.items() if round <= progress.done < round + REPEAT}
-        known |= soon if len(known) >= self.terms.min_sites else set()
-        return sorted(name for name in names if name not in known)
+        known, done = set(self.numbers), self.progress.done
+        if len(known) >= self.terms.min_sites:
+            known |= {name for name, round in self._turned_away.items() if round <= done < round + REPEAT}
+        return sorted(set(names) - known)
 
     def admit(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
         """Let those of the newcomers join who answered as they should."""
         progress = self.progress
         for name in sorted({*answers, *failed}):
-            reason = failed.get(name) or self._objection(answers[name])
-            if reason:
+            if reason := failed.get(name) or self._objection(answers[name]):
                 if reason not in PASSING:
                     self._turned_away[name] = progress.done
                 self.outside[name] = reason
                 log.warning("site %s does not join: %s", name, reason)
-                continue
-            self.outside.pop(name, None)
-            facts = answers[name].facts
-            progress.labels = facts["labels"]
-            progress.roster.append(Member(name, facts.get("size"), progress.done))
+            else:
+                self.outside.pop(name, None)
+                progress.labels = answers[name].facts["labels"]
+                progress.roster.append(Member(name, answers[name].facts.get("size"), progress.done))
 
     def _objection(self, answer: Answer) -> str:
         """Why a site is not let in; empty if it is."""
@@ -215,14 +164,12 @@ class Roster:
 
     def eligible(self, names: Sequence[str]) -> list[int]:
         """Numbers of the sites that may be asked, of those that are connected."""
-        progress, late = self.progress, self.terms.late == "skip"
-        present = [number for number, member in enumerate(progress.roster) if member.name in names and not member.left]
+        roster, last = self.progress.roster, self.progress.done - 1
+        present = [number for number, member in enumerate(roster) if member.name in names and not member.left]
         if self.level is not None:
             present = self.level.affordable(present)
-        ready = [
-            n for n in present if not (late and progress.done > 0 and progress.roster[n].late == progress.done - 1)
-        ]
-        return ready if len(ready) >= self.terms.min_sites else present
+        ready = [number for number in present if last < 0 or roster[number].late != last]
+        return ready if self.terms.late == "skip" and len(ready) >= self.terms.min_sites else present
 
     def plan(self, clients: Sequence[int]) -> RoundPlan:
         """A round of so many of the sites; those that do not say their size count as one image."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.rounds import batch_indices
-from perada.core.states import State, send, stack
+from perada.core.states import State, send, stack, to_device
 from perada.data.batches.samples import make_store
 from perada.data.batches.transforms import Preparation
-from perada.deploy.protocol import Answer, Failure, Malformed, Spec, Transport, digest, header_of, unpack
+from perada.deploy.protocol import Answer, Failure, Refused, Spec, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, Record, Roster
 from perada.federation.metrics import Metric, spread
@@ -41,18 +41,12 @@ def ask(
     expected: Spec,
     record: Record,
 ) -> tuple[dict[str, tuple[Answer, State]], dict[str, str]]:
-    """Send messages to sites by name, and take what comes back within so many ``seconds``.
+    """Send messages to sites by name, and take what comes back within so many ``seconds``, or until it is ``enough``.
 
-    Args:
-        transport: To the sites.
-        messages: By name.
-        enough: Replies after which there is no need to wait.
-        seconds: To wait at most.
-        expected: The tensors of a reply that is fine.
-        record: Its megabytes are added to.
+    Megabytes are added to the ``record``.
 
     Returns:
-        The answers that are what they should be, in the order in which they came, and the codes of all other sites.
+        The answers that have the ``expected`` tensors, in the order in which they came, and the codes of all others.
     """
     answers: dict[str, tuple[Answer, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
@@ -67,8 +61,8 @@ def ask(
             header, state = unpack(reply, expected if header_of(reply).get("code") == "ok" else {})
             answer = Answer.read(header)
             if answer.answers != digest(messages[name]):
-                raise Malformed("it answers another message")
-        except Malformed as error:
+                raise Refused("it answers another message")
+        except Refused as error:
             log.warning("site %s: malformed: %s", name, error)
             failed[name] = "malformed"
             continue
@@ -121,7 +115,7 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
 def _row(recipe: Recipe, got: Got, client: int) -> State:
     """What a client sent; NaN of one whose training broke, which privacy of whole clients counts as no change."""
     if client in got:
-        return {key: value.to(recipe.device) for key, value in got[client][1].items()}
+        return to_device(got[client][1], recipe.device)
     sent = recipe.template.sent
     return {key: value * math.nan if value.is_floating_point() else value for key, value in sent.items()}
 
@@ -187,15 +181,7 @@ def _own_score(facts: Facts, metric: Metric) -> float:
 
 
 class ServerImages:
-    """The images that a server without clients' data has.
-
-    Args:
-        public: Images for distillation, labels are never read; None for none.
-        preparation: How images become ready for the model; its seed is the run's.
-
-    Attributes:
-        public_size: Number of public images; 0 if there are none.
-    """
+    """The images that a server without clients' data has: ``public`` ones, whose labels are never read, or none."""
 
     def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
         self._preparation = preparation

@@ -3,17 +3,21 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import Subset
 
-from perada.algorithms import Broadcast, Stacks
-from perada.core.batches import AnyBatch
-from perada.core.rounds import RoundPlan
-from perada.core.states import State, expand
+from perada.algorithms import Algorithm, Broadcast, Stacks
+from perada.core.batches import AnyBatch, one_of
+from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
+from perada.core.states import State, expand, to_device
+from perada.data.batches.samples import RoundBatches, loader
 from perada.deploy.protocol import Order
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
-from perada.deploy.site.data import OneClient
+from perada.deploy.site.data import numbered
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import RunState
 from perada.engine.engine import compare, ensemble
@@ -106,7 +110,8 @@ class Client:
     @property
     def tests(self) -> int:
         """Test images."""
-        return OneClient(self.data, 0).tests
+        store = self.data.checked.test
+        return 0 if store is None else store.sizes[0]
 
     @property
     def labels(self) -> str:
@@ -126,15 +131,29 @@ class Client:
             own.load_state_dict(account or new | {"sampling": own.options.sampling}, rounds_done)
         return made
 
-    def plan(self, order: Order) -> RoundPlan:
-        """The site's steps. Ledgers know it as client 0, and what is private does not follow from its number."""
-        numbered = OneClient(self.data, 0 if self.settings.privacy is not None else order.client)
-        if order.kind == "tune":
-            tuning = self.settings.algorithm.personalization()
-            assert tuning is not None
-            return numbered.plan(order.round, [tuning[1]])
-        private = self.settings.privacy is not None
-        return numbered.plan(order.round, self.settings.phases, () if private else order.lengths)
+    def plan(self, order: Order, phases: Sequence[Phase] = ()) -> RoundPlan:
+        """The site's steps, by default of all phases of the order, which are as long as that says, at least.
+
+        Ledgers know the site as client 0, and what is private does not follow from its number. All else does: batches,
+        augmentation and what datasets draw are those of a simulation.
+        """
+        number = 0 if self.settings.privacy is not None else order.client
+        usual = [self._tuning()[1]] if order.kind == "tune" else self.settings.phases
+        plan = make_plan(order.round, [number], {number: self.size}, phases or usual, self.data.batch_size)  # type: ignore[arg-type]  # looked up only
+        if phases or order.kind == "tune" or self.settings.privacy is not None or not order.lengths:
+            return plan
+        longest = tuple(max(own, given) for own, given in zip(plan.lengths, order.lengths, strict=True))
+        return replace(plan, lengths=longest)
+
+    def batches(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
+        """The prepared local steps of a plan."""
+        data, device = self.data, self.recipe.device
+        store = numbered(data.served(data.checked.train), plan.clients[0])
+        whole = RoundBatches(store, plan, data.batch_size, data.preparation.seed, private)
+        # Others may take more steps: nothing is done then, and a site may say any number.
+        own = Subset(whole, [place for place, (*_, active) in enumerate(active_steps(plan)) if active])
+        for batch in loader(own, store, data.num_workers):
+            yield data.prepare(data.transfer_batch_to_device(batch, device, 0))
 
     def costs(self, order: Order, protection: Protection) -> list[Row]:
         """What training will spend."""
@@ -165,22 +184,16 @@ class Client:
     ) -> Done:
         """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched."""
         settings, tuning = self.settings, order.kind == "tune"
-        plan, numbered = self.plan(order), OneClient(self.data, 0 if settings.privacy is not None else order.client)
-        device, slot = self.recipe.device, self.module.slot
-        initial = self.recipe.template.initial
-        site = Site(self.module.engine, slot, settings, protection)
+        plan, site = self.plan(order), Site(self.module.engine, self.module.slot, settings, protection)
         with self.recipe.context():
             if tuning:
-                chosen = settings.algorithm.personalization()
-                assert chosen is not None
-                kept = first_kept(chosen[0].kept(laid_out(given, initial, order.plain), slot))
-                cohort = site.open(plan, kept, expand(laid_out(given, initial, order.plain), 1), order.factor, tuning)
+                start = laid_out(given, self.recipe.template.initial, order.plain)
+                kept, received = first_kept(self._tuning()[0].kept(start, self.module.slot)), expand(start, 1)
             else:
-                kept = self._kept(state)
-                cohort = site.open(plan, kept, self._received(order, given, numbered), order.factor)
-            images = protection.images
-            sampling = None if images is None else images.sampling(tuning)
-            for batch in numbered.batches(plan, device, sampling) if only_step is None else [only_step]:
+                kept, received = self._kept(state), self._received(order, given)
+            cohort = site.open(plan, kept, received, order.factor, tuning)
+            sampling = None if protection.images is None else protection.images.sampling(tuning)
+            for batch in self.batches(plan, sampling) if only_step is None else [only_step]:
                 cohort.step(batch)
             trained = cohort.close()
         shown = self.recipe.loop.privacy is None and self.recipe.loop.client_privacy is None
@@ -197,38 +210,44 @@ class Client:
         if personal is not None:
             models["personal"] = personal
         if settings.algorithm.global_model:
-            held = {"members": {key: value.to(self.recipe.device) for key, value in members.items()}} if members else {}
+            held = {"members": to_device(members, self.recipe.device)} if members else {}
             models["global"] = settings.algorithm.members(shared, held)
         found = {name: Scores(module.metrics, module.multilabel) for name in models}
         average = settings.algorithm.average
         with torch.no_grad(), self.recipe.context():
-            for batch in OneClient(self.data, 0).test_batches(self.recipe.device):
+            for x, y in self.data.test_batches(self.recipe.device):
                 for name, states in models.items():
-                    logits = ensemble(module.engine.shared_logits(states, batch.x), average, module.multilabel)
-                    found[name].update(logits.unsqueeze(0), batch.y)
+                    logits = ensemble(module.engine.shared_logits(states, x), average, module.multilabel)
+                    found[name].update(logits.unsqueeze(0), y)
         return found
 
     def personal(self, shared: State, state: RunState) -> State | None:
         """The state (1, ...) that the site predicts with; None where that is the global one."""
         algorithm, device = self.settings.algorithm, self.recipe.device
         if state.tuned is not None:
-            tuning = algorithm.personalization()
-            assert tuning is not None
-            return tuning[0].personal(_to(state.tuned, device), shared)
+            return self._tuning()[0].personal(_to(state.tuned, device), shared)
         return algorithm.personal(self._kept(state), shared) if algorithm.inference == "personal" else None
+
+    def _tuning(self) -> tuple[Algorithm, Phase]:
+        tuning = self.settings.algorithm.personalization()
+        assert tuning is not None
+        return tuning
 
     def _kept(self, state: RunState) -> Stacks:
         if state.kept is not None:
             return _to(state.kept, self.recipe.device)
         return first_kept(self.settings.algorithm.kept(self.recipe.template.initial, self.module.slot))
 
-    def _received(self, order: Order, given: State, numbered: OneClient) -> State:
+    def _received(self, order: Order, given: State) -> State:
         """What the client received, (1, ...); of several global models it chooses its own."""
         algorithm, template = self.settings.algorithm, self.recipe.template
         if not algorithm.compares:
             return expand(laid_out(given, template.sending, order.plain), 1)
         shared = laid_out(given, template.initial, order.plain)
-        batches = numbered.comparison(order.round, self.recipe.device)
+        batches = []
+        for batch in map(one_of, self.batches(self.plan(order, [Phase("compare", 1)]))):
+            left = self.size - batch.step * batch.counts[0]  # what fills the last batch was compared already
+            batches.append(batch._replace(counts=(min(batch.counts[0], left),)))
         losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.multilabel)
         seed = self.settings.seed
         known = Broadcast(shared, self.module.slot, order.round, (order.client,), order.clients, seed, losses)
@@ -236,4 +255,4 @@ class Client:
 
 
 def _to(stacks: Stacks, device: torch.device) -> Stacks:
-    return {role: {key: value.to(device) for key, value in state.items()} for role, state in stacks.items()}
+    return {role: to_device(state, device) for role, state in stacks.items()}

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,31 +13,19 @@ import yaml
 from perada.core.checks import check_choice, check_number, check_options, check_whole
 from perada.deploy.protocol import SENDABLE
 
-KEYS = ("name", "recipes", "data", "state", "socket", "may_send", "limits", "accelerator")
 PLACES = ("root", "table")
 """Options of a data set that are paths, which are relative to the file."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a site allows of all that is ever trained on its images, all runs and recipes together.
+    """What a site allows of all that is ever trained on its images, all runs and recipes together."""
 
-    Attributes:
-        max_epsilon: Largest ε; None for that of one whole run of the recipe.
-        delta: δ of that ε, whatever a recipe says.
-        accountant: By which it is computed, whatever a recipe says: ``rdp`` or ``prv``, which report upper bounds.
-        max_rounds: Rounds; None for no limit.
-        max_runs: Runs, each of which leaves a personal adapter on the site's disk.
-
-    Raises:
-        ValueError: If one of them cannot be used.
-    """
-
-    max_epsilon: float | None = None
-    delta: float = 1e-5
-    accountant: str = "rdp"
+    max_epsilon: float | None = None  # the largest ε; None for that of one whole run of the recipe
+    delta: float = 1e-5  # of that ε, whatever a recipe says
+    accountant: str = "rdp"  # by which it is computed, whatever a recipe says: rdp or prv, which report upper bounds
     max_rounds: int | None = None
-    max_runs: int = 100
+    max_runs: int = 100  # each leaves a personal adapter on the site's disk
 
     def __post_init__(self) -> None:
         check_number("max_epsilon", self.max_epsilon, above=0, optional=True)
@@ -57,24 +46,16 @@ class Approved(NamedTuple):
 class SiteFile:
     """A site, as its file says; paths are absolute.
 
-    Attributes:
-        name: What the site is called in its own log.
-        recipes: Files of recipes, with what the site approves of each.
-        data: Options of :class:`perada.data.Images` or :class:`perada.data.ImageTable`; or the section ``data`` of a
-            recipe with ``dataset`` and ``partition``, and the number ``client`` of the site among its clients.
-        state: Folder of its personal state and its ledgers.
-        socket: Where the worker listens; None if it does not say.
-        may_send: What may leave beside updates.
-        limits: Of all that is ever trained here.
-        accelerator: ``cpu``, ``gpu`` and so on.
+    ``data`` are options of :class:`perada.data.Images` or :class:`perada.data.ImageTable`; or the section ``data`` of a
+    recipe with ``dataset`` and ``partition``, and the number ``client`` of the site among its clients.
     """
 
-    name: str
+    name: str  # what it is called in its own log
     recipes: dict[Path, Approved]
     data: dict[str, Any]
-    state: Path
-    socket: Path | None = None
-    may_send: tuple[str, ...] = ()
+    state: Path  # folder of its personal state and its ledgers
+    socket: Path | None = None  # where the worker listens; None if it does not say
+    may_send: tuple[str, ...] = ()  # what may leave beside updates
     limits: Limits = field(default_factory=Limits)
     accelerator: str = "auto"
 
@@ -83,81 +64,74 @@ def read_site(path: Path) -> SiteFile:
     """Read a site's file.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If it, or a recipe, is not there.
         ValueError: If it is not what it should be; the message names the entry.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is not there; give the site's file, such as site.yaml")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {' '.join(str(error).split())}; correct it") from None
-    check_options(str(path), content, "{name: st-marys, recipes: [...], data: {...}}")
+        return _site(path.absolute().parent, yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+
+
+def _site(home: Path, content: dict[str, Any]) -> SiteFile:
+    """The site of a file in a folder."""
+    check_options("entries", content, "{name: st-marys, recipes: [...], data: {...}}")
     for key in content:
-        check_choice(f"{path}: entry", key, KEYS)
-    home, name = path.absolute().parent, content.get("name")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,64}", name):
-        raise ValueError(f"{path}: name={name!r} cannot be used; give up to 64 letters, digits, dots and dashes")
+        check_choice("entry", key, [each.name for each in fields(SiteFile)])
+    name, data, limits = content.get("name"), content.get("data"), content.get("limits") or {}
+    _check_text("name", name, r"[\w.-]{1,64}", "give up to 64 letters, digits, dots and dashes")
     if name == "CHANGE-ME":
-        raise ValueError(
-            f"{path}: name is still CHANGE-ME; give the name that the server registered for the site's key"
-        )
-    data, limits, may_send = content.get("data"), content.get("limits") or {}, content.get("may_send") or []
-    check_options(f"{path}: data", data, "{root: images, layout: '{class}/*'}")
-    check_options(f"{path}: limits", limits, "{max_epsilon: 8}")
+        raise ValueError("name is still CHANGE-ME; give the name that the server registered for the site's key")
+    check_options("data", data, "{root: images, layout: '{class}/*'}")
+    check_options("limits", limits, "{max_epsilon: 8}")
     for key in limits:
-        check_choice(f"{path}: limits", key, [each.name for each in fields(Limits)])
-    try:
-        limits = Limits(**{key: _number(value) for key, value in limits.items()})
-    except ValueError as error:
-        raise ValueError(f"{path}: limits: {error}") from None
+        check_choice("limits", key, [each.name for each in fields(Limits)])
+    may_send, recipes, socket = content.get("may_send") or [], content.get("recipes"), content.get("socket")
     if not isinstance(may_send, list):
-        raise ValueError(f"{path}: may_send={may_send!r} cannot be used; give a list of {', '.join(SENDABLE)}")
+        raise ValueError(f"may_send={may_send!r} cannot be used; give a list of {', '.join(SENDABLE)}")
     for one in may_send:
-        check_choice(f"{path}: may_send", one, SENDABLE)
-    socket = content.get("socket")
+        check_choice("may_send", one, SENDABLE)
+    if not isinstance(recipes, list) or not recipes:
+        raise ValueError(f"recipes={recipes!r} cannot be used; list what is approved, with recipe, sha256 and digest")
     return SiteFile(
-        name,
-        _recipes(path, content.get("recipes")),
-        {key: str(home / value) if key in PLACES else value for key, value in data.items()},
+        str(name),
+        dict(_recipe(home, entry) for entry in recipes),
+        {key: str(home / value) if key in PLACES else value for key, value in content["data"].items()},
         home / str(content.get("state") or "state"),
         None if socket is None else home / str(socket),
         tuple(may_send),
-        limits,
+        Limits(**{key: _number(value) for key, value in limits.items()}),
         str(content.get("accelerator") or "auto"),
     )
 
 
+def _recipe(home: Path, entry: object) -> tuple[Path, Approved]:
+    """A recipe, and what is approved of it."""
+    if not isinstance(entry, Mapping) or not {"recipe"} <= set(entry) <= {"recipe", *Approved._fields}:
+        raise ValueError(f"recipes: {entry!r} cannot be used; give {{recipe: FILE, sha256: …, digest: …}}")
+    approved = Approved(*(entry.get(name) or "" for name in Approved._fields))
+    for name, value in approved._asdict().items():
+        _check_text(name, value, "([0-9a-f]{64})?", "`perada deploy check` prints that of a recipe")
+    if approved.digest and not approved.sha256:
+        raise ValueError(
+            f"the digest of {str(entry['recipe'])!r} stands there without its sha256, by which the file is compared "
+            "before it is read; `perada deploy check` prints both: leave the digest out for that"
+        )
+    file = home / str(entry["recipe"])
+    if not file.is_file():
+        raise FileNotFoundError(f"the recipe {str(file)!r} is not there; put it there, or correct the path")
+    return file, approved
+
+
+def _check_text(name: str, value: object, pattern: str, remedy: str) -> None:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ValueError(f"{name}={value!r} cannot be used; {remedy}")
+
+
 def _number(value: object) -> Any:  # noqa: ANN401  # what it is, if it is none
     """A number that YAML takes for a text, as it does 1e-5."""
-    try:
+    with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _recipes(path: Path, given: object) -> dict[Path, Approved]:
-    """The recipes, and what is approved of them."""
-    usage = "{recipe: FILE, sha256: …, digest: …}"
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"{path}: recipes={given!r} cannot be used; list what is approved, as {usage}")
-    found = {}
-    for entry in given:
-        if not isinstance(entry, Mapping) or not {"recipe"} <= set(entry) <= {"recipe", *Approved._fields}:
-            raise ValueError(f"{path}: recipes: {entry!r} cannot be used; give {usage}")
-        approved, file = Approved(*(entry.get(name) or "" for name in Approved._fields)), path.absolute().parent
-        for name, value in approved._asdict().items():
-            if not isinstance(value, str) or not re.fullmatch("([0-9a-f]{64})?", value):
-                raise ValueError(
-                    f"{path}: {name}={value!r} cannot be used; `perada deploy check` prints that of a recipe"
-                )
-        if approved.digest and not approved.sha256:
-            raise ValueError(
-                f"{path}: the digest of {str(entry['recipe'])!r} stands there without its sha256, by which the file is "
-                "compared before it is read; `perada deploy check` prints both: leave the digest out for that"
-            )
-        file = file / str(entry["recipe"])
-        if not file.is_file():
-            raise FileNotFoundError(f"{path}: the recipe {str(file)!r} is not there; put it there, or correct the path")
-        found[file] = approved
-    return found
+    return value

@@ -17,41 +17,23 @@ FORMAT = 3
 
 @dataclass
 class RunState:
-    """Where a site is in a run.
+    """Where a site is in a run."""
 
-    Attributes:
-        run: Id of the run.
-        transport: What the transport called it last, such as Flower's id.
-        recipe: Digest of its recipe.
-        client: The site's number in it; None before it is known.
-        round: The last round that was trained, or one more than there are after the fine-tuning; -1 before the first.
-        trained: How many rounds were.
-        message: Digest of what was last asked.
-        reply: What was answered to it.
-        account: State of the run's ledgers; None where training is not private.
-        kept: What the client keeps, (1, ...) by role; None before the first round.
-        tuned: What it fine-tuned after the last one, likewise.
-        shared: The global state that the last round made; empty before it was told.
-        scored: The last round after which it scored models; -1 before the first.
-        score: Digest of what was asked then.
-        scores: What was answered to it.
-    """
-
-    run: str
-    recipe: str = ""
-    client: int | None = None
-    round: int = -1
-    trained: int = 0
-    message: str = ""
-    reply: bytes = b""
-    account: dict[str, Any] | None = None
-    kept: Stacks | None = None
-    tuned: Stacks | None = None
-    shared: State = field(default_factory=dict)
-    scored: int = -1
-    score: str = ""
-    scores: bytes = b""
-    transport: str = ""
+    run: str  # its id
+    recipe: str = ""  # its digest
+    client: int | None = None  # the site's number in it; None before it is known
+    round: int = -1  # the last that was trained, or one more than there are after the fine-tuning; -1 before the first
+    trained: int = 0  # how many rounds were
+    message: str = ""  # digest of what was last asked
+    reply: bytes = b""  # what was answered to it
+    account: dict[str, Any] | None = None  # state of the run's ledgers; None where training is not private
+    kept: Stacks | None = None  # what the client keeps, (1, ...) by role; None before the first round
+    tuned: Stacks | None = None  # what it fine-tuned after the last one, likewise
+    shared: State = field(default_factory=dict)  # the global state that the last round made; empty before it was told
+    scored: int = -1  # the last round after which it scored models; -1 before the first
+    score: str = ""  # digest of what was asked then
+    scores: bytes = b""  # what was answered to it
+    transport: str = ""  # what the transport called the run last, such as Flower's id
 
 
 class Book:
@@ -79,11 +61,7 @@ class Book:
         self.sampling: str | None = None
         self._run: str | None = None
         try:
-            if self.current() is None and (folder / "runs").exists():
-                raise ValueError(
-                    f"{str(folder)!r} has former runs and no {STATE}, where it says what they spent; restore it from a "
-                    "copy, or give another folder and lower limits"
-                )
+            self.current()
         except ValueError:
             self.close()
             raise
@@ -96,7 +74,7 @@ class Book:
         """The run that was last trained, whose totals are taken over; None if there is none."""
         path = self.folder / STATE
         if not path.exists():
-            if self._lock.marked:
+            if self._lock.marked or (self.folder / "runs").exists():
                 raise ValueError(
                     f"{str(self.folder)!r} has lost its {STATE}, which says what was spent on these images; restore it "
                     "from a copy"

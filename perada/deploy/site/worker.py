@@ -13,12 +13,13 @@ from perada.deploy.protocol import (
     MODELS,
     Answer,
     Code,
-    Malformed,
     Order,
+    Refused,
     digest,
     header_of,
     largest,
     pack,
+    refuse,
     spec_of,
     unpack,
 )
@@ -26,14 +27,7 @@ from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.site.state import Book, RunState
 from perada.federation.metrics import Scores
-
-
-class Refused(Exception):
-    """The site does not do what it is asked; the server learns the code, the log the reason."""
-
-    def __init__(self, code: Code, reason: str) -> None:
-        super().__init__(reason)
-        self.code: Code = code
+from perada.privacy.protection import Protection
 
 
 class SiteWorker:
@@ -85,9 +79,6 @@ class SiteWorker:
         except Refused as refusal:
             self.log.warning("run %s: refused (%s): %s", run, refusal.code, refusal)
             return _reply(refusal.code, answers)
-        except Malformed as error:
-            self.log.warning("run %s: malformed: %s", run, error)
-            return _reply("malformed", answers)
         except Exception:
             self.log.exception("run %s: failed", run)
             return _reply("failed", answers)
@@ -98,59 +89,37 @@ class SiteWorker:
         order = Order.read(header_of(message))
         client = self.clients.get(order.recipe)
         if client is None:
-            raise Refused("unapproved", f"the recipe with the digest {order.recipe} is not among the approved ones")
+            raise Refused(f"the recipe with the digest {order.recipe} is not among the approved ones", "unapproved")
         self.log.info("run %s (perada's %s): %s, round %d", run, order.run, order.kind, order.round)
         if order.kind == "join":
             unpack(message, {})
             sizes = self._allowed(sizes={"size": client.size, "tests": client.tests})
             return _reply("ok", answers, sizes | {"labels": client.labels})
-        state = self.book.load(order.run)
-        if state.client not in (None, order.client) or state.recipe not in ("", order.recipe):
-            raise Refused("other", f"in run {order.run} the site is client {state.client} of recipe {state.recipe}")
-        rounds = client.recipe.rounds
-        if order.round > rounds or (order.kind == "train" and order.round == rounds):
-            raise Refused("future", f"the recipe has {rounds} rounds, and round {order.round} was asked for")
-        if order.kind == "tune" and (order.round < rounds or not client.settings.algorithm.personalization()):
-            raise Refused("other", "the recipe has no fine-tuning then")
-        if order.round < state.round:
-            raise Refused("past", f"round {order.round} after round {state.round}")
+        state, rounds, tune = self.book.load(order.run), client.recipe.rounds, order.kind == "tune"
+        other = state.client not in (None, order.client) or state.recipe not in ("", order.recipe)
+        refuse(other, f"in run {order.run} the site is client {state.client} of recipe {state.recipe}", "other")
+        late = order.round > rounds or (order.kind == "train" and order.round == rounds)
+        refuse(late, f"the recipe has {rounds} rounds, and round {order.round} was asked for", "future")
+        untuned = tune and (order.round < rounds or not client.settings.algorithm.personalization())
+        refuse(untuned, "the recipe has no fine-tuning then", "other")
+        refuse(order.round < state.round, f"round {order.round} after round {state.round}", "past")
         state.client, state.recipe, state.transport = order.client, order.recipe, run
-        if order.kind == "evaluate":
-            if not state.trained:  # or a server makes runs of its own, to have any model scored
-                raise Refused("other", f"nothing was trained in run {order.run}, and models are to be scored")
+        if order.kind == "evaluate":  # not untrained: or a server makes runs of its own, to have any model scored
+            refuse(not state.trained, f"nothing was trained in run {order.run}, and models are to be scored", "other")
             return self._evaluate(client, message, order, answers, state)
         if order.round == state.round:
-            if answers != state.message:
-                raise Refused("other", f"round {order.round} was trained for another message")
+            refuse(answers != state.message, f"round {order.round} was trained for another message", "other")
             return state.reply
         return self._train(client, message, order, answers, state)
 
     def _train(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
         """Train, and commit what is kept, what it cost and the reply together."""
-        template = client.recipe.template
-        _, given = unpack(message, spec_of(template.initial if order.kind == "tune" else template.sending))
-        if len(order.lengths) not in (0, len(client.settings.phases)):
-            raise Malformed(f"{len(order.lengths)} lengths for {len(client.settings.phases)} phases")
-        rounds, runs, limits = self.book.rounds, self.book.runs, self.limits
-        if limits.max_rounds is not None and rounds >= limits.max_rounds:
-            raise Refused(
-                "exhausted", f"{rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together"
-            )
-        if not state.trained and len(runs) >= limits.max_runs:
-            raise Refused("exhausted", f"{len(runs)} runs of max_runs={limits.max_runs} are there; this is another")
-        protection, total = client.protection(state.account, state.trained), deepcopy(self.book.total)
-        sampling = self.book.sampling
-        if protection.images is not None:
-            drawn = protection.images.account.options.sampling
-            if sampling not in (None, drawn):
-                raise Refused("exhausted", f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}")
-            sampling = drawn
-        if not client.affordable(order, protection, total):
-            raise Refused(
-                "exhausted",
-                "another round would pass the largest ε that the recipe allows in this run, or the site in all runs "
-                "together (limits: max_epsilon; by default that of one whole run)",
-            )
+        book, template, tune = self.book, client.recipe.template, order.kind == "tune"
+        _, given = unpack(message, spec_of(template.initial if tune else template.sending))
+        phases = len(client.settings.phases)
+        refuse(len(order.lengths) not in (0, phases), f"{len(order.lengths)} lengths for {phases} phases")
+        protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
+        sampling = self._check_limits(client, order, state, protection)
         costs = client.costs(order, protection)
         done = client.train(order, given, state, protection)
         trained, facts = done.trained, {}
@@ -164,39 +133,53 @@ class SiteWorker:
             state.account = account.state_dict()
             spent = {name: _finite(values[0]) for name, values in account.epsilons().items()}
             facts = self._allowed(epsilon={"epsilon": spent})
-        sent = {key: value[0] for key, value in trained.sent.items()} if order.kind == "train" else {}
-        counts = bool(trained.counts[0]) or order.kind == "tune"
+        counts = bool(trained.counts[0]) or tune
         if counts and done.losses:
             facts |= self._allowed(losses={"losses": done.losses})
         if bool(trained.finite[0]):
             kept = {role: {key: value.cpu() for key, value in part.items()} for role, part in trained.kept.items()}
-            if order.kind == "tune":
-                state.tuned = kept
-            else:
-                state.kept = kept
-        if not bool(trained.finite[0]):
-            reason = done.failed or "the training became NaN or infinite"
-            self.log.warning("round %d: %s; the personal state stays", order.round, reason)
-        elif done.failed:
-            self.log.warning("round %d: %s; it is in no batch", order.round, done.failed)
+            setattr(state, "tuned" if tune else "kept", kept)
+            outcome = f"{done.failed}; it is in no batch" if done.failed else ""
+        else:
+            outcome = f"{done.failed or 'the training became NaN or infinite'}; the personal state stays"
+        sent = {} if tune else {key: value[0] for key, value in trained.sent.items()}
         reply = pack(Answer("ok", answers, facts).header(), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
-        except Malformed as error:
-            self.log.warning("round %d: what came of the training cannot be sent: %s", order.round, error)
-            counts = False
+        except Refused as error:
+            outcome, counts = f"what came of the training cannot be sent: {error}", False
+        if outcome:
+            self.log.warning("round %d: %s", order.round, outcome)
         reply = reply if counts else _reply("broken", answers)
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
-        self.book.commit(state, total, rounds + 1, sampling)
+        book.commit(state, total, book.rounds + 1, sampling)
         return reply
+
+    def _check_limits(self, client: Client, order: Order, state: RunState, protection: Protection) -> str | None:
+        """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
+        rounds, runs, limits, sampling = self.book.rounds, self.book.runs, self.limits, self.book.sampling
+        spent = limits.max_rounds is not None and rounds >= limits.max_rounds
+        refuse(spent, f"{rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together", "exhausted")
+        full = not state.trained and len(runs) >= limits.max_runs
+        refuse(full, f"{len(runs)} runs of max_runs={limits.max_runs} are there; this is another", "exhausted")
+        if protection.images is not None:
+            drawn = protection.images.account.options.sampling
+            mixed = sampling not in (None, drawn)
+            refuse(mixed, f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}", "exhausted")
+            sampling = drawn
+        text = (
+            "another round would pass the largest ε that the recipe allows in this run, or the site in all runs "
+            "together (limits: max_epsilon; by default that of one whole run)"
+        )
+        refuse(not client.affordable(order, protection, self.book.total), text, "exhausted")
+        return sampling
 
     def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
         """Score the models, once a round, and remember the global one that the last round made."""
-        if order.round < state.scored:
-            raise Refused("past", f"scores after round {order.round}, and those after {state.scored} were sent")
-        if order.round == state.scored:
-            if answers != state.score:  # or the server tries models of its own making on the site's images
-                raise Refused("other", f"other models were scored after round {order.round}")
+        last = state.scored
+        refuse(order.round < last, f"scores after round {order.round}, and those after {last} were sent", "past")
+        if order.round == last:  # not others: or the server tries models of its own making on the site's images
+            refuse(answers != state.score, f"other models were scored after round {order.round}", "other")
             return state.scores
         template = client.recipe.template
         expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}
@@ -213,8 +196,7 @@ class SiteWorker:
             facts = self._allowed(counts={"counts": counts}, scores={"scores": values})
         if order.round == client.recipe.rounds:
             state.shared = shared
-        state.scored, state.score = order.round, answers
-        state.scores = _reply("ok", answers, facts)
+        state.scored, state.score, state.scores = order.round, answers, _reply("ok", answers, facts)
         self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
         return state.scores
 
