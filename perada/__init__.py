@@ -30,26 +30,15 @@ __all__ = [
     "personalize",
 ]
 
-_HOMES = {
-    "Algorithm": "perada.algorithms",
-    "ClientPrivacy": "perada.privacy",
-    "FederatedClassifier": "perada.lightning",
-    "FederatedData": "perada.data",
-    "FederatedDataModule": "perada.data",
-    "FederatedLoop": "perada.lightning",
-    "Privacy": "perada.privacy",
-    "Run": "perada.results.run",
-    "finetune": "perada.api",
-    "make_algorithm": "perada.algorithms",
-    "personalize": "perada.lightning.joining",
-}
+_HOMES = ("algorithms", "privacy", "data", "results.run", "lightning", "api", "lightning.joining")
+"""Where the names are, as they import one another."""
 
 
 def __getattr__(name: str) -> object:
     """Import a public name or a module when it is first used, so that ``import perada`` alone takes no time."""
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
+    if name in __all__:
+        homes = (vars(importlib.import_module(f"perada.{home}")) for home in _HOMES)
+        globals()[name] = value = next(home[name] for home in homes if name in home)
         return value
     if not name.startswith("_"):
         try:

@@ -35,6 +35,13 @@ from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
 
 __all__ = ["FULL_NAMES", "argument_texts", "finetune", "full_name", "make_trainer"]
+DISTILLATION = {"lr_server": "lr", "server_optimizer": "optimizer"} | {
+    f"distill_{name}": name
+    for name in ("steps", "batch_size", "temperature", "until_round", "validate_every", "share_steps")
+}
+"""Fields of the distillation that :func:`finetune` has under names of their own."""
+OTHERS = {"privacy", "client_privacy", "seed"}
+"""Arguments that are sections of their own."""
 _SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 
 
@@ -105,8 +112,6 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         algorithm_options: Options of the algorithm named, for example ``{"modes": 3}`` of ``fed_ensemble``.
         rounds: Communication rounds; 0 returns the initial states.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
-        lr_schedule: Clients' learning rates over the rounds: ``constant``, ``cosine``, or ``exponential`` (times 0.99
-            every 10 rounds).
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
             ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
@@ -117,15 +122,9 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
             or a dictionary of its fields.
         client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
             or a dictionary of its fields.
-        diagnostics: Measure in each round what PerAda's theorems are about: ``True`` for all that the run allows, or a
-            list of ``distillation_distance``, ``personal_distance``, ``ensemble_error``, ``gradient_norms``,
-            ``update_norms``.
         eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
         trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
-        max_failures: End the run in an error once the clients' training failed more often (it became NaN, or a sample
-            could not be read), every client counted in each round; by default it continues, since what is lost is named
-            and is what an absent client costs. A run in which every client failed in every round ends in one anyway.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
     Returns:
@@ -138,41 +137,34 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     arguments = dict(locals())
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
     check_whole("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
-    chosen, given = _algorithm(algorithm, algorithm_options, prox_strength), data
+    given = data
     data = _datamodule(data, backbone, batch_size, image_size, num_classes)
     arguments["image_size"] = data.image_size
-    fields = {
-        full.rpartition(".")[2]: arguments[name]
-        for name, full in FULL_NAMES.items()
-        if full.startswith("federated.distillation.") and arguments[name] is not None
-    }
-    model, server = _options("model", arguments), _options("federated", arguments)
-    server |= {
-        "algorithm": chosen,
-        "server_rule": make_rule(server_rule),
-        "distillation": _distillation(distillation, fields, chosen, bool(data.public_size)),
-    }
+    arguments["algorithm"] = chosen = _algorithm(algorithm, algorithm_options, prox_strength)
+    arguments["server_rule"] = make_rule(server_rule)
+    shorthands = {name: arguments[name] for name in DISTILLATION if arguments[name] is not None}
+    arguments["distillation"] = _distillation(distillation, shorthands, chosen, bool(data.public_size))
+    model, server = (
+        {name: arguments[name] for name in inspect.signature(kind).parameters if name in arguments.keys() - OTHERS}
+        for kind in (FederatedClassifier, FederatedLoop)
+    )
     protected: dict[str, Any] = {
         "privacy": options_of(Privacy, "privacy", privacy),
         "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
     }
     loop, module = FederatedLoop(**server | protected, seed=seed), FederatedClassifier(**model)
     seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
-    if trainer is not None:
-        _take_over(trainer, rounds, eval_every, trainer_kwargs)
-        lightning: dict[str, Any] = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
-    else:
+    if trainer is None:
         lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
+        trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
+    else:
+        _take_over(trainer, loop, rounds, eval_every, trainer_kwargs)
+        lightning = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
     config = seeds | {"trainer": lightning, "model": model, "federated": server} | protected
     loop.config = {name: as_plain(value) for name, value in config.items()} | {
         "data": f"{type(given).__name__} of {data.num_clients} clients",
         "ckpt_path": ckpt_path,
     }
-    if trainer is None:
-        trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
-    else:
-        trainer.callbacks.insert(0, loop)  # type: ignore[attr-defined]  # checkpoints must see what the loop did
-        check_trainer(trainer)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
     with plain_data(path, trainer), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
@@ -218,7 +210,10 @@ def _datamodule(
 ) -> FederatedDataModule:
     """The data module itself, with options of its own, or one that is made of the clients' data."""
     if isinstance(data, FederatedData):
-        classes = classes or data.num_classes or (_outputs(backbone) if isinstance(backbone, nn.Module) else None)
+        classes = classes or data.num_classes
+        if classes is None and isinstance(backbone, nn.Module):  # its head is its last linear layer
+            outputs = [layer.out_features for layer in backbone.modules() if isinstance(layer, nn.Linear)]
+            classes = next(reversed(outputs), None)
         batch_size = 64 if batch_size is None else batch_size
         return FederatedDataModule(data, batch_size=batch_size, image_size=size, num_classes=classes)
     if not isinstance(data, FederatedDataModule):
@@ -231,8 +226,10 @@ def _datamodule(
     return data
 
 
-def _take_over(trainer: pl.Trainer, rounds: int, eval_every: int | None, others: dict[str, Any]) -> None:
-    """Have a trainer run so many rounds, and evaluate as often as is asked for.
+def _take_over(
+    trainer: pl.Trainer, loop: FederatedLoop, rounds: int, eval_every: int | None, others: dict[str, Any]
+) -> None:
+    """Have a trainer of the caller's own run so many rounds, and evaluate as often as is asked for.
 
     A ValueError if it was made for another number of rounds, or there are options for a trainer that is made already.
     """
@@ -249,23 +246,18 @@ def _take_over(trainer: pl.Trainer, rounds: int, eval_every: int | None, others:
         trainer.fit_loop.max_epochs = rounds
     if eval_every is not None:
         trainer.check_val_every_n_epoch = eval_every
-
-
-def _outputs(network: nn.Module) -> int | None:
-    """Outputs of the last linear layer of a network of the caller's own, which is its head."""
-    linears = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
-    return linears[-1].out_features if linears else None
+    trainer.callbacks.insert(0, loop)  # type: ignore[attr-defined]  # checkpoints must see what the loop did
+    check_trainer(trainer)
 
 
 def _distillation(
-    given: Distillation | dict[str, Any] | None, fields: dict[str, Any], algorithm: Algorithm, public: bool
+    given: Distillation | dict[str, Any] | None, shorthands: dict[str, Any], algorithm: Algorithm, public: bool
 ) -> Distillation:
-    """The options of distillation, from an object or its fields."""
-    if given is not None and fields:
-        name, value = next(iter(fields.items()))
-        raise ValueError(
-            f"distillation is given, and {name}={value!r} beside it under a name of its own: set it in distillation"
-        )
+    """The options of distillation, from an object or from shorthands for its fields."""
+    if given is not None and shorthands:
+        name, value = next(iter(shorthands.items()))
+        raise ValueError(f"distillation is given, and {name}={value!r} beside it: set it in distillation")
+    fields = {DISTILLATION[name]: value for name, value in shorthands.items()}
     if given is None and "steps" not in fields and not public:
         if algorithm.distills:
             rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
@@ -273,40 +265,26 @@ def _distillation(
     try:
         return options_of(Distillation, "distillation", given) or Distillation(**fields)
     except ValueError as error:  # which calls the fields by their own names
-        raise ValueError(_as_written(str(error), fields)) from None
-
-
-def _as_written(message: str, fields: dict[str, Any]) -> str:
-    """A message on a field of the distillation, with the name under which ``finetune`` was given it."""
-    for name in fields:
-        short = next(short for short, full in FULL_NAMES.items() if full == f"federated.distillation.{name}")
-        message = re.sub(rf"^distillation: {name}\b", short, message)
-    return message
-
-
-def _options(section: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``finetune`` that the class of a section takes under the same name."""
-    others = {"privacy", "client_privacy", "seed"}
-    return {
-        name: arguments[name]
-        for name in inspect.signature(_SECTIONS[section]).parameters.keys() - others
-        if name in arguments
-    }
+        written = {f"distillation: {DISTILLATION[name]}=": f"{name}=" for name in shorthands}
+        message = str(error)
+        start = next((start for start in written if message.startswith(start)), "")
+        raise ValueError(written.get(start, "") + message.removeprefix(start)) from None
 
 
 def _full_names() -> dict[str, str]:
     own = inspect.signature(finetune).parameters.keys() - {"data", "privacy", "client_privacy"}
     taken = {section: inspect.signature(kind).parameters for section, kind in _SECTIONS.items()}
     names = {name: f"{section}.{name}" for section, known in taken.items() for name in known if name in own}
-    names |= {name: f"federated.distillation.{name[8:]}" for name in own if name.startswith("distill_")}
-    return names | {
-        "lr_server": "federated.distillation.lr",
-        "server_optimizer": "federated.distillation.optimizer",
-        "prox_strength": "federated.algorithm.prox_strength",
-        "rounds": "trainer.max_epochs",
-        "eval_every": "trainer.check_val_every_n_epoch",
-        "seed": "seed_everything",
-    }
+    return (
+        names
+        | {name: f"federated.distillation.{field}" for name, field in DISTILLATION.items()}
+        | {
+            "prox_strength": "federated.algorithm.prox_strength",
+            "rounds": "trainer.max_epochs",
+            "eval_every": "trainer.check_val_every_n_epoch",
+            "seed": "seed_everything",
+        }
+    )
 
 
 FULL_NAMES = _full_names()
@@ -334,9 +312,8 @@ def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:
 def _explain() -> None:
     """Complete the docstring of ``finetune`` by what the classes say that take its options."""
     texts = argument_texts(FederatedLoop) | argument_texts(FederatedClassifier)
-    for name, full in FULL_NAMES.items():
-        if full.startswith("federated.distillation."):
-            texts[name] = argument_texts(Distillation)[full.rpartition(".")[2]]
+    fields = argument_texts(Distillation)
+    texts |= {name: fields[field] for name, field in DISTILLATION.items()}
     texts |= argument_texts(finetune)
     names = [*(name for name in inspect.signature(finetune).parameters if name in texts), "**trainer_kwargs"]
     lines = (line for name in names for line in wrap(f"{name}: {texts[name]}", 112, subsequent_indent="    "))

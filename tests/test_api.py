@@ -350,7 +350,7 @@ def test_distillation_is_given_as_an_object_as_fields_or_by_shorthands(call, tin
     runs.append(call(rounds=1, logger=False, **short))
     for run in runs[1:]:
         assert all(torch.equal(value, runs[0].state("global")[key]) for key, value in run.state("global").items())
-    with pytest.raises(ValueError, match="distillation is given, and steps=3 beside it"):
+    with pytest.raises(ValueError, match="distillation is given, and distill_steps=3 beside it"):
         call(distillation=options, **(none | {"distill_steps": 3}))
     with pytest.raises(ValueError, match="distillation has no option 'step'"):
         call(**(none | {"distillation": {"step": 3}}))

@@ -22,8 +22,7 @@ from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import check_trainer
-from perada.privacy import calibrate
-from perada.privacy.client_level import ClientLevel
+from perada.privacy.client_level import ClientLevel, noise_for
 
 REFUSED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
@@ -100,11 +99,7 @@ class Recipe:
         options = self.settings().client_privacy
         if options is None:
             return None
-        noise = options.noise_multiplier
-        if noise is None:
-            assert options.target_epsilon is not None
-            noise = calibrate(options.target_epsilon, options.delta, 1.0, self.rounds, options.accountant)
-        level = ClientLevel(options, noise, self.loop.seed)
+        level = ClientLevel(options, noise_for(options, self.rounds), self.loop.seed)
         level.check(sites)
         return level
 

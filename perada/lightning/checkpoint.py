@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -55,16 +55,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
             file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
             file.write(LENGTH + MARK + hashed.digest.hexdigest().encode())
 
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Callable[..., Any] | None = lambda storage, _: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *options: Any, **others: Any) -> dict[str, Any]:
         """Read a checkpoint; a ValueError says so if it is damaged."""
         if "://" not in str(path):
             check_whole_file(Path(path))
-        return super().load_checkpoint(path, map_location, weights_only)
+        return super().load_checkpoint(path, *options, **others)
 
 
 def write_whole(trainer: pl.Trainer) -> None:
@@ -287,11 +282,10 @@ def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) 
 
 
 def _difference(saved: object, here: object) -> str:
-    """Say how two values differ, of dictionaries and lists only the first place."""
+    """Say how two values differ, of dictionaries only the first place."""
     if isinstance(saved, dict) and isinstance(here, dict):
-        for key in {**saved, **here}:
-            if saved.get(key) != here.get(key):
-                return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
+        key = next(key for key in {**saved, **here} if saved.get(key) != here.get(key))
+        return f"have {key!r} of shape {saved.get(key)}, here it is {here.get(key)}"
     return f"is {_short(saved)}, here it is {_short(here)}"
 
 

@@ -15,7 +15,6 @@ from perada.data import FederatedDataModule
 from perada.engine.engine import check_fold
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings, check_rule
-from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 
 LEAST_SHARE = 0.1
@@ -193,16 +192,6 @@ def use_features(parts: Parts, image: Tensor) -> bool:
     if prefix is not None:
         data.use_features(encode, prefix.size, tuple(prefix.image))
     return prefix is not None
-
-
-def check_not_evaluated(module: FederatedClassifier, resumed: bool) -> None:
-    """Refuse, by a ValueError, to begin again with a module that a checkpoint was loaded into for an evaluation."""
-    if module.federation is not None and module.federation.rounds_done and not resumed:
-        raise ValueError(
-            f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
-            "evaluated, and fit would begin again at the first; give the checkpoint to fit too (ckpt_path), or "
-            "make new objects"
-        )
 
 
 def check_next(round: int, parts: Parts) -> None:

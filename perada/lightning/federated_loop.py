@@ -16,9 +16,9 @@ from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind
 from perada.lightning import checkpoint as checkpoints
 from perada.lightning import run_folder, scoring
-from perada.lightning.checks import check_next, check_not_evaluated, with_diagnostics
+from perada.lightning.checks import check_next, with_diagnostics
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts, check_failures, check_learned, of_perada, warn_report
+from perada.lightning.parts import Parts, check_failures, of_perada, warn_report
 from perada.lightning.setup import set_up_rounds
 from perada.lightning.strategies import set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
@@ -186,7 +186,11 @@ class FederatedLoop(pl.Callback):
         parts, module = self.parts, self.parts.module
         fits = trainer.state.fn == "fit" and not self._began
         if fits:
-            check_not_evaluated(module, self._loaded is not None)
+            if self._loaded is None and module.federation is not None and module.federation.rounds_done:
+                raise ValueError(
+                    f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
+                    "evaluated; give the checkpoint to fit too (ckpt_path), or make new objects"
+                )
             module.federation, self.history = None, []
         if module.federation is None:
             ranks = Distributed() if trainer.world_size > 1 else Ranks()
@@ -205,7 +209,8 @@ class FederatedLoop(pl.Callback):
         """Continue where a checkpoint ended."""
         with restoring():
             self.parts.federation.load_state_dict(saved["federation"])
-            self.measured.load_state_dict(saved["measured"])
+            known = saved["measured"]  # nothing where clients were added
+            self.measured.initial, self.measured.by_round = known.get("initial", {}), known.get("by_round", [])
             scoring.restore_scores(self.parts, saved)
         self.history, self._step = saved["history"], saved["step"]
         self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
@@ -284,7 +289,7 @@ class FederatedLoop(pl.Callback):
         self.parts.federation.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         scoring.finish(self.parts, self.history)
         self.measured.write(self.parts, self.history)
-        check_learned(self._failures)
+        check_failures(self._failures, None, over=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""

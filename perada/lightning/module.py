@@ -2,6 +2,7 @@
 """The LightningModule: one frozen backbone with one adapter slot, the local step, and the evaluation of all models."""
 
 import math
+from dataclasses import fields
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
@@ -139,15 +140,10 @@ class FederatedClassifier(pl.LightningModule):
         self.federation: Federation | None = None
 
     def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
-        """Build backbone, adapter and engine; a second call for the same task does nothing.
+        """Build backbone, adapter and engine for the data's classes; a second call for the same task does nothing.
 
-        Args:
-            num_classes: What the data says.
-            multilabel: Whether labels are 0/1 per class.
-            seed: The run's seed, from which the random initial values of head and adapter are derived.
-
-        Raises:
-            ValueError: If the data's number of classes is not the one that was asked for, or it was built otherwise.
+        What is random in head and adapter is drawn from the ``seed``. A ValueError if the data's number of classes is
+        not the one that was asked for, or it was built otherwise.
         """
         task = num_classes, multilabel, seed
         if self._task not in (None, task):
@@ -186,16 +182,7 @@ class FederatedClassifier(pl.LightningModule):
     @property
     def spec(self) -> ModelSpec:
         """What the network is built from."""
-        return ModelSpec(
-            self.backbone,
-            self.num_classes,
-            self.pretrained,
-            self.image_size,
-            self.adapter,
-            self.train_backbone,
-            self.adapter_options,
-            self.seed,
-        )
+        return ModelSpec(**{field.name: getattr(self, field.name) for field in fields(ModelSpec)})
 
     def initial_state(self, index: int) -> State:
         """The ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""

@@ -72,15 +72,13 @@ class Parts:
 
     def exhausted(self) -> bool:
         """Whether no client can afford another round; that is said where rounds are left."""
-        federation = self.federation
-        if not federation.protection.limited or federation.protection.affordable(range(federation.num_clients)):
-            return False
-        if self.rounds_left():
+        exhausted = not self.anyone_left(())
+        if exhausted and self.rounds_left():
             rank_zero_warn(
-                f"privacy: after {federation.rounds_done} rounds no client can afford another, and nothing more is "
-                "trained; raise the limit (max_epsilon or target_epsilon) to train on"
+                f"privacy: after {self.federation.rounds_done} rounds no client can afford another, and nothing more "
+                "is trained; raise the limit (max_epsilon or target_epsilon) to train on"
             )
-        return True
+        return exhausted
 
     def anyone_left(self, clients: Sequence[int]) -> bool:
         """Name those of ``clients`` whose ``max_epsilon`` has no room for another round; whether anyone is left."""
@@ -192,19 +190,18 @@ class NothingLearnedError(ValueError):
     """A run in which every client failed in every round."""
 
 
-def check_failures(rounds: Sequence[tuple[float, float]], limit: int | None) -> None:
-    """Refuse, by a ValueError, more failures than the limit in ``rounds``: how many clients were drawn, and failed."""
+def check_failures(rounds: Sequence[tuple[float, float]], limit: int | None, over: bool = False) -> None:
+    """Refuse, by a ValueError, more failures than the limit in ``rounds``: how many clients were drawn, and failed.
+
+    Also refuse, by a :class:`NothingLearnedError`, that a run is ``over`` in which every client failed in every round.
+    """
     count = int(sum(failed for _, failed in rounds))
     if limit is not None and count > limit:
         raise ValueError(
             f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds, as the warnings say; fix "
             "what they name and resume (ckpt_path=last), or raise max_failures"
         )
-
-
-def check_learned(rounds: Sequence[tuple[float, float]]) -> None:
-    """Refuse, by a :class:`NothingLearnedError`, to end a run well in which every client failed in every round."""
-    if rounds and all(drawn == failed for drawn, failed in rounds):
+    if over and rounds and all(drawn == failed for drawn, failed in rounds):
         raise NothingLearnedError(
             f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix the "
             "data, or lower the learning rates"

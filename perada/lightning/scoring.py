@@ -4,7 +4,7 @@
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,7 @@ from perada.results.run_file import write_fitted
 History = list[dict[str, float]]
 
 
+@dataclass
 class Measured:
     """What is known of each client besides its last scores.
 
@@ -32,10 +33,9 @@ class Measured:
         command: The command line of the run; empty where there was none.
     """
 
-    def __init__(self) -> None:
-        self.initial: dict[str, list[float]] = {}
-        self.by_round: list[dict[str, Any]] = []
-        self.command: list[str] = []
+    initial: dict[str, list[float]] = field(default_factory=dict)
+    by_round: list[dict[str, Any]] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
 
     def begin(self, parts: Parts) -> None:
         """Score the initial models on their clients' images: two passes at most, once, before the first round."""
@@ -48,10 +48,6 @@ class Measured:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds."""
         return {"initial": self.initial, "by_round": self.by_round}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a checkpoint ended; with nothing where clients were added."""
-        self.initial, self.by_round = state.get("initial", {}), state.get("by_round", [])
 
     def write(self, parts: Parts, history: History) -> None:
         """Keep what each client scored, and write all there is so far into the run's folder, whatever loggers write."""

@@ -2,7 +2,6 @@
 """Set-up: all that is checked, in its order, and the privacy of a run, before the first round."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 import pytorch_lightning as pl
 import torch
@@ -26,9 +25,9 @@ from perada.lightning.checks import (
 )
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
-from perada.privacy import ClientPrivacy, Privacy, calibrate
+from perada.privacy import Privacy
 from perada.privacy.account import Account, Training
-from perada.privacy.client_level import ClientLevel
+from perada.privacy.client_level import ClientLevel, noise_for
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
 from perada.privacy.protection import PrivateTraining, Protection
@@ -58,7 +57,11 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
             protection = protect(parts, rounds)
     data.use_features(None)
     configure_rounds(parts, protection)
-    batch = data.trial_batch(trial_clients(settings, clients))
+    tried = [0]  # whose first batch: where training is private, that of a whole pass
+    if settings.private:
+        cohort = sample_cohort(settings.seed, 0, clients, settings.clients_per_round)
+        tried = cohort[: settings.clients_per_chunk or clients]
+    batch = data.trial_batch(tried)
     check_first(parts, batch, stage == "fit")
     features = use_features(parts, batch.x[0, 0])
     if fresh and settings.privacy is not None and (features or stage != "fit"):  # else images were tried already
@@ -168,14 +171,6 @@ def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDat
             )
 
 
-def trial_clients(settings: Settings, num_clients: int) -> list[int]:
-    """Whose first batch is tried at set-up: that of one client or, where training is private, of a whole pass."""
-    if not settings.private:
-        return [0]
-    cohort = sample_cohort(settings.seed, 0, num_clients, settings.clients_per_round)
-    return cohort[: settings.clients_per_chunk or num_clients]
-
-
 def check_network(parts: Parts, batch: CohortBatch) -> None:
     """Refuse, by a ValueError, a network in which images, or clients, of a round's first batch do not stand alone."""
     settings, module = parts.settings, parts.module
@@ -257,20 +252,8 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
         images = PrivateTraining(account, module.engine, module.multilabel, settings.seed)
     level = None
     if settings.client_privacy is not None:
-        level = _client_level(settings.client_privacy, settings.seed, planned)
+        target = settings.client_privacy.target_epsilon is not None
+        noise = noise_for(settings.client_privacy, max(planned(0)) if target else 0)
+        level = ClientLevel(settings.client_privacy, noise, settings.seed, planned)
         level.check(settings.clients_per_round or clients)
     return Protection(images, level)
-
-
-def _client_level(options: ClientPrivacy, seed: int, planned: Callable[[int], Sequence[int]]) -> ClientLevel:
-    """Privacy of whole clients; with a target, the noise that the client who takes part most often needs."""
-    noise = options.noise_multiplier
-    if noise is None:
-        assert options.target_epsilon is not None
-        if not max(planned(0)):
-            raise ValueError(
-                f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated "
-                "for; give max_epochs (rounds), or noise_multiplier"
-            )
-        noise = calibrate(options.target_epsilon, options.delta, 1.0, max(planned(0)), options.accountant)
-    return ClientLevel(options, noise, seed, planned)

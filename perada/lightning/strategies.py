@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,11 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 
 from perada.lightning.checkpoint import write_whole
 
+LOST = (
+    "has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends. Resume "
+    "with ckpt_path=last, on any number of devices, or start again if no round was saved"
+)
+
 
 class LostRankError(ConnectionError):
     """Another process of the job is gone."""
@@ -28,15 +33,7 @@ class LostRankError(ConnectionError):
 class _Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher, which also says that a process it started is lost: Lightning would only kill this one."""
 
-    trainer: pl.Trainer | None = None
     started: Sequence[subprocess.Popen[bytes]] = ()
-
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
-    ) -> object:
-        """Start the other processes, then call ``function``."""
-        self.trainer = trainer
-        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
         super()._call_children_scripts()
@@ -47,7 +44,7 @@ class _Launcher(_SubprocessScriptLauncher):
         while not any(process.poll() for process in self.started):
             time.sleep(0.5)
         time.sleep(2)  # what ended one process may be about to end this one, with a message of its own
-        print(f"perada: error: {_lost(self.trainer, 'process 0')}", file=sys.stderr, flush=True)
+        print(f"perada: error: process 0 {LOST}", file=sys.stderr, flush=True)
         self.kill(signal.SIGKILL)
         os._exit(1)
 
@@ -86,21 +83,8 @@ class FederatedStrategy(DDPStrategy):
             return
         if self.launcher is not None:
             self.launcher.kill(signal.SIGTERM)
-        module = self.lightning_module
         who = f"process {self.global_rank} of {self.world_size}"
-        raise LostRankError(f"{_lost(module.trainer if module else None, who)} ({reason[:200]})") from exception
-
-
-def _lost(trainer: pl.Trainer | None, who: str) -> str:
-    """What happened, and how to resume from the last whole round."""
-    happened = (
-        f"{who} has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends"
-    )
-    saving = trainer.checkpoint_callback if trainer else None
-    newest = getattr(saving, "last_model_path", "") or getattr(saving, "best_model_path", "")
-    if not newest:
-        return f"{happened}. There is no checkpoint yet: start again"
-    return f"{happened}. Resume from {newest} with ckpt_path=last, on any number of devices"
+        raise LostRankError(f"{who} {LOST} ({reason[:200]})") from exception
 
 
 def started_by_torchrun() -> bool:
@@ -138,8 +122,7 @@ OTHERS = {
     ),
     "val_check_interval": (
         ("None", "1.0"),
-        "models are there only between rounds; give check_val_every_n_epoch, the number of rounds between two "
-        "evaluations",
+        "models are there only between rounds; give check_val_every_n_epoch, the rounds between two evaluations",
     ),
     "max_steps": (("-1",), "it would stop within a round; give max_epochs, the number of rounds"),
     "precision": (

@@ -20,6 +20,7 @@ from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy.account import Budget, Cost, Planned
+from perada.privacy.accounting import calibrate
 from perada.privacy.clipping import check_precision, sensitivity, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.server.aggregate import double_dtype
@@ -126,6 +127,21 @@ def next_norm(max_norm: float, share: float, quantile: float, lr: float) -> floa
 def floor_variances(state: State) -> State:
     """``state`` with running variances that noise took below 0 set to 0; post-processing, which costs nothing."""
     return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
+
+
+def noise_for(options: ClientPrivacy, rounds: int) -> float:
+    """The noise asked for; with a target that of a client who takes part in so many rounds.
+
+    A ValueError if a target is given and the number of rounds is open.
+    """
+    if options.target_epsilon is None:
+        return options.noise_multiplier or 0.0
+    if not rounds:
+        raise ValueError(
+            f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated for; "
+            "give max_epochs (rounds), or noise_multiplier"
+        )
+    return calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
 
 
 class ClientLevel(Budget):

@@ -23,7 +23,6 @@ def check_resumed(folder):
         for left, right in zip(resumed.states(role), whole.states(role), strict=True):
             for key in left:
                 torch.testing.assert_close(left[key], right[key], rtol=1e-5, atol=1e-5)
-    return checkpoint
 
 
 @pytest.mark.slow
@@ -46,9 +45,9 @@ def test_the_others_notice_when_they_wait_for_it(tmp_path):
     _, said = first.communicate(timeout=30)
     assert first.returncode == 1
     last = said.strip().splitlines()[-1]
-    checkpoint = check_resumed(tmp_path)
+    check_resumed(tmp_path)
     assert "process 0 of 2 has lost another one" in last
-    assert f"Resume from {checkpoint} with ckpt_path=last" in last
+    assert "Resume with ckpt_path=last" in last
 
 
 @pytest.mark.slow
@@ -59,4 +58,4 @@ def test_the_process_that_started_it_does_not_train_on(tmp_path):
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("perada: error: process 0 has lost another one")
-    assert "last.ckpt with ckpt_path=last" in last
+    assert "Resume with ckpt_path=last" in last

@@ -512,7 +512,7 @@ def test_a_client_that_breaks_is_counted_like_the_others(tmp_path, level):
 @pytest.mark.usefixtures("_unnoticed_at_set_up")
 def test_a_round_in_which_every_client_breaks_is_one_of_noise(monkeypatch):
     """That nobody counts would be seen in a global state that stays as it was; the run would end in an error."""
-    monkeypatch.setattr("perada.lightning.federated_loop.check_learned", lambda _: None)
+    monkeypatch.setattr("perada.lightning.federated_loop.check_failures", lambda *_, **__: None)
     data = federation()
     data.train[:] = [TensorDataset(torch.full_like(one.tensors[0], torch.nan), one.tensors[1]) for one in data.train]
     options = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "local_steps": 1}
