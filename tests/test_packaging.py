@@ -42,6 +42,7 @@ def test_top_level_is_only_perada(wheel):
         ("perada", "models/weights/*.safetensors"),
         ("perada", "models/weights/*.md"),
         ("perada", "py.typed"),
+        ("perada", "cli/options.yaml"),
     ],
 )
 def test_nothing_is_left_out(wheel, folder, pattern):

@@ -5,76 +5,58 @@ import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.messages import of_options, one_line, quiet_lightning, short_warnings
+from perada.cli.messages import hint, of_options, one_line, quiet_lightning, short_warnings
 from perada.cli.recipes import is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
 
 Tree = dict[str, tuple["str | Tree", str]]
-"""By name: a command, as ``module:function``, or a tree of commands; and one line of help."""
+"""By name: a command, as ``module:function`` of perada, or a tree of commands; and one line of help."""
 
 STUDIES: Tree = {
-    "fed-ensemble": (
-        "perada.studies.fed_ensemble:main",
-        "Bias and variance of Fed-ensemble's toy regression against the number of modes.",
-    ),
-    "local-gd": (
-        "perada.studies.local_gd:main",
-        "What local gradient descent converges to: linear models, and a head on a frozen backbone.",
-    ),
+    "fed-ensemble": ("studies.fed_ensemble:main", "Bias and variance of Fed-ensemble's toy regression by modes."),
+    "local-gd": ("studies.local_gd:main", "What local gradient descent converges to, of linear models and of a head."),
 }
-DATA: Tree = {
-    "inspect": (
-        "perada.cli.data:inspect",
-        "Print what is understood of a folder, a table or a recipe's images, and what is wrong with them.",
-    ),
-}
+DATA: Tree = {"inspect": ("cli.data:inspect", "Print what is understood of images, and what is wrong with them.")}
 KEYS: Tree = {
-    "server": ("perada.cli.flower:keys_server", "Write the server's certificate, and the one by which sites know it."),
-    "site": ("perada.cli.flower:keys_site", "Write a site's key, and the one that the server registers."),
+    "server": ("cli.flower:keys_server", "Write the server's certificate, and the one by which sites know it."),
+    "site": ("cli.flower:keys_site", "Write a site's key, and the one that the server registers."),
 }
 DEPLOY: Tree = {
-    "init": ("perada.cli.flower:init", "Write the Flower app of a recipe, unit files and a README."),
+    "init": ("cli.flower:init", "Write the Flower app of a recipe, unit files and a README."),
     "keys": (KEYS, "Write keys and certificates."),
-    "check": ("perada.cli.deploy:check", "Try at a site what its recipes would do; nothing is sent."),
-    "site": ("perada.cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
-    "run": (
-        "perada.cli.flower:run",
-        "Start an app on a SuperLink and follow it, or a recipe among sites on this machine.",
-    ),
-    "status": ("perada.cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
-    "export": ("perada.cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
-    "demo": ("perada.cli.demo:demo", "Run three sites on this machine, with TLS and authentication."),
+    "check": ("cli.deploy:check", "Try at a site what its recipes would do; nothing is sent."),
+    "site": ("cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
+    "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or a recipe among sites here."),
+    "status": ("cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
+    "export": ("cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
+    "demo": ("cli.demo:demo", "Run three sites on this machine, with TLS and authentication."),
 }
 COMMANDS: Tree = {
-    "fit": ("perada.cli.main:run", "Train, for example: perada fit --config quickstart."),
-    "validate": ("perada.cli.main:run", "Score the models of a checkpoint and print the table of clients."),
-    "test": ("perada.cli.main:run", "The same as validate, and the scores on shifted test sets."),
-    "predict": ("perada.cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
-    "check": ("perada.cli.check:check", "Say all that a run would refuse or warn of, without training."),
-    "ls": ("perada.cli.main:ls", "List the shipped recipes."),
-    "cp": ("perada.cli.main:cp", "Copy a shipped recipe, to edit it."),
-    "init": ("perada.cli.init:init", "Ask four questions and write a recipe."),
-    "schema": ("perada.cli.help:schema", "Print a JSON schema of recipes, for editors."),
+    "fit": ("cli.main:run", "Train, for example: perada fit --config quickstart."),
+    "validate": ("cli.main:run", "Score the models of a checkpoint and print the table of clients."),
+    "test": ("cli.main:run", "The same as validate, and the scores on shifted test sets."),
+    "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
+    "check": ("cli.check:check", "Say all that a run would refuse or warn of, without training."),
+    "ls": ("cli.main:ls", "List the shipped recipes."),
+    "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),
+    "init": ("cli.init:init", "Ask four questions and write a recipe."),
+    "schema": ("cli.parser:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
-        "perada.cli.runs:compare",
-        "Run recipes or algorithms one after another and print one table. Other options go to `perada fit`.",
+        "cli.runs:compare",
+        "Run recipes or algorithms, and print one table; takes options of `perada fit` too.",
     ),
-    "export": ("perada.cli.inference:export", "Write the adapters of a run as PEFT folders."),
-    "push": ("perada.cli.inference:push", "Upload one adapter of a saved run to the Hugging Face Hub."),
-    "forget": ("perada.cli.joining:leave", "Remove a client from a saved run; says what that does not undo."),
-    "personalize": (
-        "perada.cli.joining:join",
-        "Train a model for a new client of a finished run, which stays as it is.",
-    ),
-    "report": ("perada.cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
-    "pretrain": ("perada.studies.pretrain:main", "Train a small backbone on small grey images."),
+    "export": ("cli.inference:export", "Write the adapters of a run as PEFT folders."),
+    "push": ("cli.inference:push", "Upload one adapter of a saved run to the Hugging Face Hub."),
+    "forget": ("cli.joining:leave", "Remove a client from a saved run; says what that does not undo."),
+    "personalize": ("cli.joining:join", "Train a model for a new client of a finished run, which stays as it is."),
+    "report": ("cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
+    "pretrain": ("studies.pretrain:main", "Train a small backbone on small grey images."),
     "deploy": (DEPLOY, "Run a recipe across real sites."),
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
@@ -93,24 +75,19 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
-    """Run the command of an entry of the tree that ``words`` begin with, or print the commands that there are.
-
-    Raises:
-        ValueError: If there is no such command.
-    """
+    """Run the command of an entry of the tree that ``words`` begin with, or print the commands that there are."""
     parser = ArgumentParser(prog=prog, description=text, exit_on_error=False, allow_abbrev=False)
     if isinstance(entry, str):
         module, _, function = entry.partition(":")
         try:
-            getattr(import_module(module), function)(parser, words)
+            getattr(import_module(f"perada.{module}"), function)(parser, words)
         except ArgumentError as error:
             raise ArgumentError(None, of_options(str(error), parser)) from error
     elif words and words[0] in entry:
         _run(words[1:], *entry[words[0]], f"{prog} {words[0]}")
     elif words and not words[0].startswith("-"):
-        close = get_close_matches(words[0], entry, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"`{prog} --help` lists the commands"
-        raise ValueError(f"there is no command {words[0]!r}; {hint}")
+        meant = hint(words[0], entry, f"`{prog} --help` lists the commands")
+        raise ValueError(f"there is no command {words[0]!r}; {meant}")
     else:
         about = f"`{prog} COMMAND --help` shows the options of a command."
         commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND", description=about)
@@ -188,17 +165,17 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
 
 def _tables(path: Path) -> str:
     """A run or a comparison as text."""
-    if path.is_file():
-        from perada.compare.results import Results, curve_tables, summary
+    if path.is_dir() or not path.exists():
+        from perada.results.report import run_report
 
-        try:
-            records = Results(path).records
-            return "\n\n".join(filter(None, [curve_tables(records), summary(records)]))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(path)!r} is not a file of `perada compare` ({error!r}); give another") from error
-    from perada.results.report import run_report
+        return run_report(path)
+    from perada.compare.results import Results, curve_tables, summary
 
-    return run_report(path)
+    try:
+        records = Results(path).records
+        return "\n\n".join(filter(None, [curve_tables(records), summary(records)]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} is not a file of `perada compare` ({error!r}); give another") from error
 
 
 def entry_point() -> None:
@@ -214,11 +191,7 @@ def entry_point() -> None:
     except (KeyboardInterrupt, SystemExit) as end:
         # Lightning ends by SystemExit either way, of its own kind after SIGTERM.
         terminated = type(end).__name__ == "SIGTERMException"
-        if (
-            not terminated
-            and not isinstance(end, KeyboardInterrupt)
-            and not isinstance(end.__context__, KeyboardInterrupt)
-        ):
+        if not terminated and KeyboardInterrupt not in (type(end), type(end.__context__)):
             raise
         how = "--ckpt_path last after the last finished round" if sys.argv[1:2] == ["fit"] else "the same command"
         print(f"perada: {'terminated' if terminated else 'interrupted'}; resume with {how}", file=sys.stderr)

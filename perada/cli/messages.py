@@ -124,10 +124,10 @@ def short_warnings() -> None:
     """From now on, show what users are warned of as one line, without the place in the code that found it."""
     shown = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, UserWarning):
             print(f"perada: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
         else:
-            shown(message, category, *place)
+            shown(message, category, *place, **more)
 
     warnings.showwarning = show

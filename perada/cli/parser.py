@@ -1,58 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parser of recipes understands: both names of an option, and classes by name and of one's own."""
+"""Options of recipes: both names of each, classes by name and of one's own, `--help`, and a JSON schema for editors."""
 
 import inspect
+import json
 import re
+import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+import types
+from argparse import SUPPRESS, Action
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, TypeVar
+from textwrap import wrap
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import pytorch_lightning as pl
 import yaml
-from jsonargparse import Namespace, get_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
-from perada.algorithms import ALGORITHMS
-from perada.api import FULL_NAMES, full_name
+from perada.algorithms import ALGORITHMS, Algorithm
+from perada.api import FULL_NAMES, argument_texts, full_name
+from perada.cli.messages import subclasses
 from perada.cli.recipes import recipe_files
 from perada.compare.plan import spec_of, words_of
-from perada.server import SERVER_RULES
+from perada.data import FederatedDataModule, ImageSet, Partition
+from perada.lightning import FederatedLoop
+from perada.lightning.module import FederatedClassifier
+from perada.privacy import ClientPrivacy, Privacy
+from perada.server import SERVER_RULES, Distillation, ServerRule
 
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
 """Options that take a class by the name of an algorithm or a server rule."""
-_ELSEWHERE = {
-    "trainer.max_epochs": "num_rounds n_rounds max_rounds comm_rounds communication_rounds global_rounds global_epochs",
-    "trainer.max_epochs federated.local_epochs": "epochs num_epochs n_epochs",
-    "trainer.devices": "gpus num_gpus n_gpus",
-    "trainer.accelerator": "device gpu",
-    "trainer.default_root_dir": "output output_dir save_dir log_dir logdir",
-    "model.lr_local model.lr_personal federated.distillation.lr": "lr learning_rate eta",
-    "model.lr_local": "local_lr lr_l eta_l",
-    "model.lr_personal": "personal_lr lr_p eta_p",
-    "federated.distillation.lr": "server_lr lr_g",
-    "federated.distillation.steps": "kd_steps server_steps",
-    "federated.distillation.temperature": "temperature tau kd_temperature",
-    "model.backbone": "net network arch architecture model_name",
-    "model.adapter_options": "rank r lora_r lora_rank",
-    "model.clip_norm privacy.max_norm": "clip gradient_clip grad_clip max_grad_norm clipping_norm",
-    "data.partition.num_clients": "clients num_clients n_clients",
-    "data.partition.alpha": "alpha dirichlet_alpha",
-    "data.public": "public_data proxy proxy_data",
-    "federated.clients_per_round": "participation sample_rate client_fraction frac sampled_clients",
-    "federated.algorithm.prox_strength": "lambda lam lamda lmbda mu prox",
-    "federated.server_rule": "aggregation aggregator",
-    "privacy.noise_multiplier client_privacy.noise_multiplier": "sigma noise noise_scale",
-    "privacy.target_epsilon client_privacy.target_epsilon": "epsilon eps",
-    "privacy": "dp differential_privacy",
-    "ckpt_path": "checkpoint resume resume_from",
-}
-ELSEWHERE = {name: tuple(targets.split()) for targets, names in _ELSEWHERE.items() for name in names.split()}
+TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
+ELSEWHERE = {name: tuple(targets.split()) for targets, names in TEXTS["elsewhere"].items() for name in names.split()}
 """What options are called in papers and other programs, and which they may be here."""
 
+FIRST: list[str] = TEXTS["first"].split()
+"""The options that are shown first."""
+LIGHTNING: dict[str, str] = TEXTS["lightning"]
+"""What Lightning's options are for here; its others are shown by ``--help=all`` alone."""
 _WRONG = (
     r"(?:unrecognized arguments|ambiguous option): (?:\S+ )*?(?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
     r"(?:Group '(?P<group>[^']+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)'",
@@ -159,9 +149,6 @@ def spelt_out(args: Sequence[str]) -> list[str]:
 def full_names(content: dict[str, Any]) -> dict[str, Any]:
     """A recipe with the full names of options, and the classes that the names of algorithms and server rules stand for.
 
-    Raises:
-        ValueError: If an option is given by both its names, or beside a file for its section.
-
     >>> full_names({"rounds": 3, "trainer": {"devices": 1}})
     {'trainer': {'devices': 1, 'max_epochs': 3}}
     """
@@ -215,9 +202,6 @@ def with_own_classes(parse: Callable[[], T]) -> T:
 
     Only a module in which a class was looked for in vain is imported from there, and nothing else: libraries try to
     import what may or may not be installed, and a file of that name would be run.
-
-    Raises:
-        ValueError: If one is there and cannot be imported.
     """
     here = str(Path.cwd())
     while True:
@@ -239,3 +223,149 @@ def with_own_classes(parse: Callable[[], T]) -> T:
             ) from error
         finally:
             sys.path.remove(here)
+
+
+_CLASSES: dict[type, tuple[list[str], list[str]]] = {
+    Algorithm: ([*ALGORITHMS], ["federated.algorithm"]),
+    ServerRule: ([*SERVER_RULES], ["federated.server_rule"]),
+    ImageSet: ([], ["data.dataset", "data.public"]),
+    Partition: ([], ["data.partition"]),
+}
+"""Bases of classes that options take: names that stand for some, and the options."""
+END = """\
+Both names of an option can be used, on the command line and in recipes. NAME.CHILD sets an argument of a class:
+--data.partition.alpha=0.1, --privacy.target_epsilon=3.
+  --help WORD                the options with that word in their names, such as --help lr
+  --help all                 every option, also those of Lightning's trainer that are seldom needed
+  --data.partition.help NAME the arguments of a class, likewise for all options that take one"""
+
+
+def explained(parser: ArgumentParser, asked: str) -> str:
+    """The help of a parser: ``all``, what has a word in its name, or, where nothing is asked for, what most need."""
+    if asked == "all":
+        return parser.format_help()
+    known = {action.dest: action for action in parser._actions if _is_option(action)}
+    if asked:
+        found = [action for action in known.values() if asked in " ".join(_names(action))]
+        if not found:
+            raise ValueError(f"--help {asked}: no option has that in its name; --help all shows every option")
+        return _listed(found)
+    command = parser.prog.split()[-1]
+    blocks = [f"usage: perada {command} --config RECIPE [--OPTION VALUE ...]", "-h, --help [WORD | all]"]
+    blocks.append(f"Most used:\n{_listed(known.pop(name) for name in FIRST if name in known)}")
+    for title in ("model", "data", "federated", "trainer"):
+        own = [action for name, action in known.items() if name.startswith(f"{title}.")]
+        own = [action for action in own if title != "trainer" or action.dest in LIGHTNING]
+        blocks.append(f"{title.capitalize()}:\n{_listed(own)}")
+    return "\n\n".join([*blocks, END])
+
+
+def _is_option(action: Action) -> bool:
+    """Whether it sets something; links between options and the help of classes do not, and data.data is for Python."""
+    sets = action.help != SUPPRESS and "".join(action.option_strings[:1]).startswith("-")
+    return sets and not action.dest.endswith(".help") and action.dest != "data.data"
+
+
+def _names(action: Action) -> list[str]:
+    """The names of an option, the short one first."""
+    short = [f"--{name}" for name, full in FULL_NAMES.items() if full == action.dest]
+    return list(dict.fromkeys([*short, *(name for name in action.option_strings if not name.endswith("+"))]))
+
+
+def _listed(actions: Iterable[Action]) -> str:
+    """Each option with its names, what it is, its values and its default."""
+    out: list[str] = []
+    width = min(shutil.get_terminal_size().columns, 120) - 2
+    for action in actions:
+        choice = action.metavar if isinstance(action.metavar, str) and action.metavar.startswith("{") else ""
+        out.append(f"  {', '.join(_names(action))} {choice}".rstrip())
+        said = LIGHTNING.get(action.dest) or " ".join((action.help or "").replace("``", "").split())
+        for base, (names, options) in _CLASSES.items():
+            if action.dest in options:
+                said += f" One of {', '.join(names or _known(base))}, or a class of your own."
+        if action.default not in (None, SUPPRESS, ""):
+            said += f" (default: {action.default})"
+        out += wrap(said, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(out)
+
+
+def _known(base: type) -> list[str]:
+    """Our classes of a kind."""
+    return sorted({kind.__name__ for kind in subclasses(base) if kind.__module__.startswith("perada.")})
+
+
+Schema = dict[str, Any]
+_BASIC: dict[Any, Schema] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    types.NoneType: {"type": "null"},
+}
+_SECTIONS: dict[str, Callable[..., Any]] = {
+    "trainer": pl.Trainer,
+    "model": FederatedClassifier,
+    "data": FederatedDataModule,
+    "federated": FederatedLoop,
+}
+_OPTIONS = (Distillation, Privacy, ClientPrivacy)
+
+
+def schema(parser: ArgumentParser, words: list[str]) -> None:
+    """Print the schema."""
+    parser.parse_args(words)
+    print(json.dumps(recipe_schema(), indent=1))
+
+
+def recipe_schema() -> Schema:
+    """A JSON schema (draft 2020-12) of recipes; a value of a type of Lightning's or torch's may be anything."""
+    sections = {name: _arguments(kind, f"{name}.") for name, kind in _SECTIONS.items()}
+    top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}, **sections}
+    top |= {"privacy": _either([Privacy, types.NoneType]), "client_privacy": _either([ClientPrivacy, types.NoneType])}
+    top |= {"ckpt_path": {"type": ["string", "null"]}, "weights_only": {"type": ["boolean", "null"]}}
+    for name, full in FULL_NAMES.items():
+        found: Schema = {"properties": top}
+        for part in full.split("."):
+            found = found.get("properties", {}).get(part, {})
+        top[name] = found
+    top["compare"] = {"type": "object", "description": "What `perada compare` runs; the rest is for every run."}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft, "title": "perada recipe", **_object(top)}
+
+
+def _object(properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _arguments(kind: Callable[..., Any], prefix: str = "") -> Schema:
+    """The arguments of a class, with what it says of them."""
+    made = kind.__init__ if isinstance(kind, type) else kind  # type: ignore[misc]  # signatures are read, not called
+    hints, said = get_type_hints(made), argument_texts(kind)
+    out: Schema = {}
+    for name in inspect.signature(kind).parameters:
+        text = LIGHTNING.get(prefix + name) or said.get(name, "").replace("``", "")
+        out[name] = _value(hints.get(name, Any)) | ({"description": text} if text else {})
+    return _object(out)
+
+
+def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
+    """The values of a type; anything for one that is none of ours."""
+    if hint in _BASIC:
+        return dict(_BASIC[hint])
+    if get_origin(hint) is Literal:
+        return {"enum": [*get_args(hint)]}
+    if get_origin(hint) in (Union, types.UnionType):
+        return _either(get_args(hint))
+    if get_origin(hint) is list and get_args(hint):
+        return {"type": "array", "items": _value(get_args(hint)[0])}
+    if hint in _OPTIONS:
+        return _arguments(hint)
+    if hint in _CLASSES:
+        name = {"anyOf": [{"enum": [*_CLASSES[hint][0], *_known(hint)]}, {"type": "string", "pattern": r"\."}]}
+        return {"anyOf": [name, _object({"class_path": name, "init_args": {"type": "object"}})]}
+    return {}
+
+
+def _either(hints: Any) -> Schema:  # noqa: ANN401  # types
+    values = [_value(hint) for hint in hints]
+    return {} if {} in values else {"anyOf": values}

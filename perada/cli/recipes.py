@@ -41,11 +41,7 @@ def recipes() -> dict[str, list[Path]]:
 
 
 def find_recipe(name: str) -> list[Path]:
-    """A configuration file, or the files of the shipped recipe of that name.
-
-    Raises:
-        FileNotFoundError: If there is neither.
-    """
+    """A configuration file, or the files of the shipped recipe of that name."""
     if Path(name).is_file():
         return [Path(name)]
     known = recipes()
@@ -95,12 +91,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_files(name: str) -> list[Path]:
-    """The files of a recipe that is to be run.
-
-    Raises:
-        FileNotFoundError: As :func:`find_recipe`.
-        ValueError: If it says which recipes to compare.
-    """
+    """The files of a recipe that is to be run, and is not a comparison of some."""
     paths = find_recipe(name)
     if is_comparison(paths[0]):
         raise ValueError(f"{name!r} is a comparison of recipes, not one of them; run it with: perada compare {name}")
@@ -125,40 +116,43 @@ def comparison(words: Sequence[str]) -> list[str]:
 
     Such a file has the section ``compare``, whose keys are the options of ``perada compare`` and ``recipes``; all other
     sections are options of ``perada fit`` for every run.
-
-    Raises:
-        ValueError: If another recipe is named beside it, or it cannot be read.
     """
     known = recipes()
     files = [word for word in words if word in known or (Path(word).suffix == ".yaml" and Path(word).is_file())]
     file = next((word for word in files if is_comparison(find_recipe(word)[0])), None)
     if file is None:
         return list(words)
-    others = [word for word in takewhile(lambda word: not word.startswith("-"), words) if word != file]
-    if others:
-        raise ValueError(f"{file!r} says itself which recipes to compare: leave {others[0]!r} out")
     rest = [word for word in words if word != file]
+    if rest and not rest[0].startswith("-"):
+        raise ValueError(f"{file!r} says itself which recipes to compare: leave {rest[0]!r} out")
     content = yaml.safe_load(find_recipe(file)[0].read_text(encoding="utf-8"))
     own = content.pop("compare")
     if not isinstance(own, dict) or not own.get("recipes"):
         raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
-    out = list(map(str, _listed(own.pop("recipes"))))
+    out = _listed(own.pop("recipes"))
     for name, value in own.items():
         if name not in ("tune", "vary"):
-            out += [] if value is False else [f"--{name}", *(map(str, _listed(value)) if value is not True else ())]
+            out += [] if value is False else [f"--{name}", *(_listed(value) if value is not True else ())]
             continue
         if not isinstance(value, dict):
             raise ValueError(
                 f"{file!r}: compare.{name} is {value!r}; give it options of `perada fit` with lists of values"
             )
-        for key, values in value.items():
-            if not any(word.removeprefix(f"--{name}").lstrip("= ").startswith(f"{key}=") for word in rest):
-                out.append(f"--{name}={key}={','.join(map(_quoted, _listed(values)))}")
+        given = [word.removeprefix(f"--{name}=").partition("=")[0] for word in rest]
+        for key in (key for key in value if key not in given):
+            # A comma in a text does not part two values.
+            quoted = (f'"{word}"' if "," in word and word[0] not in "[{" else word for word in _listed(value[key]))
+            out.append(f"--{name}={key}={','.join(quoted)}")
     return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *rest]
 
 
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401  # whatever a file holds
-    return value if isinstance(value, list) else [value]
+def _listed(value: Any) -> list[str]:  # noqa: ANN401  # whatever a file holds
+    """One value or several as words."""
+    return list(map(_word, value if isinstance(value, list) else [value]))
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -168,12 +162,3 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _quoted(value: object) -> str:
-    """A value as ``--tune`` and ``--vary`` take it, for which a comma in a text does not part two."""
-    return f'"{value}"' if isinstance(value, str) and "," in value else _word(value)

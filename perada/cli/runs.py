@@ -15,9 +15,8 @@ from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import CSVLogger
 
-from perada.cli.help import explained
 from perada.cli.messages import quiet_lightning
-from perada.cli.parser import RecipeParser, spelt_out, with_own_classes, with_proposal
+from perada.cli.parser import RecipeParser, explained, spelt_out, with_own_classes, with_proposal
 from perada.cli.recipes import comparison
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile

@@ -5,14 +5,15 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
-from perada.api import full_name
+from perada.api import argument_texts, full_name
 from perada.compare.grid import Point, Sampler, inside, propose, ranged
-from perada.compare.plan import CHOSEN_BY, ENTRIES, TRIALS, Job, MakeCLI, Plan, Row, words
+from perada.compare.plan import CHOSEN_BY, ENTRIES, Job, MakeCLI, Plan, Row, words
 from perada.compare.results import NO_POINT, Results, choose, curve_tables, grid_table, score, shown_score, summary
 from perada.compare.running import CarryOut, Result, quiet, runner
 
@@ -91,14 +92,14 @@ class Comparison:
 
     def _take(self, job: Job, result: Result) -> None:
         """Record what came of a run."""
-        record = vars(job) | {"seconds": result["seconds"], "threads": self.plan.given.threads}
         if "failed" in result:
             self.failed += 1
             print(f"{job} failed: {result['failed']}", file=sys.stderr, flush=True)
         if "start" in result:
             start = {"stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
             self.results.add(vars(job) | start | result["start"])
-        self.results.add(record | result.get("run", result))
+        took = {"seconds": result["seconds"], "threads": self.plan.given.threads}
+        self.results.add(vars(job) | took | result.get("run", result))
 
     def _progress(self, job: Job) -> str:
         """Which run of how many, the time since the start, and an estimate of what is left."""
@@ -111,12 +112,7 @@ class Comparison:
 
 
 def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
-    """Run ``perada compare``; ``words`` hold options for ``perada fit`` too.
-
-    Raises:
-        SystemExit: With code 1, after the table, if a run failed.
-        ValueError: If an argument cannot be used; then nothing has been run.
-    """
+    """Run ``perada compare``; ``words`` hold options for ``perada fit`` too. The status is 1 if a run failed."""
     _add_options(parser)
     own, overrides = _divide(words, parser)
     given = parser.parse_args(own)
@@ -158,55 +154,43 @@ def _divide(words: list[str], parser: ArgumentParser) -> tuple[list[str], list[s
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("recipes", nargs="+", help="Recipes or configuration files.")
-    parser.add_argument(
-        "--algorithms",
-        nargs="+",
-        default=[],
-        choices=["all", *ENTRIES],
-        metavar="NAME",
-        help=f"Instead of the recipes' own: all, or some of {', '.join(ENTRIES)}.",
-    )
-    parser.add_argument(
-        "--paper",
-        action="store_true",
-        help="Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.",
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds.")
-    parser.add_argument(
-        "--tune",
-        action="append",
-        default=[],
-        metavar="[ALGORITHMS:]NAME=V1,V2",
-        help="Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients "
-        "hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several "
-        "--tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only. NAME=lo..hi is a "
-        "range, of which --trials settings are tried; it needs perada[tune].",
-    )
-    parser.add_argument(
-        "--trials",
-        type=PositiveInt,
-        help=f"Settings tried of each algorithm whose --tune has a range (default: {TRIALS}).",
-    )
-    parser.add_argument(
-        "--sampler", type=Sampler, default="tpe", help="How settings are drawn from ranges: tpe or random."
-    )
-    parser.add_argument(
-        "--choose_by",
-        nargs="+",
-        default=list(CHOSEN_BY),
-        metavar="SCORE",
-        help="Scores on the held-out images whose mean chooses (default: those of the personal models), such as "
-        "global/global_test or personal/local_test_worst.",
-    )
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="NAME=V1,V2",
-        help="Values of an option of `perada fit`, in the same form, each of which makes a row of its own. With "
-        "several --vary every combination is a row.",
-    )
-    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at once, each in its own process.")
-    parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads of each run.")
-    parser.add_argument("--output", type=Path, help="JSON file of results; what it holds is not computed again.")
+    """Add the options of ``perada compare``.
+
+    Attributes:
+        recipes: Recipes or configuration files.
+        algorithms: Instead of the recipes' own: all, or names of `perada.finetune`, fed_ensemble_perada or
+            modified_local_gd.
+        paper: Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.
+        seeds: Seeds.
+        tune: Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients
+            hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several
+            --tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only. NAME=lo..hi is a
+            range, of which --trials settings are tried; it needs perada[tune].
+        trials: Settings tried of each algorithm whose --tune has a range (default: 10).
+        sampler: How settings are drawn from ranges: tpe or random.
+        choose_by: Scores on the held-out images whose mean chooses (default: those of the personal models), such as
+            global/global_test or personal/local_test_worst.
+        vary: Values of an option of `perada fit`, in the same form, each of which makes a row of its own. With
+            several --vary every combination is a row.
+        jobs: Runs at once, each in its own process.
+        threads: Threads of each run.
+        output: JSON file of results; what it holds is not computed again.
+    """
+    values = {"action": "append", "default": [], "metavar": "NAME=V1,V2"}
+    options: dict[str, dict[str, Any]] = {
+        "recipes": {"nargs": "+"},
+        "--algorithms": {"nargs": "+", "default": [], "choices": ["all", *ENTRIES], "metavar": "NAME"},
+        "--paper": {"action": "store_true"},
+        "--seeds": {"nargs": "+", "type": int, "default": [0]},
+        "--tune": values | {"metavar": "[ALGORITHMS:]NAME=V1,V2"},
+        "--trials": {"type": PositiveInt},
+        "--sampler": {"type": Sampler, "default": "tpe"},
+        "--choose_by": {"nargs": "+", "default": list(CHOSEN_BY), "metavar": "SCORE"},
+        "--vary": values,
+        "--jobs": {"type": PositiveInt, "default": 1},
+        "--threads": {"type": PositiveInt, "default": 1},
+        "--output": {"type": Path},
+    }
+    texts = argument_texts(_add_options)
+    for name, option in options.items():
+        parser.add_argument(name, help=texts[name.removeprefix("--")], **option)

@@ -62,18 +62,14 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
     A range is written ``lo..hi``, ``lo..hi:log`` or ``lo..hi:linear``. Without a word, options whose names begin with
     ``lr`` are logarithmic, and others are linear.
 
-    Raises:
-        ValueError: If one is not NAME=V1,V2,... with different values, or names an option twice; or if a range is
-            empty, stands among other values, or is logarithmic and begins at or below zero.
-
     >>> parse_grid(["lr_local+lr_personal=0.01,0.1"])
     {'model.lr_local+model.lr_personal': ['0.01', '0.1']}
     """
     grid: Grid = {}
     seen: set[str] = set()
     for text in asked:
-        name, _, listed = text.partition("=")
-        values, options = split_values(listed), [full_name(one) for one in name.removeprefix("--").split("+")]
+        name, _, listed = text.removeprefix("--").partition("=")
+        values, options = split_values(listed), list(map(full_name, name.split("+")))
         if not values or not all(options):
             raise ValueError(
                 f"{option} {text!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"

@@ -34,11 +34,7 @@ NO_POINT = "every run of the grid failed or diverged: give --tune other values"
 
 
 class Results:
-    """Records of runs, in a JSON file, whose own are read, or only in memory.
-
-    Raises:
-        ValueError: If the file holds something else.
-    """
+    """Records of runs, in a JSON file, whose own are read, or only in memory."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -65,13 +61,14 @@ class Results:
 
     def find(self, job: Job) -> Record | None:
         """The record of a run that did not fail."""
-        same = {"stage": job.stage, "args": job.args}
-        return next((one for one in self.records if "failed" not in one and same.items() <= one.items()), None)
+        return self._with(stage=job.stage, args=job.args)
 
     def started(self, job: Job) -> bool:
         """Whether the initial model of a run was scored."""
-        wanted = {"stage": "start", "recipe": job.recipe, "varied": job.varied, "seed": job.seed}
-        return any(wanted.items() <= record.items() for record in self.records)
+        return self._with(stage="start", recipe=job.recipe, varied=job.varied, seed=job.seed) is not None
+
+    def _with(self, **same: object) -> Record | None:
+        return next((one for one in self.records if "failed" not in one and same.items() <= one.items()), None)
 
     def add(self, record: Record) -> None:
         """Add a record, replacing an earlier one of the same run, and write the file."""

@@ -8,7 +8,7 @@ import pytest
 from perada import FederatedClassifier, FederatedLoop
 from perada.api import FULL_NAMES
 from perada.cli import main
-from perada.cli.help import FIRST, LIGHTNING
+from perada.cli.parser import FIRST, LIGHTNING
 from perada.cli.runs import make_cli
 from perada.data import FederatedDataModule
 

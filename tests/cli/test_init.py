@@ -37,7 +37,7 @@ def write_images(*folders):
 
 @pytest.fixture(scope="module")
 def validator():
-    from perada.cli.help import recipe_schema
+    from perada.cli.parser import recipe_schema
 
     jsonschema.Draft202012Validator.check_schema(recipe_schema())
     return jsonschema.Draft202012Validator(recipe_schema())
