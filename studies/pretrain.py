@@ -25,8 +25,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from perada.core.batches import ImageConfig
 from perada.core.seeding import generator, seeded
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
+from perada.data.sets.arrays import Digits, FashionMNIST
 from perada.data.sets.base import ImageSet
-from perada.data.sets.images import Digits, FashionMNIST
 from perada.models.backbones import build_backbone
 from perada.studies.shapes import Shapes
 

@@ -6,13 +6,21 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
-from perada.data.sets.arrays import CIFAR10_1, CIFAR10C, STL10
+from perada.data.sets.arrays import (
+    CIFAR10,
+    CIFAR10_1,
+    CIFAR10C,
+    CIFAR100,
+    MNIST,
+    STL10,
+    Digits,
+    FashionMNIST,
+    Photographs,
+)
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFolder, Images, UnlabelledFolder
-from perada.data.sets.hugging_face import HuggingFace
-from perada.data.sets.images import CIFAR10, CIFAR100, MNIST, Digits, FashionMNIST, Photographs
 from perada.data.sets.published import CheXpert, OfficeHome, OpenImage
-from perada.data.sets.tables import ImageTable
+from perada.data.sets.tables import HuggingFace, ImageTable
 from perada.data.sets.text import Shakespeare
 from perada.data.shifts import Corruptions, LabelShift, Shift
 

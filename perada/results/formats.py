@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from perada.core.checks import check_choice
-from perada.data.sets.images import Photographs
+from perada.data.sets.arrays import Photographs
 from perada.results.clients import joined_clients
 from perada.results.export import write_section
 from perada.results.models import Ensemble

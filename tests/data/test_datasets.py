@@ -86,7 +86,7 @@ def test_fashion_mnist(tmp_path, zipped, inside):
 
 
 def test_fashion_mnist_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*dataset-fashion-mnist, or set download: true") as caught:
+    with pytest.raises(FileNotFoundError, match=f"FashionMNIST is not in {tmp_path}.*, or set download: true") as caught:
         len(FashionMNIST(str(tmp_path)))
     assert "\n" not in str(caught.value)
 
@@ -96,7 +96,7 @@ def test_broken_idx_files_are_named(tmp_path, damage):
     write_fashion(tmp_path / "d", zipped=False)
     file = tmp_path / "d" / "train-images-idx3-ubyte"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match="train-images-idx3-ubyte is not an idx file"):
+    with pytest.raises(ValueError, match="train-images-idx3-ubyte cannot be read .*, and an idx file of bytes"):
         len(FashionMNIST(str(tmp_path / "d")))
 
 
@@ -104,7 +104,7 @@ def test_broken_gz_files_are_named(tmp_path):
     write_fashion(tmp_path / "d", zipped=True)
     file = tmp_path / "d" / "train-labels-idx1-ubyte.gz"
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte\.gz cannot be unpacked"):
+    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte\.gz cannot be read"):
         len(FashionMNIST(str(tmp_path / "d")))
 
 
@@ -165,7 +165,7 @@ def test_a_cifar_file_that_is_not_the_published_one_is_not_opened(tmp_path, monk
     publish(monkeypatch, CIFAR10, tmp_path, names, "names")
     assert len(CIFAR10(str(tmp_path), train=train)) == (10 if train else 2)
     (tmp_path / wrong).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{wrong} is not the published file .*: fetch the data again") as caught:
+    with pytest.raises(ValueError, match=rf"{wrong} is missing or not the published file .*: fetch the data again") as caught:
         len(CIFAR10(str(tmp_path), train=train))
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
@@ -174,18 +174,18 @@ def test_a_cifar_file_that_is_not_the_published_one_is_not_opened(tmp_path, monk
 @pytest.mark.parametrize("damage", [b"", b"x" * 3072])
 def test_a_binary_cifar_file_that_is_cut_short_is_named(tmp_path, damage):
     (tmp_path / "test_batch.bin").write_bytes(damage)
-    with pytest.raises(ValueError, match=r"test_batch\.bin is not a CIFAR batch, or is cut short") as caught:
+    with pytest.raises(ValueError, match=r"test_batch\.bin cannot be read .*, and a CIFAR batch is expected: fetch") as caught:
         len(CIFAR10(str(tmp_path), train=False))
     assert "\n" not in str(caught.value)
-    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin does not exist: fetch the data again"):
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin does not exist, .*: fetch the data again"):
         len(CIFAR10(str(tmp_path)))
 
 
 def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"CIFAR-100 is not in .* cifar-100-python, or set download: true"):
+    with pytest.raises(FileNotFoundError, match=r"CIFAR100 is not in .*cifar-100-python .*, or set download: true"):
         len(CIFAR100(str(tmp_path)))
     (tmp_path / "test_batch").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match="data_batch_1 does not exist"):
+    with pytest.raises(ValueError, match="data_batch_1 is missing"):
         len(CIFAR10(str(tmp_path)))
 
 
@@ -268,10 +268,13 @@ def test_image_folder_with_domains_and_about_a_fifth_for_testing(tmp_path):
 def test_folders_that_are_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         len(ImageFolder(str(tmp_path / "none")))
-    with pytest.raises(FileNotFoundError, match="no folders of classes"):
+    with pytest.raises(FileNotFoundError, match="has no images"):
         len(ImageFolder(str(tmp_path)))
     with pytest.raises(FileNotFoundError, match="has no images"):
         len(UnlabelledFolder(str(tmp_path)))
+    write_images(tmp_path, ["a.png"])
+    with pytest.raises(FileNotFoundError, match=r"such as a\.png, do not have the layout '\{class\}/\*\*'"):
+        len(ImageFolder(str(tmp_path)))
     with pytest.raises(ValueError, match="size=0 cannot be used"):
         UnlabelledFolder(str(tmp_path), size=0)
 
@@ -344,5 +347,5 @@ def test_a_table_names_no_file_outside_of_its_folder(tmp_path):
     mapping.mkdir()
     for path in ("../secret.png", "/secret.png"):
         (mapping / "train.csv").write_text(f"client_id,sample_path,label_name,label_id\n1,{path},cat,0\n")
-        with pytest.raises(ValueError, match=r"train\.csv, row 2, .*secret\.png', which leaves the folder"):
+        with pytest.raises(ValueError, match=r"train\.csv, row 2: sample_path is '.*secret\.png', which cannot be used"):
             _ = OpenImage(str(tmp_path)).labels

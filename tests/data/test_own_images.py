@@ -268,7 +268,7 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
         (["a/b/1.jpg"], "{client}/*", ValueError, r"has no \{class\}: say where the class stands"),
         (["a/b/1.jpg"], "{class}/{class}/*", ValueError, "twice"),
         (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not have the layout '\{class\}/\*'"),
-        ([], "{class}/*", FileNotFoundError, "has no images: set root to a folder with .jpg"),
+        ([], "{class}/*", FileNotFoundError, "has no images: give a folder with .jpg"),
         (["x/a/1.jpg"], "{split}/{class}/*", ValueError, r"x/a/1\.jpg: the split 'x' is none of train, training, test"),
         (
             ["train/a/1.jpg"],
@@ -463,7 +463,7 @@ def test_parquet_says_the_same(tmp_path):
     ("change", "options", "error", "says"),
     [
         ({}, {"label": "diagnoses"}, ValueError, r"mine\.csv has no column 'diagnoses'; did you mean 'diagnosis'\?"),
-        ({}, {"label": "q"}, ValueError, r"has no column 'q'; it has 'file', 'diagnosis'"),
+        ({}, {"label": "q"}, ValueError, r"has no column 'q'; name one of 'file', 'diagnosis'"),
         ({"file": "9.jpg"}, {}, ValueError, r"mine\.csv, rows 4, 11: files are named more than once"),
         (
             {"file": "no.jpg"},
@@ -477,9 +477,9 @@ def test_parquet_says_the_same(tmp_path):
             {},
             {"label": "label"},
             ValueError,
-            r"has no column 'label'; it has .*; name the one that holds the labels with",
+            r"^label: .*mine\.csv has no column 'label'; name one of 'file', 'diagnosis'",
         ),
-        ({"part": "later"}, {}, ValueError, r"row 4: part is none of train, training"),
+        ({"part": "later"}, {}, ValueError, r"2\.jpg: the split 'later' is none of train, training, .*; correct it"),
         ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: odd is '2', neither 0 nor 1; correct it"),
         ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),
     ],
@@ -493,10 +493,10 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, sa
 
 
 def test_tables_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist: set table to a \.csv"):
+    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist: give a \.csv"):
         len(ImageTable(str(tmp_path / "none.csv")))
     (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
-    with pytest.raises(ValueError, match=r"short\.csv, row 2, has 1 fields and the header 2: correct the table"):
+    with pytest.raises(ValueError, match=r"short\.csv is not a table \(row 2 has 1 fields and the header 2\): correct the table"):
         len(ImageTable(str(tmp_path / "short.csv")))
 
 
@@ -511,5 +511,5 @@ def test_two_columns_of_one_name_are_refused(tmp_path, kind):
     else:
         mark = "," if kind == "csv" else "\t"
         table.write_text("\n".join([mark.join(["path", "label", "label"]), mark.join(["a.png", "x", "y"])]))
-    with pytest.raises(ValueError, match="has several columns called 'label': rename all but one"):
+    with pytest.raises(ValueError, match=r"is not a table \(several columns are called 'label'\): correct the table"):
         ImageTable(str(table)).with_split(True).labels  # noqa: B018  # it is read

@@ -85,6 +85,8 @@ class ImageSet(Dataset[Any], ABC):
 
     def with_split(self, train: bool) -> Self:
         """Return the training or the test split of the same set: what the class makes of the same arguments."""
+        if train == self.train:
+            return self
         given = inspect.signature(type(self)).bind(*self._given[0], **self._given[1])
         rest = [name for name, one in given.signature.parameters.items() if one.kind is one.VAR_KEYWORD]
         if rest and "train" not in given.signature.parameters:  # it is an option of the class below

@@ -6,18 +6,17 @@ import re
 import warnings
 from collections import Counter
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.text import some
 from perada.data.partitions.shares import Array
-from perada.data.sets.manifest import SPLITS, ImageFiles, Manifest, OwnImages, numbered
+from perada.data.sets.manifest import SPLITS, ImageFiles, Manifest, OwnImages, numbered, renumbered
 
-FIELDS = ("client", "class", "split", "group")
+FIELDS = ("client", "class", "split", "group", "domain")
 UNREAD = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
 """Ends of names of images of other kinds."""
 
@@ -42,31 +41,11 @@ class ImageFolder(OwnImages):
 
     def read_manifest(self) -> Manifest:
         """List the images of all class folders."""
-        root = Path(self.root)
-        if not root.is_dir():
-            raise FileNotFoundError(f"{root} is not a folder: set root to the folder that holds a folder per class")
-        divided = (root / "train").is_dir() and (root / "test").is_dir()
-        parts = {part: root / part for part in ("train", "test")} if divided else {"": root}
-        tops = {part: subfolders(folder) if self.domains else [folder] for part, folder in parts.items()}
-        every = [top for own in tops.values() for top in own]
-        classes = sorted({folder.name for top in every for folder in subfolders(top)})
-        if not classes:
-            raise FileNotFoundError(f"{root} has no folders of classes: set root (and domains) to fit its layout")
-        numbers = {name: number for number, name in enumerate(classes)}
-        samples = [
-            (path, number, top.name, part)
-            for part, own in tops.items()
-            for top in own
-            for path, number in make_dataset(str(top), numbers, IMG_EXTENSIONS, allow_empty=True)
-        ]
-        paths, labels, domains, split = map(list, zip(*samples, strict=True)) if samples else ([], [], [], [])
-        return Manifest(
-            paths,
-            np.array(labels, dtype=np.int64),
-            tuple(classes),
-            {"domain": np.array(domains)} if self.domains else {},
-            np.array(split) if divided else None,
-        )
+        root, layout = Path(self.root), "{domain}/{class}/**" if self.domains else "{class}/**"
+        parts = [root / part for part in ("train", "test")]
+        if all(part.is_dir() for part in parts):
+            return class_folders(parts, root, f"{{split}}/{layout}")
+        return class_folders([root], root, layout)
 
     def _check_classes(self, found: Manifest, train: Array) -> None:
         """A class may have a folder without images."""
@@ -98,40 +77,11 @@ class Images(OwnImages):
     def __init__(self, root: str, layout: str = "{client}/{class}/*", **options: Any) -> None:
         super().__init__(root, **options)
         self.layout = layout
-        self._pattern = layout_pattern(layout)
-        self.group_column = "group" if "{group}" in layout else None
-        self.has_clients = "{client}" in layout
+        layout_pattern(layout)
 
     def read_manifest(self) -> Manifest:
         """List the images that have the layout."""
-        root = Path(self.root)
-        if not root.is_dir():
-            raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
-        files = list_images(root)
-        if not files and any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
-            raise FileNotFoundError(
-                f"{root} is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root} on the "
-                "command line"
-            )
-        if not files:
-            raise FileNotFoundError(f"{root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
-        matches = [self._pattern.fullmatch(file) for file in files]
-        found = [match for match in matches if match]
-        others = [file for file, match in zip(files, matches, strict=True) if not match]
-        what = f"in {root}, such as {others[0]}, do not have the layout {self.layout!r}" if others else ""
-        if not found:
-            raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{proposal(files[0])}")
-        if others:
-            warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
-        values = {name: [match[name] for match in found] for name in self._pattern.groupindex}
-        classes, labels = numbered(values["class"])
-        split = None
-        if "split" in values:
-            split = np.array(
-                [_split_word(word, f"{root / m[0]}") for word, m in zip(values["split"], found, strict=True)]
-            )
-        columns = {name: np.array(values[name]) for name in values if name in ("client", "group")}
-        return Manifest([f"{self.root}/{match[0]}" for match in found], labels, classes, columns, split)
+        return listed(Path(self.root), list_images(Path(self.root)), self.layout)
 
 
 class UnlabelledFolder(ImageFiles):
@@ -146,13 +96,48 @@ class UnlabelledFolder(ImageFiles):
     def __init__(self, root: str, size: int = 224, in_memory: bool = False) -> None:
         super().__init__(root, size=size, in_memory=in_memory)
 
-    @cached_property
-    def manifest(self) -> Manifest:
-        """All images."""
-        files = sorted(str(path) for path in Path(self.root).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
-        if not files:
-            raise FileNotFoundError(f"{self.root} has no images: set root to a folder with {', '.join(IMG_EXTENSIONS)}")
-        return Manifest(files)
+    def read_manifest(self) -> Manifest:
+        """List all images."""
+        root = Path(self.root)
+        return Manifest([f"{root}/{file}" for file in list_images(root)])
+
+
+def class_folders(tops: list[Path], root: Path, layout: str) -> Manifest:
+    """The images in folders of classes, one class after the other; a class may have a folder without images.
+
+    Args:
+        tops: Folders of ``root``, or this itself.
+        root: Where the layout begins.
+        layout: It ends in ``{class}/**``.
+    """
+    files = [file for top in tops for file in list_images(top, root)]
+    depth = layout.count("/")
+    inside = "*/" * (depth - len(tops[0].relative_to(root).parts))
+    classes = {folder.name for top in tops for folder in top.glob(inside)}
+    files.sort(key=lambda file: (file.split("/")[:depth], *os.path.split(file)))
+    return renumbered(listed(root, files, layout), sorted(classes), str(root))
+
+
+def listed(root: Path, files: list[str], layout: str) -> Manifest:
+    """Those of the files below ``root`` that have the layout, with what it says of them.
+
+    Raises:
+        FileNotFoundError: If there are none.
+    """
+    pattern = layout_pattern(layout)
+    matches = [pattern.fullmatch(file) for file in files]
+    found = [match for match in matches if match]
+    others = [file for file, match in zip(files, matches, strict=True) if not match]
+    what = f"in {root}, such as {others[0]}, do not have the layout {layout!r}" if others else ""
+    if not found:
+        raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{proposal(files[0])}")
+    if others:
+        warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
+    values = {name: [match[name] for match in found] for name in found[0].groupdict()}
+    classes, labels = numbered(values["class"])
+    columns = {name: np.array(values[name]) for name in values if name not in ("class", "split")}
+    split = np.array(values["split"]) if "split" in values else None
+    return Manifest([f"{root}/{match[0]}" for match in found], labels, classes, columns, split)
 
 
 def layout_pattern(layout: str) -> re.Pattern[str]:
@@ -200,16 +185,21 @@ def proposal(file: str) -> str:
     return f", such as {'/'.join(f'{{{part}}}' for part in parts)}/*"
 
 
-def list_images(root: Path) -> list[str]:
-    """Paths of all images below ``root``, relative to it, with ``/``, sorted; nothing that begins with a dot.
+def list_images(root: Path, above: Path | None = None) -> list[str]:
+    """Paths of all images below ``root``, with ``/``, sorted; nothing that begins with a dot.
 
-    Links to folders are followed, but for those to a folder that they stand in. A warning counts images of kinds that
-    are not read, such as DICOM.
+    They are relative to ``root``, or to the folder ``above``. Links to folders are followed, but for those to a folder
+    that they stand in. A warning counts images of kinds that are not read, such as DICOM.
+
+    Raises:
+        FileNotFoundError: If there is no image.
     """
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
     found, unread = [], Counter[str]()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX")) and not _loops(folder, name)]
-        inside = Path(folder).relative_to(root)
+        inside = Path(folder).relative_to(above or root)
         for name in names:
             if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
                 found.append((inside / name).as_posix())
@@ -218,6 +208,11 @@ def list_images(root: Path) -> list[str]:
     if unread:
         kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
         warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
+    if not found:
+        hint = f"give a folder with {', '.join(IMG_EXTENSIONS)}"
+        if any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+            hint = f"it is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root}"
+        raise FileNotFoundError(f"{root} has no images: {hint}")
     return sorted(found)
 
 
@@ -225,14 +220,3 @@ def _loops(folder: str, name: str) -> bool:
     """Whether a name in a folder is a link to this folder or to one above it."""
     path = os.path.join(folder, name)
     return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
-
-
-def _split_word(word: str, where: str) -> str:
-    if word.lower() not in SPLITS:
-        raise ValueError(f"{where}: the split {word!r} is none of {', '.join(SPLITS)}; correct the layout or the name")
-    return SPLITS[word.lower()]
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder, sorted."""
-    return sorted(path for path in folder.iterdir() if path.is_dir())

@@ -6,9 +6,11 @@ import os
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -89,10 +91,20 @@ class ImageFiles(ImageSet):
         check_whole("size", size)
         self.root, self.size, self.in_memory = root, size, in_memory
 
-    @cached_property
     @abstractmethod
+    def read_manifest(self) -> Manifest:
+        """List all images of the source, with their split if there is one."""
+
+    @cached_property
     def manifest(self) -> Manifest:
-        """The images of the split in ``self.train``."""
+        """The images of the split in ``self.train``; all where there are no splits."""
+        found = self._divided(self.read_manifest())
+        side = "train" if self.train else "test"
+        return found if found.split is None else found.rows(np.flatnonzero(found.split == side))
+
+    def _divided(self, found: Manifest) -> Manifest:
+        """The images with their splits as ``train`` and ``test``."""
+        return found
 
     def read(self, path: str) -> Tensor:
         """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
@@ -204,27 +216,20 @@ class OwnImages(ImageFiles):
         self.mode = "L" if gray else "RGB"
         self.where = root
 
-    @abstractmethod
-    def read_manifest(self) -> Manifest:
-        """List all images of the source, with labels and classes, and with their split if the source has one."""
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        """The images of the split in ``self.train``."""
-        found = self.read_manifest()
+    def _divided(self, found: Manifest) -> Manifest:
         found = found if self._names is None else renumbered(found, self._names, self.where)
         if found.split is None:
             found = replace(found, identities=self._identified(found))
-        test = self._test_rows(found)
-        train = np.setdiff1d(np.arange(len(found.paths)), test)
-        if found.split is not None:
-            train = train[found.split[train] == "train"]
-        self._check_classes(found, train)
-        return found.rows(train if self.train else test)
+            split = np.full(len(found.paths), "train")
+            split[self._hashed(found)] = "test"
+        else:
+            split = self._said(found, found.split.tolist())
+        self._check_classes(found, split == "train")
+        return replace(found, split=split)
 
     def _identified(self, found: Manifest) -> Array:
         """What stands for each image: its group, or else its content."""
-        if self.group_column in found.columns:
+        if "group" in found.columns:
             groups = found.columns["group"].tolist()
             return np.array([hashlib.sha256(f"group {name}".encode()).hexdigest() for name in groups])
         with ThreadPoolExecutor(_TOGETHER) as pool:
@@ -247,37 +252,53 @@ class OwnImages(ImageFiles):
         """Whether training and test images were divided here, and not by the source."""
         return self.manifest.identities is not None
 
-    def _test_rows(self, found: Manifest) -> Array:
-        """The rows of the test split, ascending."""
-        if found.split is None:
-            assert found.identities is not None and found.labels is not None
-            clients = found.columns.get(self._clients, np.zeros(len(found.paths), np.int64)).tolist()
-            several = found.labels.ndim == 2
-            classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
-            given = found.identities.tolist(), clients, classes, self.test_share, self.seed, self.known
-            return hashed_share(*given, leave=self._names is None)
-        has = {name: int((found.split == name).sum()) for name in ("train", "test", "val")}
-        for name in ("train", "test"):
-            if not has[name] and not (name == "test" and has["val"]):
-                raise ValueError(
-                    f"{self.where} has no {name} images in its split: add some, or leave the split out of "
-                    f"{self._how}, and test_share of the images is the test split"
-                )
-        if has["test"] and has["val"]:
+    @property
+    def group_column(self) -> str | None:  # type: ignore[override]  # known from the source
+        """The column of groups, if there is one."""
+        return "group" if "group" in self.columns else None
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether it is said which client an image belongs to."""
+        return "client" in self.columns
+
+    def _hashed(self, found: Manifest) -> Array:
+        """The rows of the test split where the source has none."""
+        assert found.identities is not None and found.labels is not None
+        clients = found.columns.get(self._clients, np.zeros(len(found.paths), np.int64)).tolist()
+        several = found.labels.ndim == 2
+        classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
+        given = found.identities.tolist(), clients, classes, self.test_share, self.seed, self.known
+        return hashed_share(*given, leave=self._names is None)
+
+    def _said(self, found: Manifest, words: list[str]) -> Array:
+        """The split (N,) that the source's words mean."""
+        split = np.array([SPLITS.get(word.lower(), "") for word in words])
+        if "" in split:
+            place = split.tolist().index("")
+            raise ValueError(
+                f"{found.paths[place]}: the split {words[place]!r} is none of {', '.join(SPLITS)}; correct it"
+            )
+        leave = f"leave the split out of {self._how}"
+        has = Counter(split.tolist())
+        if not has["train"] or not has["test"] + has["val"]:
+            raise ValueError(
+                f"{self.where} has no {'test' if has['train'] else 'training'} images in its split: add some, or "
+                f"{leave}, and test_share of the images is the test split"
+            )
+        if not has["test"]:
+            split[split == "val"] = "test"
+        elif has["val"]:
             left = f"{has['val']} validation images of {self.where} are neither trained on nor tested on"
             warnings.warn(f"{left}; call them train to use them", stacklevel=2)
-        elif has["val"]:
-            found.split[found.split == "val"] = "test"
-        if "group" in found.columns:
-            groups = found.columns["group"]
-            both = np.intersect1d(groups[found.split == "train"], groups[found.split == "test"])
-            if len(both):
-                raise ValueError(
-                    f"{self.where} has both training and test images of the group{'s' * (len(both) > 1)} "
-                    f"{some(both.tolist())}: put all images of a group on one side, or leave the split out of "
-                    f"{self._how}"
-                )
-        return np.flatnonzero(found.split == "test")
+        groups = found.columns.get("group", np.arange(len(split)))
+        both = np.intersect1d(groups[split == "train"], groups[split == "test"])
+        if len(both):
+            raise ValueError(
+                f"{self.where} has both training and test images of the group{'s' * (len(both) > 1)} "
+                f"{some(both.tolist())}: put all images of a group on one side, or {leave}"
+            )
+        return split
 
     def _check_classes(self, found: Manifest, train: Array) -> None:
         """Refuse classes without images to train on, unless the classes were named."""
@@ -294,30 +315,98 @@ class OwnImages(ImageFiles):
             )
 
 
+class ListedImages(OwnImages):
+    """Images that are listed with what is known of each; a subclass reads the columns.
+
+    The columns ``client``, ``group`` and ``domain`` of the set are those that are named so here.
+
+    Args:
+        root: Where they are.
+        client: Column of the clients; null for ``client``, if there is such a column.
+        group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
+        domain: Column of the domains; null for ``domain``, likewise.
+        **options: Those of :class:`.OwnImages`.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        client: str | None = None,
+        group: str | None = None,
+        domain: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, **options)
+        self.client, self.group, self.domain = client, group, domain
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Names of all columns."""
+
+    @abstractmethod
+    def values(self, column: str) -> list[Any]:
+        """A column: words, or lists of words."""
+
+    @abstractmethod
+    def row(self, place: int) -> str:
+        """What a message calls a row."""
+
+    def column(self, option: str, name: str) -> list[Any]:
+        """The column that an option names, which must be there."""
+        if name not in self.names:
+            close = get_close_matches(name, self.names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, self.names))}"
+            raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
+        return self.values(name)
+
+    def refuse(self, wrong: Iterable[int], what: str, remedy: str) -> None:
+        """Name the rows that cannot be used, if there are any."""
+        rows = [self.row(int(place)) for place in wrong]
+        if rows:
+            raise ValueError(f"{self.where}, row{'s' * (len(rows) > 1)} {some(rows)}: {what}; {remedy}")
+
+    def filled(self, option: str, name: str, remedy: str = "fill it in, or take the row out") -> list[Any]:
+        """A column without a gap."""
+        values = self.column(option, name)
+        self.refuse([place for place, one in enumerate(values) if one in ("", None)], f"{name} is empty", remedy)
+        return values
+
+    def facts(self) -> dict[str, Array]:
+        """The columns of the set."""
+        named = {name: getattr(self, name) or name for name in ("client", "group", "domain")}
+        return {
+            name: np.array(list(map(str, self.filled(name, column))))
+            for name, column in named.items()
+            if column != name or name in self.names
+        }
+
+
 def ordered(names: set[str]) -> tuple[str, ...]:
     """Sorted names, as numbers where all are whole numbers."""
     numeric = all(re.fullmatch(r"\d{1,18}", name) for name in names)
     return tuple(sorted(names, key=lambda name: (int(name), name) if numeric else (0, name)))
 
 
-def numbered(names: Sequence[str]) -> tuple[tuple[str, ...], Array]:
-    """The classes, and the number (N,) of each of the names."""
-    classes = ordered(set(names))
-    numbers = {name: number for number, name in enumerate(classes)}
-    return classes, np.array([numbers[name] for name in names], dtype=np.int64)
+def numbered(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tuple[tuple[str, ...], Array]:
+    """The classes, by default all there are, and the labels by the words of each image.
 
+    Labels are int64 (N,) of one word an image, and float32 zeros and ones (N, K) of a list of words each.
 
-def marked(words: Sequence[Sequence[str]], classes: Sequence[str]) -> Array:
-    """Zeros and ones (N, K): which of the classes each image has.
-
-    >>> marked([["b"], [], ["a", "b"]], ["a", "b"]).tolist()
+    >>> numbered([["b"], [], ["a", "b"]])[1].tolist()
     [[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
     """
+    several = any(isinstance(own, list) for own in words)
+    rows = words if several else [[word] for word in words]
+    classes = ordered({word for own in rows for word in own}) if classes is None else classes
     numbers = {name: number for number, name in enumerate(classes)}
-    labels = np.zeros((len(words), len(classes)), dtype=np.float32)
-    for row, own in zip(labels, words, strict=True):
+    if not several:
+        return classes, np.array([numbers[word] for word in words], dtype=np.int64)
+    labels = np.zeros((len(rows), len(classes)), dtype=np.float32)
+    for row, own in zip(labels, rows, strict=True):
         row[[numbers[word] for word in own]] = 1
-    return labels
+    return classes, labels
 
 
 def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:

@@ -1,48 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of one's own that a table lists: CSV, TSV or Parquet."""
+"""Images of one's own that the rows of a table list: CSV, TSV or Parquet, or a set of Hugging Face ``datasets``."""
 
 import csv
+import hashlib
+import io
 import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
-from perada.core.text import some
+from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
-from perada.data.sets.manifest import SPLITS, Manifest, OwnImages, marked, numbered, ordered
+from perada.data.sets.manifest import SPLITS, ListedImages, Manifest, numbered, ordered
 
-LISTED = "\x1f"
-"""Stands before each entry of a list in a column of a Parquet file."""
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_LABELS = ("label", "labels", "fine_label")
+_PLACE = re.compile(r"(.+)\[(\d+)\]")
 
 
-class ImageTable(OwnImages):
+class ImageTable(ListedImages):
     """Images of one's own that a table lists, a row each: CSV, TSV or Parquet (``pip install 'perada[tables]'``).
 
     Labels are names. Several labels an image stand in one column, parted by ``separator``, or in columns of zeros and
     ones, which ``label`` then lists.
 
-    The columns ``client`` and ``group`` of the set are those of the table that are named so here. A split is called
-    ``train``, ``test`` or ``val`` (or ``training``, ``testing``, ``valid``, ``validation``, ``dev``). ``val`` is the
-    test split where there is no other, or else left out.
+    A split is called ``train``, ``test`` or ``val`` (or ``training``, ``testing``, ``valid``, ``validation``, ``dev``).
+    ``val`` is the test split where there is no other, or else left out.
 
     Args:
         table: The file.
         folder: Where paths begin; null for the table's own folder.
         path: Column of the files' paths.
         label: Column of the labels, or columns of zeros and ones.
-        client: Column of the clients; null for ``client``, if there is such a column.
         split: Column of the split; null for ``split``, if there is such a column.
-        group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
         separator: What parts several labels in one column, such as ``|``; null for one label an image.
-        **options: Those of :class:`.OwnImages`.
+        **options: Those of :class:`.ListedImages`.
 
     Raises:
         FileNotFoundError: When the set is first read, if the table or files that it lists are missing.
@@ -58,132 +60,281 @@ class ImageTable(OwnImages):
         folder: str | None = None,
         path: str = "path",
         label: str | list[str] = "label",
-        client: str | None = None,
         split: str | None = None,
-        group: str | None = None,
         separator: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
         self.table, self.folder, self.path, self.label = table, folder, path, label
         self.where = table
-        self.client, self.split, self.group, self.separator = client, split, group, separator
+        self.split, self.separator = split, separator
 
     @cached_property
     def _table(self) -> tuple[dict[str, Array], Array]:
-        """All columns, and the number of each row in the file."""
         return read_table(Path(self.table))
 
     @property
-    def group_column(self) -> str | None:  # type: ignore[override]  # it depends on the table
-        """The column of groups, if there is one."""
-        return "group" if self.group or "group" in self._table[0] else None
+    def names(self) -> Sequence[str]:
+        """Those of the file."""
+        return list(self._table[0])
 
-    @property
-    def has_clients(self) -> bool:
-        """Whether the table says which client an image belongs to."""
-        return bool(self.client) or "client" in self._table[0]
+    def values(self, column: str) -> list[Any]:
+        """As the file has them; several labels are a list."""
+        values: list[Any] = self._table[0][column].tolist()
+        return values
 
-    def _column(self, name: str) -> Array:
-        columns, _ = self._table
-        if name not in columns:
-            parts = [part.strip() for part in name.strip("[]").split(",")]
-            if len(parts) > 1 and all(part in columns for part in parts):
-                raise ValueError(
-                    f"{self.table} has no column {name!r}; several are given as a list, [{', '.join(parts)}]"
-                )
-            close = get_close_matches(name, columns, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, columns))}"
-            if not close and name in ("path", "label"):
-                hint += f"; name the one that holds the {name}s with {name}"
-            raise ValueError(f"{self.table} has no column {name!r}; {hint}")
-        return columns[name]
+    def row(self, place: int) -> str:
+        """Its number in the file."""
+        return str(self._table[1][place])
 
-    def _optional(self, name: str | None, default: str) -> Array | None:
-        if name is None and default not in self._table[0]:
-            return None
-        return self._column(name or default)
+    def read_manifest(self) -> Manifest:
+        """List the rows of the table."""
+        files = self.filled("path", self.path, "give the file's path, or take the row out")
+        counts = Counter(files)
+        twice = [place for place, file in enumerate(files) if counts[file] > 1]
+        self.refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
+        paths = [_place(self.root, file) for file in files]
+        missing = [place for place, path in enumerate(paths) if not os.path.isfile(path)]
+        self.refuse(
+            missing, f"{paths[missing[0]] if missing else ''} does not exist", "correct the path, or set folder"
+        )
+        classes, labels = self._labels()
+        split = self.split or ("split" if "split" in self.names else None)
+        words = None if split is None else np.array(self.column("split", split))
+        return Manifest(paths, labels, classes, self.facts(), words)
 
-    def _refuse(self, wrong: Array, what: str, remedy: str) -> None:
-        """Name the rows of the file that cannot be used."""
-        numbers = self._table[1][wrong]
-        if len(numbers):
-            rows = f"row{'s' * (len(numbers) > 1)} {some([str(number) for number in numbers])}"
-            raise ValueError(f"{self.table}, {rows}: {what}; {remedy}")
+    def _labels(self) -> tuple[tuple[str, ...], Array]:
+        if not isinstance(self.label, str):
+            return numbered(self._of_columns(self.label), tuple(self.label))
+        column = self.column("label", self.label)
+        if self.separator is not None or any(isinstance(cell, list) for cell in column):
+            cells = [cell.split(self.separator) if isinstance(cell, str) and cell else cell or [] for cell in column]
+            words = [[part.strip() for part in cell if part.strip()] for cell in cells]
+            if not any(words):
+                raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
+            return numbered(words)
+        parted = _separator_of(column)
+        several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
+        self.filled("label", self.label, "give a label, or take the row out" + several)
+        if parted:
+            warnings.warn(
+                f"{self.table}: each of {self.label}'s cells is one class, also those with {parted!r}; if they "
+                f"hold several labels, set separator={parted!r}",
+                stacklevel=2,
+            )
+        self._refuse_measured(column)
+        return numbered(column)
 
-    def _refuse_measured(self, column: Array) -> None:
+    def _of_columns(self, names: list[str]) -> list[list[str]]:
+        """The labels of each image, where each has a column of zeros and ones."""
+        known = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1}
+        columns = {name: self.column("label", name) for name in names}
+        for name, cells in columns.items():
+            wrong = [place for place, cell in enumerate(cells) if cell.lower() not in known]
+            what = f"{name} is {cells[wrong[0]]!r}, neither 0 nor 1" if wrong else ""
+            self.refuse(wrong, what, "correct it, or take the row out")
+        rows = zip(*columns.values(), strict=True)
+        return [[name for name, cell in zip(names, cells, strict=True) if known[cell.lower()]] for cells in rows]
+
+    def _refuse_measured(self, column: list[str]) -> None:
         """Refuse numbers with fractions of which most occur once: these are measured, and no classes."""
-        values = {*column.tolist()}
+        values = {*column}
         if 2 * len(values) <= len(column) or not all(map(_NUMBER.fullmatch, values)):
             return
-        broken = next((value for value in column.tolist() if float(value) % 1), None)
+        broken = next((value for value in column if float(value) % 1), None)
         if broken is not None:
             raise ValueError(
                 f"{self.table}: {self.label} holds {len(values)} different numbers in {len(column)} rows, such as "
                 f"{broken}, and no classes; name another column, or divide the numbers into ranges"
             )
 
+
+class HuggingFace(ListedImages):
+    """An image set of Hugging Face ``datasets`` (``pip install 'perada[datasets]'``), by name or from a local folder.
+
+    A folder is what ``save_to_disk`` wrote, or one that ``load_dataset`` reads: Parquet files, or images with or
+    without ``metadata.csv``. Code that comes with a set is never run. Labels are class labels, whole numbers, words, or
+    lists of these where an image may have several. Class labels keep their names and order; those that no image has
+    are left out.
+
+    Splits are called as in :class:`.ImageTable`; where there is only one, ``test_share`` of it is the test split.
+
+    Args:
+        name: Name on the Hub, such as ``flwrlabs/office-home``, or a folder.
+        config: Which of the set's configurations, where it has several.
+        revision: A branch, a tag or a commit of the Hub, so that the set stays the same.
+        splits: The set's splits that are used; null for all whose names are known.
+        image: Column of the images; null for the only one.
+        label: Column of the labels; null for ``label``, ``labels`` or ``fine_label``, or the only class labels.
+        **options: Those of :class:`.ListedImages`.
+
+    Raises:
+        FileNotFoundError: When the set is first read, if it cannot be had.
+        ValueError: If an option is out of range or, when it is first read, a column or a split is missing.
+        ModuleNotFoundError: If ``datasets`` is not installed.
+    """
+
+    _how = "splits"
+
+    def __init__(
+        self,
+        name: str,
+        config: str | None = None,
+        revision: str | None = None,
+        splits: list[str] | None = None,
+        image: str | None = None,
+        label: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, **options)
+        self.name = self.where = name.removeprefix("hf:")  # as the command line names sets
+        self.config, self.revision, self.splits, self.image, self.label = config, revision, splits, image, label
+
+    @cached_property
+    def _parts(self) -> dict[str, "Dataset"]:
+        """The splits that are used, by name."""
+        found = _load(self.name, self.config, self.revision)
+        known = [split for split, part in found.items() if split.lower() in SPLITS and len(part)]
+        wanted = self.splits or (known if len(found) > 1 else list(found))
+        for split in wanted:
+            if split not in found:
+                raise ValueError(f"splits: {self.name} has no split {split!r}; it has {', '.join(found)}")
+        if not wanted or (len(wanted) > 1 and not {*wanted} <= {*known}):
+            raise ValueError(
+                f"splits: of several splits of {self.name} each must be one of {', '.join(SPLITS)}; name those to be "
+                "used, or a single one"
+            )
+        return {split: found[split] for split in wanted}
+
+    @cached_property
+    def _features(self) -> dict[str, Any]:
+        return dict(next(iter(self._parts.values())).features)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those of the set's features."""
+        return list(self._features)
+
+    def values(self, column: str) -> list[Any]:
+        """A column of all splits, one after the other."""
+        return [value for part in self._parts.values() for value in part[column][:]]
+
+    @cached_property
+    def _places(self) -> list[str]:
+        return [f"{split}[{row}]" for split, part in self._parts.items() for row in range(len(part))]
+
+    def row(self, place: int) -> str:
+        """Its split, and its number there."""
+        return self._places[place]
+
+    def _only(self, option: str, fitting: list[str], what: str) -> str:
+        """The column that an option names, or the only one that fits."""
+        given: str | None = getattr(self, option)
+        if given is None and len(fitting) != 1:
+            there = f"several ({', '.join(fitting)})" if fitting else "none"
+            raise ValueError(
+                f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.names)}; name it in "
+                f"{option}"
+            )
+        if given is not None and given not in self.names:
+            self.column(option, given)
+        return fitting[0] if given is None else given
+
+    @cached_property
+    def _images(self) -> dict[str, "Dataset"]:
+        """The splits with their images alone, as they are stored."""
+        from datasets import Image as ImageFeature
+
+        fitting = [name for name, kind in self._features.items() if isinstance(kind, ImageFeature)]
+        column = self._only("image", fitting, "of images")
+        if column not in fitting:
+            raise ValueError(f"image: column {column!r} of {self.name} holds {self._features[column]}, and no images")
+        stored = ImageFeature(decode=False)
+        return {split: part.select_columns([column]).cast_column(column, stored) for split, part in self._parts.items()}
+
+    def content(self, path: str) -> bytes:
+        """The image ``split[row]`` as it is stored."""
+        split, row = _PLACE.fullmatch(path).groups()  # type: ignore[union-attr]  # as read_manifest makes it
+        (stored,) = self._images[split][int(row)].values()
+        if stored is None:
+            raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
+        return stored["bytes"] or Path(stored["path"]).read_bytes()
+
+    def digest(self, path: str) -> str:
+        """A digest of the image ``split[row]`` as it is stored; of its place if there is none."""
+        try:
+            return hashlib.sha256(self.content(path)).hexdigest()
+        except OSError:
+            return hashlib.sha256(path.encode()).hexdigest()
+
+    def read(self, path: str) -> Tensor:
+        """Read the image ``split[row]`` as uint8 (Ch, size, size), as image files are read."""
+        file = io.BytesIO(self.content(path))
+        pixels = read_image(file, "take the row out", self.mode, self.full_scale, f"{self.name}, {path},")
+        return resize_uint8(pixels, self.size)
+
     def read_manifest(self) -> Manifest:
-        """List the rows of the table."""
-        files = self._column(self.path)
-        self._refuse(np.equal(files, ""), f"{self.path} is empty", "give the file's path, or take the row out")
-        _, first, counts = np.unique(files, return_index=True, return_counts=True)
-        twice = np.flatnonzero(np.isin(files, files[first[counts > 1]]))
-        self._refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
-        paths = [_place(self.root, file) for file in files.tolist()]
-        missing = np.flatnonzero([not os.path.isfile(path) for path in paths])
-        if len(missing):
-            self._refuse(missing, f"{paths[missing[0]]} does not exist", "correct the path, or set folder")
+        """List the rows of the splits that are used."""
+        self._images  # noqa: B018  # whether there are images is said before anything else
         classes, labels = self._labels()
-        columns = {}
-        for name, given in (("client", self.client), ("group", self.group)):
-            column = self._optional(given, name)
-            if column is not None:
-                self._refuse(np.equal(column, ""), f"{given or name} is empty", "fill it in, or take the row out")
-                columns[name] = column
-        words = self._optional(self.split, "split")
-        split = None
-        if words is not None:
-            meant = np.array([SPLITS.get(word.lower(), "") for word in words.tolist()])
-            self._refuse(np.equal(meant, ""), f"{self.split or 'split'} is none of {', '.join(SPLITS)}", "correct it")
-            split = meant
-        return Manifest(paths, labels, classes, columns, split)
+        sizes = {split: len(part) for split, part in self._parts.items()}
+        split = np.repeat([*sizes], [*sizes.values()]) if len(sizes) > 1 else None
+        return Manifest(self._places, labels, classes, self.facts(), split)
 
     def _labels(self) -> tuple[tuple[str, ...], Array]:
-        if not isinstance(self.label, str):
-            known = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-            found = np.stack([np.char.lower(self._column(name)) for name in self.label], axis=1)
-            for name, words in zip(self.label, found.T, strict=True):
-                wrong = np.flatnonzero(~np.isin(words, list(known)))
-                if len(wrong):
-                    one = self._column(name)[wrong[0]]
-                    self._refuse(wrong, f"{name} is {str(one)!r}, neither 0 nor 1", "correct it, or take the row out")
-            return tuple(self.label), np.vectorize(known.__getitem__, otypes=[np.float32])(found)
-        column = self._column(self.label)
-        separator = LISTED if np.char.startswith(column, LISTED).any() else self.separator
-        if separator is None:
-            parted = _separator_of(column)
-            several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
-            self._refuse(np.equal(column, ""), f"{self.label} is empty", "give a label, or take the row out" + several)
-            if parted:
-                warnings.warn(
-                    f"{self.table}: each of {self.label}'s cells is one class, also those with {parted!r}; if they "
-                    f"hold several labels, set separator={parted!r}",
-                    stacklevel=2,
-                )
-            self._refuse_measured(column)
-            return numbered(column.tolist())
-        cells = [cell.split(separator) for cell in column.tolist()]
-        parts = [[part.strip() for part in cell if part.strip()] for cell in cells]
-        classes = ordered({part for row in parts for part in row})
-        if not classes:
-            raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
-        return classes, marked(parts, classes)
+        from datasets import ClassLabel
+
+        inner = {name: getattr(kind, "feature", kind) for name, kind in self._features.items()}
+        usual = [name for name in _LABELS if name in inner][:1]
+        fitting = usual or [name for name, kind in inner.items() if isinstance(kind, ClassLabel)]
+        column = self._only("label", fitting, f"called {', '.join(_LABELS)} or of class labels")
+        kind = inner[column]
+        if not isinstance(kind, ClassLabel) and not re.match("u?int|bool|(large_)?string", getattr(kind, "dtype", "")):
+            raise ValueError(
+                f"label: column {column!r} of {self.name} holds {kind}, and no classes; name another column"
+            )
+        values = self.filled("label", column)
+        several = kind is not self._features[column]
+        rows = values if several else [[value] for value in values]
+        if isinstance(kind, ClassLabel):
+            numbers = [*range(len(kind.names))]
+            wrong = [place for place, own in enumerate(rows) if not {*own} <= {*numbers}]
+            self.refuse(wrong, f"{column} is none of the {len(numbers)} classes", "take the row out")
+            found = {one for own in rows for one in own}
+            classes = tuple(name for number, name in enumerate(kind.names) if number in found)
+            rows = [[kind.names[one] for one in own] for own in rows]
+        else:
+            rows = [[str(one) for one in own] for own in rows]
+            classes = ordered({word for own in rows for word in own})
+        return numbered(rows if several else [own[0] for own in rows], classes)
 
 
-def _separator_of(column: Array) -> str | None:
+def _load(name: str, config: str | None, revision: str | None) -> dict[str, "Dataset"]:
+    """All splits of a set."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{name} is read with datasets, which is not installed ({error}); pip install 'perada[datasets]'"
+        ) from error
+    folder = Path(name)
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            found = datasets.load_from_disk(name)
+        else:
+            found = datasets.load_dataset(name, config, revision=revision)
+    except Exception as error:  # it raises many types
+        reason = " ".join(str(error).split())
+        raise FileNotFoundError(
+            f"the data set {name!r} cannot be had ({type(error).__name__}: {reason[:300]}): set name to one of the Hub "
+            "or to a folder, and config where it has several"
+        ) from None
+    return dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
+
+
+def _separator_of(column: list[str]) -> str | None:
     """What seems to part several labels in a cell: its parts are labels of other cells, too."""
-    cells = {*column.tolist()}
+    cells = {*column}
     for mark in "|;,":
         together = [cell.split(mark) for cell in cells if mark in cell]
         if together and all(part.strip() in cells for parts in together for part in parts):
@@ -199,85 +350,62 @@ def _place(root: str, file: str) -> str:
     return path
 
 
-def read_table(path: Path) -> tuple[dict[str, Array], Array]:
-    """Read a CSV, TSV or Parquet file: columns (N,) of strings by name, and the number (N,) of each row in the file.
+def read_table(path: Path, again: str = "correct the table") -> tuple[dict[str, Array], Array]:
+    """Read a CSV, TSV or Parquet file: columns (N,) of text by name, and the number (N,) of each row in the file.
 
-    What a Parquet file lacks is an empty string; before each entry of a list in it stands :data:`LISTED`. Rows of text
-    files count from 1, the header. The fields of a CSV file are divided by commas, or by semicolons or tabs if its
-    header has these and no comma.
+    What a Parquet file lacks is an empty string, and its lists are lists of strings. Rows of text files count from 1,
+    the header; empty lines are passed over. The fields of a CSV file are divided by commas, or by semicolons or tabs if
+    its header has these and no comma.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If there is no such file. Messages end with what to do, ``again``.
         ValueError: If it is no such table, a row has another number of fields than the header, or there are no rows.
         ModuleNotFoundError: If pyarrow is not installed, and the file is of Parquet.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: set table to a .csv, .tsv or .parquet file")
-    suffix = path.suffix.lower()
-    if suffix != ".parquet":
-        return read_csv(path, "correct the table, and save it in UTF-8", "\t" if suffix == ".tsv" else _delimiter(path))
+        raise FileNotFoundError(f"{path} does not exist: give a .csv, .tsv or .parquet file, or {again}")
     try:
-        import pyarrow as arrow
+        header, columns, numbers = _parquet(path) if path.suffix.lower() == ".parquet" else _text(path)
+        twice = [name for name, count in Counter(header).items() if count > 1]
+        if twice:
+            raise ValueError(f"several columns are called {twice[0]!r}")
+        if not numbers:
+            raise ValueError("there are no rows")
+    except (ValueError, OSError, csv.Error) as error:  # of Unicode and of Arrow too
+        raise ValueError(f"{path} is not a table ({' '.join(str(error).split())}): {again}") from None
+    return dict(zip(header, columns, strict=True)), np.array(numbers)
+
+
+def _text(path: Path) -> tuple[list[str], list[Array], list[int]]:
+    """Header, columns and the rows' numbers of a CSV or TSV file; spreadsheets put a mark at its start."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = file.readline(2**16)
+        file.seek(0)
+        other = next((mark for mark in ";\t" if mark in header), ",")  # the comma stands in numbers in many countries
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else "," if "," in header else other
+        found = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
+    (_, names), *rows = found or [(1, [])]
+    for number, row in rows:
+        if len(row) != len(names):
+            raise ValueError(f"row {number} has {len(row)} fields and the header {len(names)}")
+    columns = [np.array([row[place] for _, row in rows]) for place in range(len(names))]
+    return names, columns, [number for number, _ in rows]
+
+
+def _parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
+    """The same of a Parquet file."""
+    try:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{path} is read with pyarrow, which is not installed ({error}); pip install 'perada[tables]'"
         ) from error
-    try:
-        _check_header(path, parquet.read_schema(path).names)
-        content = parquet.read_table(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a table ({' '.join(str(error).split())}): correct the table") from None
-    if not len(content):
-        raise ValueError(f"{path} has no rows: correct the table")
-    columns = {
-        name: np.array([_as_text(value) for value in column.to_pylist()])
-        for name, column in zip(content.column_names, content.columns, strict=True)
-    }
-    return columns, np.arange(1, len(content) + 1)
+    content = parquet.ParquetFile(path).read()
+    columns = [np.fromiter(map(_as_text, one.to_pylist()), dtype=object) for one in content.columns]
+    return content.column_names, columns, [*range(1, len(content) + 1)]
 
 
-def _check_header(path: Path, names: Sequence[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"{path} has several columns called {twice[0]!r}: rename all but one, or leave them out")
-
-
-def _as_text(value: Any) -> str:  # noqa: ANN401  # what Parquet can hold
+def _as_text(value: Any) -> Any:  # noqa: ANN401  # what Parquet can hold
     if isinstance(value, list):
-        return "".join(f"{LISTED}{one}" for one in value)
+        return [str(one) for one in value]
     return "" if value is None else str(value)
-
-
-def _delimiter(path: Path) -> str:
-    """What divides the fields: spreadsheets write semicolons where the comma stands in numbers."""
-    with path.open("rb") as file:
-        header = file.readline(2**16)
-    other = next((mark for mark in (b";", b"\t") if mark in header), b",")
-    return "," if b"," in header else other.decode()
-
-
-def read_csv(path: Path, remedy: str, delimiter: str = ",") -> tuple[dict[str, Array], Array]:
-    """The columns of a text file and the rows' numbers; empty lines are passed over.
-
-    Raises:
-        ValueError: If it is not a table, a row has another number of fields than the header, or there are no rows.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark at its start
-            rows = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a table in UTF-8 ({error}): {remedy}") from None
-    except csv.Error as error:
-        raise ValueError(f"{path} is not a table ({error}): {remedy}") from None
-    if not rows:
-        raise ValueError(f"{path} is empty: {remedy}")
-    header = rows[0][1]
-    _check_header(path, header)
-    for number, row in rows[1:]:
-        if len(row) != len(header):
-            raise ValueError(f"{path}, row {number}, has {len(row)} fields and the header {len(header)}: {remedy}")
-    if len(rows) < 2:
-        raise ValueError(f"{path} has a header and no rows: {remedy}")
-    columns = {name: np.array([row[place] for _, row in rows[1:]]) for place, name in enumerate(header)}
-    return columns, np.array([number for number, _ in rows[1:]])
