@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands on data: what is understood of a source of images, before anything is trained."""
+"""Images as words of a command name them, and what is understood of them before anything is trained."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 from jsonargparse import ArgumentParser
 
-from perada.cli.sources import SOURCE, add_options, division_of, division_of_recipe, kind_of
 from perada.core.files import writing
 from perada.core.text import printable, some
-from perada.data import Images
+from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
+from perada.data.partitions.base import Assignment, Split
 from perada.data.partitions.division import Division
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 
+Source = Images | ImageTable | HuggingFace
+SOURCE = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a set of Hugging Face or its folder."
+TABLES = (".csv", ".tsv", ".parquet")
 FEW = 10
 """Clients with fewer training images are named."""
 FEW_OF_CLASS = 5
@@ -27,40 +33,71 @@ NAMES = 10
 """Files and clients that are named of each kind."""
 
 
+def kind_of(value: str) -> type[Source] | None:
+    """What a source is read by; None for what is neither ``hf:NAME`` nor a table nor a folder."""
+    if value.startswith("hf:"):
+        return HuggingFace
+    if Path(value).suffix.lower() in TABLES:
+        return ImageTable
+    return Images if Path(value).is_dir() else None
+
+
+def add_options(parser: ArgumentParser, kind: type[Source], section: str | None = None) -> None:
+    """Add the options of a source, but for those that a command gives itself."""
+    own = {"root", "table", "name", "size", "in_memory", "train"}
+    parser.add_class_arguments(kind, section, skip=own)
+
+
+def division_of(value: str, kind: type[Source], options: dict[str, Any]) -> Division:
+    """The images of a source, by client where clients are known."""
+    images = kind(value.removeprefix("hf:") if kind is HuggingFace else value, **options)
+    return Division(images, _ByClient("client"))
+
+
+class _ByClient(ByDomain):
+    """By client where the images say which, or all to one client."""
+
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
+        return super().split(train, test, seed) if "client" in train.columns else IID(1).split(train, test, seed)
+
+    def client_names(self, train: Split) -> Sequence[str] | None:
+        return super().client_names(train) if "client" in train.columns else None
+
+
+def division_of_recipe(words: Sequence[str]) -> Division:
+    """The data of a recipe, which options of ``perada fit`` name."""
+    from perada.cli.runs import make_cli
+
+    data = make_cli(words, run=False).datamodule
+    data.prepare_data()
+    divided: Division = data.division
+    return divided
+
+
 def inspect(parser: ArgumentParser, words: list[str]) -> None:
     """Print what is understood of a folder, a table or a recipe's data; the exit status is 1 if it must be fixed."""
-    parser.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
-    if any(word.startswith("--config") for word in words):
-        division, output = _of_recipe(parser, words)
-    else:
-        division, output = _of_source(parser, words)
-    if output is not None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for one in (parser, own):
+        one.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
+    given, words = own.parse_known_args(words)
+    if given.output is not None:
         check_drawing("perada data inspect --output")
         kinds = new_figure(1, 1).canvas.get_supported_filetypes()
-        if output.suffix.lower().lstrip(".") not in kinds:
+        if given.output.suffix.lower().lstrip(".") not in kinds:
             raise ValueError(
-                f"--output={output} is not a kind of picture; end its name in .png, or one of {', '.join(kinds)}"
+                f"--output={given.output} is not a kind of picture; end its name in .png, or one of {', '.join(kinds)}"
             )
-    found = inspect_division(division)
+    of_recipe = any(word.startswith("--config") for word in words)
+    found = inspect_division(division_of_recipe(words) if of_recipe else _of_source(parser, words))
     print(shown(found))
-    if output is not None:
-        draw(found, output)
-        print(f"Figure: {output}")
+    if given.output is not None:
+        draw(found, given.output)
+        print(f"Figure: {given.output}")
     if not found.usable:
         sys.exit(1)
 
 
-def _of_recipe(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
-    """The data of a recipe and the options beside it."""
-    own: list[str] = []
-    rest: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        (own if word.startswith("--output") or before == "--output" else rest).append(word)
-    output = parser.parse_args(own).output
-    return division_of_recipe(rest), output
-
-
-def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path | None]:
+def _of_source(parser: ArgumentParser, words: list[str]) -> Division:
     """The images of a folder or a table, by client where clients are known."""
     parser.add_argument("source", help=f"{SOURCE} Or --config RECIPE and its options.")
     if words and not words[0].startswith("-") and kind_of(words[0]) is None:
@@ -69,25 +106,28 @@ def _of_source(parser: ArgumentParser, words: list[str]) -> tuple[Division, Path
     kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
     add_options(parser, kind)
     given = vars(parser.parse_args(words))
-    source, output = given.pop("source"), given.pop("output")
-    return division_of(source, kind, {"size": 32} | given), output  # small: what is read is not kept
+    given.pop("output")
+    return division_of(given.pop("source"), kind, {"size": 32} | given)  # small: what is read is not kept
 
 
 def shown(found: Inspection) -> str:
     """An inspection as text: a table, what there is, what must be fixed, what else is worth knowing."""
-    blocks = [_table(found), _facts(found)]
-    for title, lines in (
-        ("Cannot be read", found.broken),
-        ("In the test split and in training", _pairs(found.leaks)),
-        ("Several clients have it", _pairs(found.shared)),
-        ("One client has it twice", _pairs(found.repeated)),
-        ("Only one client has it", [f"class {name}: {client}" for name, client in found.of_one_client]),
-        ("Worth knowing", _notes(found)),
-    ):
-        if lines:
-            blocks.append("\n".join([f"{title} ({len(lines)}):", *(f"- {line}" for line in _first(lines))]))
-    blocks.append("This can be used." if found.usable else "This cannot be used until it is fixed.")
-    return "\n\n".join(blocks)
+    lists = {
+        "Cannot be read": found.broken,
+        "In the test split and in training": _pairs(found.leaks),
+        "Several clients have it": _pairs(found.shared),
+        "One client has it twice": _pairs(found.repeated),
+        "Only one client has it": [f"class {name}: {client}" for name, client in found.of_one_client],
+        "Worth knowing": _notes(found),
+    }
+    template = (Path(__file__).parent / "inspection.txt.jinja").read_text(encoding="utf-8")
+    made = jinja2.Environment(trim_blocks=True).from_string(template)
+    sizes = [
+        (name, values.min(), values.max(), f"{np.median(values):g}")
+        for name, values in zip(("width", "height"), found.sizes.T, strict=True)
+        if len(values)
+    ]
+    return made.render(found=found, table=_table(found), lists=lists, sizes=sizes, most=NAMES, printable=printable)
 
 
 def _table(found: Inspection) -> str:
@@ -106,16 +146,6 @@ def _table(found: Inspection) -> str:
         rows.append([f"… {len(found.clients) - ROWS} more", *[""] * (len(header) - 1)])
     rows.append(row("all", *(part.sum(0).tolist() for part in (found.train, found.test, found.images))))
     return f"{table(header, rows)}\n\nEach cell: training images / test images."
-
-
-def _facts(found: Inspection) -> str:
-    if not len(found.sizes):
-        return "No image can be read."
-    extents = []
-    for name, values in zip(("width", "height"), found.sizes.T, strict=True):
-        extents.append(f"{name} {values.min()} to {values.max()} (median {np.median(values):g})")
-    modes = ", ".join(f"{count} {mode}" for mode, count in found.modes.most_common())
-    return f"Pixels: {', '.join(extents)}\nModes: {modes}"
 
 
 def _notes(found: Inspection) -> list[str]:
@@ -149,9 +179,3 @@ def draw(found: Inspection, output: Path) -> None:
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{one} is {other}" for one, other in pairs]
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    """The first lines, and how many there are more."""
-    more = len(lines) - NAMES
-    return [printable(line) for line in lines[:NAMES]] + [f"… {more} more"] * (more > 0)

@@ -7,8 +7,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from perada.cli.data import SOURCE, Source, add_options, division_of, division_of_recipe, kind_of
 from perada.cli.inference import RUN, open_run
-from perada.cli.sources import SOURCE, Source, add_options, division_of, division_of_recipe, kind_of
 from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize

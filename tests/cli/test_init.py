@@ -92,7 +92,7 @@ def test_folders_are_understood(folders, clients, layout):
 
 def test_tables_are_understood():
     for name, header in (("clients.csv", "path,label,client"), ("plain.csv", "path,label")):
-        Path(name).write_text(f"{header}\n")
+        Path(name).write_text(f"{header}\n{header}\n")
         data = yaml.safe_load(recipe(name, "fedavg", "3", ""))["data"]
         assert data["dataset"] == {"class_path": "ImageTable", "init_args": {"table": name}}
         assert data["partition"]["class_path"] == ("ByDomain" if "client" in header else "Dirichlet")
@@ -104,7 +104,7 @@ def test_tables_are_understood():
         ({"images": "nowhere"}, "images='nowhere' is not there; give a folder or a table"),
         ({"algorithm": "dito"}, "algorithm='dito' is unknown; did you mean 'ditto'?"),
         ({"rounds": "many"}, "rounds='many' cannot be used; give a whole number"),
-        ({"epsilon": "-1"}, "epsilon=-1.0 cannot be used; give a finite number above 0"),
+        ({"epsilon": "-1"}, "epsilon=-1 cannot be used; give a finite number above 0"),
     ],
 )
 def test_answers_that_cannot_be_used(answer, message):

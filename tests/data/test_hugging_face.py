@@ -58,7 +58,7 @@ def test_images_labels_and_columns_are_those_of_the_set(saved):
             assert int(label) == CLASSES[first + row]
     assert train.classes == tuple(NAMES)
     assert train.columns["client"].tolist() == ["north", "south", "west"] * 30
-    assert train.has_clients
+    assert "client" in train.columns
     assert train.group_column is None
     whole = HuggingFace(saved, size=8, gray=True, in_memory=True)
     assert torch.equal(whole.images[:, 0], torch.from_numpy(PIXELS[:90]))

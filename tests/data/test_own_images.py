@@ -496,7 +496,7 @@ def test_tables_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist: give a \.csv"):
         len(ImageTable(str(tmp_path / "none.csv")))
     (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
-    with pytest.raises(ValueError, match=r"short\.csv is not a table \(row 2 has 1 fields and the header 2\): correct the table"):
+    with pytest.raises(ValueError, match=r"short\.csv is not a table \(row 2 has 1 fields and the header 2\): correct"):
         len(ImageTable(str(tmp_path / "short.csv")))
 
 

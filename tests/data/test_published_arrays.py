@@ -43,7 +43,7 @@ def test_mnist_is_what_torchvision_reads(tmp_path, train):
 
 
 def test_mnist_that_is_not_there_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"MNIST is not in .*MNIST/raw.*: set root to .*, or set download: true"):
+    with pytest.raises(FileNotFoundError, match=r"MNIST is not in .*MNIST/raw.*: set root .*, or set download: true"):
         len(MNIST(str(tmp_path)))
     write_mnist(tmp_path / "raw")
     labels, images = (tmp_path / "raw" / f"train-{name}-ubyte" for name in ("labels-idx1", "images-idx3"))
@@ -113,7 +113,7 @@ def test_stl10_that_is_not_there_or_damaged(stl10, tmp_path):
         len(STL10(str(tmp_path / "none")))
     folder = stl10[0] / "stl10_binary"
     (folder / "test_y.bin").write_bytes(b"\x01" * 7999)
-    with pytest.raises(ValueError, match=r"test_y\.bin cannot be read \(.* 7999 .*\), and an array \(8000,\) of whole.*http"):
+    with pytest.raises(ValueError, match=r"test_y\.bin cannot be read \(.* 7999 .*\), and an array \(8000,\) .*http"):
         len(STL10(str(stl10[0]), train=False))
     (folder / "unlabeled_X.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"unlabeled_X\.bin does not exist, and an array \(100000, 3, 96, 96\)"):
@@ -209,8 +209,14 @@ def object_array(path):
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), r"cannot be read \(.*\), and an array \(50000,\)"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (object_array, "cannot be read"),
-        (lambda path: np.save(path, np.zeros(10_000, np.uint8)), r"cannot be read \(it is uint8 \(10000,\)\), and an array \(50000,\)"),
-        (lambda path: np.save(path, np.zeros(50_000)), r"cannot be read \(it is float64 \(50000,\)\), and an array \(50000,\)"),
+        (
+            lambda path: np.save(path, np.zeros(10_000, np.uint8)),
+            r"cannot be read \(it is uint8 \(10000,\)\), and",
+        ),
+        (
+            lambda path: np.save(path, np.zeros(50_000)),
+            r"cannot be read \(it is float64 \(50000,\)\), and",
+        ),
     ],
 )
 def test_damaged_files_are_named_with_what_is_expected_and_where_it_is(cifar_10_c, damage, words):

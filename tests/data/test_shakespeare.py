@@ -69,13 +69,13 @@ def test_sequences_are_read_as_they_stand(root):
         (lambda x: x.update(num_samples=[8]), "'RICHARD' has not 8 sequences of 80 characters with a character after"),
         (lambda x: x["user_data"]["RICHARD"]["x"].__setitem__(0, "short"), "'RICHARD' has not 9 sequences of 80"),
         (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "ab"), "'RICHARD' has not 9 sequences of 80"),
-        (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, 7), "'RICHARD' has not 9 sequences of 80"),
+        (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, 7), "is not a file of LEAF's (TypeError: "),
         (
             lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "é"),
-            "'RICHARD' has the character 'é', which LEAF's 80",
+            "is not a file of LEAF's (ValueError: the character 'é' is none of LEAF's 80",
         ),
         (lambda x: x["user_data"]["RICHARD"].update(x=None), "is not a file of LEAF's (TypeError: "),
-        (lambda x: x.pop("user_data"), "is not a file of LEAF's (KeyError: 'user_data'): fetch it again"),
+        (lambda x: x.pop("user_data"), "is not a file of LEAF's (KeyError: 'user_data'): run LEAF's preprocess.sh"),
         (lambda x: x.update(users=["RICHARD", "YORK"]), "is not a file of LEAF's (ValueError: zip()"),
     ],
 )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image sets: a training and a test split, labels and columns, and the checks of what a set of one's own gives."""
+"""Image sets and their manifests, and the checks of what a set of one's own gives."""
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -13,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from perada.core.text import some
 from perada.data.batches.transforms import check_dtype
+from perada.data.partitions.shares import Array
 
 _CHANNELS = (1, 3, 4)  # grey, RGB, RGB with transparency
 
@@ -123,6 +127,44 @@ class ImageSet(Dataset[Any], ABC):
         return f"{type(self).__name__}({', '.join(given)})"
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """A table of images, a row each: what any source of images is made into before anything is done with it.
+
+    Attributes:
+        paths: Where each image is: its file, or its place in the source.
+        labels: Classes (N,), or zeros and ones (N, K) for several labels an image; ``None`` without labels.
+        classes: Names of the classes, or of the labels that an image may have, in the order of their numbers.
+        columns: Further facts (N,) by name, such as ``client``, ``group`` and ``domain``.
+        split: ``train``, ``test`` or ``val`` (N,); ``None`` where the source does not say.
+        num_classes: Number of classes; by default that of their names.
+        identities: A word (N,) that stands for each image, or for its group, by which it is set aside.
+    """
+
+    paths: list[str]
+    labels: Array | None = None
+    classes: tuple[str, ...] | None = None
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    split: Array | None = None
+    num_classes: int | None = None
+    identities: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_classes is None and self.classes is not None:
+            object.__setattr__(self, "num_classes", len(self.classes))
+
+    def rows(self, rows: Array) -> "Manifest":
+        """Some of the images, in the order of ``rows``, as a set of its own."""
+        return replace(
+            self,
+            paths=[self.paths[row] for row in rows],
+            columns={name: column[rows] for name, column in self.columns.items()},
+            labels=None if self.labels is None else self.labels[rows],
+            identities=None if self.identities is None else self.identities[rows],
+            split=None,
+        )
+
+
 def split_of(images: ImageSet) -> str:
     """The class of an image set and its split, for messages."""
     return f"{type(images).__name__}, {'training' if images.train else 'test'} split"
@@ -140,68 +182,46 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
         raise ValueError(
             f"{who}: _load returned {what}; return images and labels, with None for labels of which there are none"
         )
-    images, labels = loaded
-    images = None if images is None else _images(who, images)
-    labels = None if labels is None else _labels(who, labels)
+    images, labels = (_tensor(who, what, one) for what, one in zip(("images", "labels"), loaded, strict=True))
+    if images is not None:
+        _check_images(who, images)
     if images is not None and labels is not None and len(images) != len(labels):
         raise ValueError(
             f"{who}: _load returned {len(images)} images and {len(labels)} labels; return one label for each image"
         )
-    return images, labels
-
-
-def _images(who: str, given: Any) -> Tensor:  # noqa: ANN401
-    if not isinstance(given, Tensor | np.ndarray):
+    whole = labels is None or not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    if labels is not None and (labels.ndim != 1 if whole else labels.ndim != 2 or not labels.is_floating_point()):
         raise TypeError(
-            f"{who}: _load returned images of type {type(given).__name__}; return one tensor (N, channels, height, "
-            "width), for example by torch.stack, or None where images stay on disk"
+            f"{who}: _load returned labels {_shown(labels)}, which are neither classes nor vectors; return whole "
+            "numbers (N,), a class for each image, or floats (N, K) of zeros and ones for several labels each"
         )
-    images = _tensor(who, "images", given)
+    return images, labels.long() if labels is not None and whole else labels
+
+
+def _check_images(who: str, images: Tensor) -> None:
     try:
         check_dtype(images)
     except TypeError as error:
         raise TypeError(f"{who}: {error}") from None
     shape = tuple(images.shape)
-    if (images.dtype == torch.uint8 and images.ndim not in (3, 4)) or images.ndim < 2:
-        raise ValueError(
-            f"{who}: _load returned images of shape {shape}; return (N, channels, height, width), or (N, height, "
-            "width) of one grey channel"
-        )
+    remedy = "return (N, channels, height, width), or (N, height, width) of one grey channel"
     if images.ndim == 4 and shape[3] in _CHANNELS and shape[1] not in _CHANNELS and min(shape[1:3]) > shape[3]:
-        raise ValueError(
-            f"{who}: _load returned images of shape {shape}, whose channels seem to come last; return them as "
-            "(N, channels, height, width), by images.permute(0, 3, 1, 2)"
-        )
-    return images
+        remedy = "its channels seem to come last: return images.permute(0, 3, 1, 2)"
+    elif images.ndim in ((3, 4) if images.dtype == torch.uint8 else range(2, 9)):
+        return
+    raise ValueError(f"{who}: _load returned images of shape {shape}; {remedy}")
 
 
-def _labels(who: str, given: Any) -> Tensor:  # noqa: ANN401
-    labels = _tensor(who, "labels", given)
-    shown = f"{who}: _load returned labels {_shown(labels)}"
-    whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-    if labels.ndim == 1 and whole:
-        return labels.long()
-    if labels.ndim == 2 and labels.is_floating_point():
-        return labels
-    remedy = (
-        "return whole numbers (N,), a class for each image, or floats (N, K) of zeros and ones for several labels each"
-    )
-    if labels.ndim not in (1, 2):
-        raise ValueError(f"{shown}; {remedy}")
-    raise TypeError(f"{shown}, which are neither classes nor vectors; {remedy}")
-
-
-def _tensor(who: str, what: str, given: Any) -> Tensor:  # noqa: ANN401
+def _tensor(who: str, what: str, given: Any) -> Tensor | None:  # noqa: ANN401
     """A tensor or an array of numbers, as a tensor."""
-    if isinstance(given, Tensor):
+    if given is None or isinstance(given, Tensor):
         return given
     try:
         array = np.ascontiguousarray(given)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError):  # words, lists of unequal lengths
-        kind = f"{given.dtype} array" if isinstance(given, np.ndarray) else type(given).__name__
         raise TypeError(
-            f"{who}: _load returned {what} as {kind}, which is not a tensor of numbers; return a tensor"
+            f"{who}: _load returned {what} as {_shown(given)}, which is not a tensor of numbers; return a tensor"
         ) from None
 
 
@@ -212,10 +232,10 @@ def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[A
         ValueError: If a column has not one value for each image.
         TypeError: If they are not a mapping.
     """
-    if callable(columns):
-        raise TypeError(f"{who}: columns is a method, which nobody calls; put @property above it")
     if not isinstance(columns, Mapping):
-        raise TypeError(f"{who}: columns is of type {type(columns).__name__}; return {{name: array (N,)}}")
+        raise TypeError(
+            f"{who}: columns is of type {type(columns).__name__}; return {{name: array (N,)}} from a @property"
+        )
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     for name, array in arrays.items():
         if array.shape[:1] != (size,):
@@ -247,3 +267,47 @@ def _shown(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "None" if value is None else f"one {type(value).__name__}"
+
+
+def ordered(names: set[str]) -> tuple[str, ...]:
+    """Sorted names, as numbers where all are whole numbers."""
+    numeric = all(re.fullmatch(r"\d{1,18}", name) for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name), name) if numeric else (0, name)))
+
+
+def numbered(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tuple[tuple[str, ...], Array]:
+    """The classes, by default all there are, and the labels by the words of each image.
+
+    Labels are int64 (N,) of one word an image, and float32 zeros and ones (N, K) of a list of words each.
+
+    >>> numbered([["b"], [], ["a", "b"]])[1].tolist()
+    [[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    """
+    several = any(isinstance(own, list) for own in words)
+    rows = words if several else [[word] for word in words]
+    classes = ordered({word for own in rows for word in own}) if classes is None else classes
+    numbers = {name: number for number, name in enumerate(classes)}
+    if not several:
+        return classes, np.array([numbers[word] for word in words], dtype=np.int64)
+    labels = np.zeros((len(rows), len(classes)), dtype=np.float32)
+    for row, own in zip(labels, rows, strict=True):
+        row[[numbers[word] for word in own]] = 1
+    return classes, labels
+
+
+def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
+    """The images with their labels numbered by the order of ``classes``.
+
+    Raises:
+        ValueError: If there is another class among them.
+    """
+    assert found.labels is not None and found.classes is not None
+    unknown = [name for name in found.classes if name not in classes]
+    if unknown:
+        raise ValueError(
+            f"{where} has images of {some(unknown)}, and the classes are {some(classes)}: rename them, take the images "
+            "out, or name them among classes"
+        )
+    places = np.array([list(classes).index(name) for name in found.classes], dtype=np.int64)
+    labels = places[found.labels] if found.labels.ndim == 1 else found.labels @ np.eye(len(classes), dtype="f")[places]
+    return replace(found, labels=labels, classes=tuple(classes), num_classes=len(classes))

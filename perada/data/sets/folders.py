@@ -14,7 +14,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.text import some
 from perada.data.partitions.shares import Array
-from perada.data.sets.manifest import SPLITS, ImageFiles, Manifest, OwnImages, numbered, renumbered
+from perada.data.sets.base import Manifest, numbered, renumbered
+from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
 
 FIELDS = ("client", "class", "split", "group", "domain")
 UNREAD = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
@@ -55,23 +56,15 @@ class Images(OwnImages):
     """Images of one's own whose client, class, split and group stand in their paths.
 
     ``{client}/{class}/*`` reads ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
-    fields are ``{client}``, ``{class}`` (which is needed), ``{split}`` and ``{group}``; a field is a folder's name or a
-    part of a name, as short as possible. ``*`` and ``?`` stand for any letters of one name, ``**`` for any folders too.
-    What begins with a dot and what is not an image is passed over.
-
-    The columns ``client`` and ``group`` are those of the fields. A split is called ``train``, ``test`` or ``val`` (or
-    ``training``, ``testing``, ``valid``, ``validation``, ``dev``). ``val`` is the test split where there is no other,
-    or else left out.
+    fields are ``{client}``, ``{class}`` (which is needed), ``{split}``, ``{group}`` and ``{domain}``; a field is a
+    folder's name or a part of a name, as short as possible. ``*`` and ``?`` stand for any letters of one name, ``**``
+    for any folders too. What begins with a dot and what is not an image is passed over.
 
     Args:
         root: The folder.
         layout: Where client, class, split and group stand.
         **options: Those of :class:`.OwnImages`.
 
-    Raises:
-        FileNotFoundError: When the set is first read, if ``root`` is missing or nothing in it has the layout.
-        ValueError: If an option is out of range or, when it is first read, a class has no training images, or is not
-            among those that are named.
     """
 
     def __init__(self, root: str, layout: str = "{client}/{class}/*", **options: Any) -> None:
@@ -87,14 +80,8 @@ class Images(OwnImages):
 class UnlabelledFolder(ImageFiles):
     """All images below a folder, without labels: a public set.
 
-    Args:
-        root: The folder.
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
-        in_memory: Keep all images as one tensor instead of reading files again and again.
+    Its options are those of :class:`.ImageFiles`.
     """
-
-    def __init__(self, root: str, size: int = 224, in_memory: bool = False) -> None:
-        super().__init__(root, size=size, in_memory=in_memory)
 
     def read_manifest(self) -> Manifest:
         """List all images."""
@@ -130,7 +117,8 @@ def listed(root: Path, files: list[str], layout: str) -> Manifest:
     others = [file for file, match in zip(files, matches, strict=True) if not match]
     what = f"in {root}, such as {others[0]}, do not have the layout {layout!r}" if others else ""
     if not found:
-        raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{proposal(files[0])}")
+        fits = proposal(files[0])
+        raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{', such as ' * bool(fits)}{fits}")
     if others:
         warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
     values = {name: [match[name] for match in found] for name in found[0].groupdict()}
@@ -171,10 +159,10 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
 
 
 def proposal(file: str) -> str:
-    """A layout that a file may have.
+    """A layout that a file may have, or nothing.
 
     >>> proposal("north/test/benign/1.png")
-    ', such as {client}/{split}/{class}/*'
+    '{client}/{split}/{class}/*'
     """
     folders = file.split("/")[:-1]
     others = [folder for folder in folders if folder.lower() not in SPLITS]
@@ -182,7 +170,7 @@ def proposal(file: str) -> str:
         return ""
     fields = iter(("class",) if len(others) == 1 else ("client", "class"))
     parts = ["split" if folder.lower() in SPLITS else next(fields) for folder in folders]
-    return f", such as {'/'.join(f'{{{part}}}' for part in parts)}/*"
+    return "/".join(f"{{{part}}}" for part in parts) + "/*"
 
 
 def list_images(root: Path, above: Path | None = None) -> list[str]:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests: a table of images with what is known of each, and the image sets that are read by one."""
+"""Sets of image files, which are read one by one as their manifest lists them."""
 
 import hashlib
 import os
-import re
 import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,53 +22,12 @@ from perada.core.checks import check_number, check_whole
 from perada.core.text import some
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.partitions.shares import Array, hashed_share
-from perada.data.sets.base import ImageSet, class_names
+from perada.data.sets.base import ImageSet, Manifest, class_names, renumbered
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
 )
 """Words for a split, in any case, and what they mean."""
-_TOGETHER = 8
-"""Files that are read at a time for their digests."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """A table of images, a row each: what any source of images is made into before anything is done with it.
-
-    Attributes:
-        paths: Where each image is: its file, or its place in the source.
-        labels: Classes (N,), or zeros and ones (N, K) for several labels an image; ``None`` without labels.
-        classes: Names of the classes, or of the labels that an image may have, in the order of their numbers.
-        columns: Further facts (N,) by name, such as ``client``, ``group`` and ``domain``.
-        split: ``train``, ``test`` or ``val`` (N,); ``None`` where the source does not say.
-        num_classes: Number of classes; by default that of their names.
-        identities: A word (N,) that stands for each image, or for its group, by which it is set aside.
-    """
-
-    paths: list[str]
-    labels: Array | None = None
-    classes: tuple[str, ...] | None = None
-    columns: Mapping[str, Array] = field(default_factory=dict)
-    split: Array | None = None
-    num_classes: int | None = None
-    identities: Array | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_classes is None and self.classes is not None:
-            object.__setattr__(self, "num_classes", len(self.classes))
-
-    def rows(self, rows: Array) -> "Manifest":
-        """Some of the images, in the order of ``rows``."""
-        return replace(
-            self,
-            paths=[self.paths[row] for row in rows],
-            columns={name: column[rows] for name, column in self.columns.items()},
-            **{name: None if (values := getattr(self, name)) is None else values[rows] for name in _ROWS},
-        )
-
-
-_ROWS = ("labels", "split", "identities")
 
 
 class ImageFiles(ImageSet):
@@ -93,7 +51,7 @@ class ImageFiles(ImageSet):
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
-        """List all images of the source, with their split if there is one."""
+        """List all images of the source."""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -232,7 +190,7 @@ class OwnImages(ImageFiles):
         if "group" in found.columns:
             groups = found.columns["group"].tolist()
             return np.array([hashlib.sha256(f"group {name}".encode()).hexdigest() for name in groups])
-        with ThreadPoolExecutor(_TOGETHER) as pool:
+        with ThreadPoolExecutor(8) as pool:
             return np.array(list(pool.map(self.digest, found.paths)))
 
     @property
@@ -256,11 +214,6 @@ class OwnImages(ImageFiles):
     def group_column(self) -> str | None:  # type: ignore[override]  # known from the source
         """The column of groups, if there is one."""
         return "group" if "group" in self.columns else None
-
-    @property
-    def has_clients(self) -> bool:
-        """Whether it is said which client an image belongs to."""
-        return "client" in self.columns
 
     def _hashed(self, found: Manifest) -> Array:
         """The rows of the test split where the source has none."""
@@ -353,13 +306,18 @@ class ListedImages(OwnImages):
     def row(self, place: int) -> str:
         """What a message calls a row."""
 
-    def column(self, option: str, name: str) -> list[Any]:
-        """The column that an option names, which must be there."""
+    def column(
+        self, option: str, name: str, remedy: str = "fill it in, or take the row out", gaps: bool = False
+    ) -> list[Any]:
+        """The column that an option names, which must be there, and have no gaps."""
         if name not in self.names:
             close = get_close_matches(name, self.names, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, self.names))}"
             raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
-        return self.values(name)
+        values = self.values(name)
+        empty = [place for place, one in enumerate(values) if one in ("", None) and not gaps]
+        self.refuse(empty, f"{name} is empty", remedy)
+        return values
 
     def refuse(self, wrong: Iterable[int], what: str, remedy: str) -> None:
         """Name the rows that cannot be used, if there are any."""
@@ -367,67 +325,14 @@ class ListedImages(OwnImages):
         if rows:
             raise ValueError(f"{self.where}, row{'s' * (len(rows) > 1)} {some(rows)}: {what}; {remedy}")
 
-    def filled(self, option: str, name: str, remedy: str = "fill it in, or take the row out") -> list[Any]:
-        """A column without a gap."""
-        values = self.column(option, name)
-        self.refuse([place for place, one in enumerate(values) if one in ("", None)], f"{name} is empty", remedy)
-        return values
-
     def facts(self) -> dict[str, Array]:
         """The columns of the set."""
         named = {name: getattr(self, name) or name for name in ("client", "group", "domain")}
         return {
-            name: np.array(list(map(str, self.filled(name, column))))
+            name: np.array(list(map(str, self.column(name, column))))
             for name, column in named.items()
             if column != name or name in self.names
         }
-
-
-def ordered(names: set[str]) -> tuple[str, ...]:
-    """Sorted names, as numbers where all are whole numbers."""
-    numeric = all(re.fullmatch(r"\d{1,18}", name) for name in names)
-    return tuple(sorted(names, key=lambda name: (int(name), name) if numeric else (0, name)))
-
-
-def numbered(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tuple[tuple[str, ...], Array]:
-    """The classes, by default all there are, and the labels by the words of each image.
-
-    Labels are int64 (N,) of one word an image, and float32 zeros and ones (N, K) of a list of words each.
-
-    >>> numbered([["b"], [], ["a", "b"]])[1].tolist()
-    [[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
-    """
-    several = any(isinstance(own, list) for own in words)
-    rows = words if several else [[word] for word in words]
-    classes = ordered({word for own in rows for word in own}) if classes is None else classes
-    numbers = {name: number for number, name in enumerate(classes)}
-    if not several:
-        return classes, np.array([numbers[word] for word in words], dtype=np.int64)
-    labels = np.zeros((len(rows), len(classes)), dtype=np.float32)
-    for row, own in zip(labels, rows, strict=True):
-        row[[numbers[word] for word in own]] = 1
-    return classes, labels
-
-
-def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
-    """The images with their labels numbered by the order of ``classes``.
-
-    Raises:
-        ValueError: If there is another class among them.
-    """
-    assert found.labels is not None and found.classes is not None
-    unknown = [name for name in found.classes if name not in classes]
-    if unknown:
-        raise ValueError(
-            f"{where} has images of {some(unknown)}, and the classes are {some(classes)}: rename them, take the images "
-            "out, or name them among classes"
-        )
-    places = np.array([list(classes).index(name) for name in found.classes])
-    if found.labels.ndim == 1:
-        return replace(found, labels=places[found.labels], classes=tuple(classes), num_classes=len(classes))
-    labels = np.zeros((len(found.labels), len(classes)), found.labels.dtype)
-    labels[:, places] = found.labels
-    return replace(found, labels=labels, classes=tuple(classes), num_classes=len(classes))
 
 
 @lru_cache(maxsize=2**20)

@@ -14,8 +14,9 @@ from perada.core.seeding import derive_seed
 from perada.data.partitions.by_label import categories
 from perada.data.partitions.shares import Array, of_each_stratum, whole_groups
 from perada.data.sets.arrays import find_folder
+from perada.data.sets.base import Manifest
 from perada.data.sets.folders import class_folders
-from perada.data.sets.manifest import ImageFiles, Manifest
+from perada.data.sets.manifest import ImageFiles
 from perada.data.sets.tables import read_table
 
 OFFICE_HOME_DOMAINS = ("Art", "Clipart", "Product", "Real World")
@@ -34,10 +35,6 @@ class OfficeHome(ImageFiles):
         test_share: Share of each domain and class that is the test split. PerAda's experiments have 1,656 test images.
         seed: Another seed, another test split.
         **options: Those of :class:`.ImageFiles`.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     _source = "https://www.hemanthdv.org/officeHomeDataset.html"
@@ -51,28 +48,18 @@ class OfficeHome(ImageFiles):
         """List the images of all domains."""
         home = find_folder([Path(self.root), Path(self.root) / "OfficeHomeDataset_10072016"], "Art") or Path(self.root)
         spelt = {name.replace(" ", "") if (home / "RealWorld").is_dir() else name: name for name in OFFICE_HOME_DOMAINS}
-        again = f"fetch it again from {self._source}"
-        for domain in spelt:
-            if not (home / domain).is_dir():
-                raise FileNotFoundError(
-                    f"{home / domain} does not exist: set root to the folder with Office-Home's folders "
-                    f"{', '.join(OFFICE_HOME_DOMAINS)}, or {again}"
-                )
         found = class_folders([home / domain for domain in spelt], home, "{domain}/{class}/**")
         assert found.labels is not None and found.classes is not None
-        domains, classes = (found.columns["domain"], found.classes)
-        places = np.searchsorted([*spelt], domains)
-        strata = found.labels + 65 * places
-        if len(classes) != 65 or len(np.unique(strata)) != 4 * 65:
-            there = {*zip(domains.tolist(), found.labels.tolist(), strict=True)}
-            lacks = [f"{home / one / name}" for one in spelt for k, name in enumerate(classes) if (one, k) not in there]
-            none = f", and none in {lacks[0]}" if lacks else ""
+        places = np.searchsorted([*spelt], found.columns["domain"])
+        strata = found.labels + len(found.classes) * places
+        if len(found.classes) != 65 or len(np.unique(strata)) != 260:
             raise ValueError(
-                f"{home} has images of {len(classes)} classes{none}; Office-Home has 65 in each domain: {again}"
+                f"{home} has images of {len(found.classes)} classes in its domains, {len(np.unique(strata))} in all; "
+                f"Office-Home has 260: fetch it again from {self._source}"
             )
         held = of_each_stratum(strata, self.test_share, np.random.default_rng(derive_seed(self.seed, "office_home")))
         columns = {"domain": np.array(OFFICE_HOME_DOMAINS)[places]}
-        return replace(found, columns=columns, split=split_at(len(domains), held))
+        return replace(found, columns=columns, split=split_at(len(places), held))
 
 
 class CheXpert(ImageFiles):
@@ -92,10 +79,6 @@ class CheXpert(ImageFiles):
         merge_below: Combinations of labels with fewer training images are one category.
         seed: Another seed, another test split.
         **options: Those of :class:`.ImageFiles`.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     group_column = "patient"
@@ -133,10 +116,9 @@ class CheXpert(ImageFiles):
 
     def _read(self, table: Path) -> tuple[list[str], Array, Array]:
         """Files, patients (N,) and labels (N, 5) of a table; what a report does not mention is blank."""
-        inside = (
-            r"[^/]+/(?!\.\.)[^/]+/patient[^/]+/(?!\.\.)[^/]+/[^/]+"  # CheXpert-v1.0-small/train/patient00001/study1/…
-        )
-        kinds = {"Path": inside, "Frontal/Lateral": ".*"} | dict.fromkeys(FINDINGS, r"(-?1|0)?(\.0)?")
+        # such as CheXpert-v1.0-small/train/patient00001/study1/view1_frontal.jpg
+        kinds = {"Path": r"[^/]+/(?!\.\.)[^/]+/patient[^/]+/(?!\.\.)[^/]+/[^/]+", "Frontal/Lateral": ".*"}
+        kinds |= dict.fromkeys(FINDINGS, r"(-?1|0)?(\.0)?")
         names, views, *found = read_columns(table, kinds, self._source)
         rows = np.flatnonzero((views == "Frontal") | (not self.frontal_only))
         if not len(rows):
@@ -161,10 +143,6 @@ class OpenImage(ImageFiles):
             an uploader with very few. 0: the test split is ``test.csv``.
         seed: Another seed, another test split.
         **options: Those of :class:`.ImageFiles`.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     _source = "https://github.com/SymbioticLab/FedScale/tree/master/benchmark/dataset/open_images"

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
-from perada.data.sets.manifest import SPLITS, ListedImages, Manifest, numbered, ordered
+from perada.data.sets.base import Manifest, numbered, ordered
+from perada.data.sets.manifest import SPLITS, ListedImages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,9 +35,6 @@ class ImageTable(ListedImages):
     Labels are names. Several labels an image stand in one column, parted by ``separator``, or in columns of zeros and
     ones, which ``label`` then lists.
 
-    A split is called ``train``, ``test`` or ``val`` (or ``training``, ``testing``, ``valid``, ``validation``, ``dev``).
-    ``val`` is the test split where there is no other, or else left out.
-
     Args:
         table: The file.
         folder: Where paths begin; null for the table's own folder.
@@ -45,11 +43,6 @@ class ImageTable(ListedImages):
         split: Column of the split; null for ``split``, if there is such a column.
         separator: What parts several labels in one column, such as ``|``; null for one label an image.
         **options: Those of :class:`.ListedImages`.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if the table or files that it lists are missing.
-        ValueError: If an option is out of range or, when it is first read, the table lacks a column or has rows that
-            cannot be used; they are named.
     """
 
     _how = "the table"
@@ -89,7 +82,7 @@ class ImageTable(ListedImages):
 
     def read_manifest(self) -> Manifest:
         """List the rows of the table."""
-        files = self.filled("path", self.path, "give the file's path, or take the row out")
+        files = self.column("path", self.path, "give the file's path, or take the row out")
         counts = Counter(files)
         twice = [place for place, file in enumerate(files) if counts[file] > 1]
         self.refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
@@ -106,7 +99,7 @@ class ImageTable(ListedImages):
     def _labels(self) -> tuple[tuple[str, ...], Array]:
         if not isinstance(self.label, str):
             return numbered(self._of_columns(self.label), tuple(self.label))
-        column = self.column("label", self.label)
+        column = self.column("label", self.label, gaps=True)
         if self.separator is not None or any(isinstance(cell, list) for cell in column):
             cells = [cell.split(self.separator) if isinstance(cell, str) and cell else cell or [] for cell in column]
             words = [[part.strip() for part in cell if part.strip()] for cell in cells]
@@ -115,7 +108,7 @@ class ImageTable(ListedImages):
             return numbered(words)
         parted = _separator_of(column)
         several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
-        self.filled("label", self.label, "give a label, or take the row out" + several)
+        self.column("label", self.label, "give a label, or take the row out" + several)
         if parted:
             warnings.warn(
                 f"{self.table}: each of {self.label}'s cells is one class, also those with {parted!r}; if they "
@@ -157,8 +150,6 @@ class HuggingFace(ListedImages):
     lists of these where an image may have several. Class labels keep their names and order; those that no image has
     are left out.
 
-    Splits are called as in :class:`.ImageTable`; where there is only one, ``test_share`` of it is the test split.
-
     Args:
         name: Name on the Hub, such as ``flwrlabs/office-home``, or a folder.
         config: Which of the set's configurations, where it has several.
@@ -167,11 +158,6 @@ class HuggingFace(ListedImages):
         image: Column of the images; null for the only one.
         label: Column of the labels; null for ``label``, ``labels`` or ``fine_label``, or the only class labels.
         **options: Those of :class:`.ListedImages`.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if it cannot be had.
-        ValueError: If an option is out of range or, when it is first read, a column or a split is missing.
-        ModuleNotFoundError: If ``datasets`` is not installed.
     """
 
     _how = "splits"
@@ -293,7 +279,7 @@ class HuggingFace(ListedImages):
             raise ValueError(
                 f"label: column {column!r} of {self.name} holds {kind}, and no classes; name another column"
             )
-        values = self.filled("label", column)
+        values = self.column("label", column)
         several = kind is not self._features[column]
         rows = values if several else [[value] for value in values]
         if isinstance(kind, ClassLabel):

@@ -38,10 +38,6 @@ class Shakespeare(ImageSet):
         root: Folder that holds ``train`` and ``test``, or has them in ``data``, as LEAF's ``preprocess.sh`` leaves it;
             or a plain text file.
         train: The training split, or else the test split.
-
-    Raises:
-        FileNotFoundError: When the set is first read, if a file or folder is missing.
-        ValueError: If an option is out of range or, when it is first read, a file is damaged.
     """
 
     num_classes = len(CHARACTERS)
@@ -101,41 +97,31 @@ def _spoken(path: Path, train: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
             yield role, windows[:, :LENGTH], windows[:, LENGTH]
 
 
-def _samples(path: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _samples(path: Path) -> list[tuple[str, Tensor, Tensor]]:
     """Each role of LEAF's file with its sequences (n, 80), and what follows them (n,).
 
     Raises:
         ValueError: If the file is another one, or a role's samples are not what they should be.
     """
+    found = []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        users, sizes, data = content["users"], content["num_samples"], content["user_data"]
-        known = [(str(user), size, data[user]) for user, size in zip(users, sizes, strict=True)]
-        entries = [(user, size, list(own["x"]), list(own["y"])) for user, size, own in known]
+        for user, size in zip(content["users"], content["num_samples"], strict=True):
+            before, after = (content["user_data"][user][name] for name in ("x", "y"))
+            if not len(before) == len(after) == size or {*map(len, before)} - {LENGTH} or {*map(len, after)} - {1}:
+                raise ValueError(
+                    f"{user!r} has not {size} sequences of {LENGTH} characters with a character after each"
+                )
+            if size:
+                found.append((str(user), encode("".join(before)).view(-1, LENGTH), encode("".join(after))))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of LEAF's ({type(error).__name__}: {error}): fetch it again") from None
-    for user, size, before, after in entries:
-        lengths = {_length(one) for one in before} | {_length(one) + LENGTH - 1 for one in after}
-        if len(before) != size or len(after) != size or not lengths <= {LENGTH}:
-            raise ValueError(
-                f"{path}: {user!r} has not {size} sequences of {LENGTH} characters with a character after each: run "
-                "LEAF's preprocess.sh again"
-            )
-        if after:
-            where = f"{path}: {user!r}"
-            yield user, encode("".join(before), where).view(-1, LENGTH), encode("".join(after), where)
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not a file of LEAF's ({reason}): run LEAF's preprocess.sh again") from None
+    return found
 
 
-def _length(text: object) -> int:
-    """Characters of a text; 0 of anything else."""
-    return len(text) if isinstance(text, str) else 0
-
-
-def encode(text: str, where: str = "the text") -> Tensor:
-    """Tokens int64 (len(text),) of a text: places in :data:`CHARACTERS`.
-
-    Raises:
-        ValueError: If a character is not one of them; the message begins with ``where``.
+def encode(text: str) -> Tensor:
+    """Tokens int64 (len(text),) of a text: places in :data:`CHARACTERS`; a ValueError if a character is not there.
 
     >>> encode("To}").tolist()
     [44, 67, 79]
@@ -144,7 +130,7 @@ def encode(text: str, where: str = "the text") -> Tensor:
     places = _PLACES[np.minimum(codes, len(_PLACES) - 1)]
     if (places < 0).any():
         wrong = text[int(np.argmax(places < 0))]
-        raise ValueError(f"{where} has the character {wrong!r}, which LEAF's 80 do not have: replace it")
+        raise ValueError(f"the character {wrong!r} is none of LEAF's 80")
     return torch.from_numpy(places)
 
 
