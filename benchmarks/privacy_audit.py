@@ -35,6 +35,7 @@ from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy import client_level, clipping
 from perada.privacy.sampling import poisson_batches
+from perada.server import Updates
 
 DELTA = 1e-3
 IMAGES, CLASSES, PIXELS, CANARY_PIXEL = 8, 3, 16, 0
@@ -207,7 +208,7 @@ def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: in
             for round in range(2):
                 before = level.norm
                 level.spend(level.cost(RoundPlan(round, tuple(clients), ())))
-                mean = level.privatized(sent, received, round, clients)["weight"].mean(0)
+                mean = level.privatized(Updates(sent), received, round, clients)["weight"].mean(0)
                 votes = -len(clients) * np.log(level.norm / before) / options.clip_lr
                 # Each by the difference that the client makes, 1 and -1/2, over the variance of its noise.
                 scores[trial] += len(clients) * float(mean[1]) / before / std**2 - votes / 2 / COUNT_NOISE**2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of one local step: private with all clients folded, by Opacus client after client, and not private."""
+"""The gradients of one local step: private with all clients folded, by client after client, and not private."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from perada.engine import Engine
 from perada.engine.engine import client_losses
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.privacy import Privacy
-from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
+from perada.privacy.gradients import Query, SampleGradients
 
 CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "test_vit, LoRA, 20 clients × 32": ("test_vit", "lora", {}, 20, 32),
@@ -93,7 +93,7 @@ def _ways(
     query = Query(state, x, y, (rows,) * clients, dropout, None, [1.0] * clients, [float(rows)] * clients)
     seeded = replace(query, noise=[generator(0, "noise", client) for client in range(clients)])
     privacy = Privacy(1.0, physical_batch_size=physical)
-    folded, opacus = FoldedGradients(privacy, engine, False), OpacusGradients(privacy, engine, False)
+    folded, opacus = (SampleGradients(replace(privacy, engine=kind), engine, False) for kind in ("folded", "opacus"))
 
     def not_private() -> None:
         logits = engine.logits(state, x, training=True, streams=query.dropout)

@@ -295,29 +295,24 @@ class _Step:
             self._observe(roles, loss.detach())
             loss.sum().backward()
         trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
-        stepping = self._stepping(trained, loss is not None)
-        for leaves in trained:
-            for key, value in leaves.items():
+        scales = self._cohort.scales
+        if scales is not None and loss is not None:  # clients whose last gradient was not finite take no step
+            leaves = [leaf for state in trained for leaf in state.values()]
+            self._finite = scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
+        for state in trained:
+            for key, value in state.items():
                 if pull is not None:
                     _add_gradient(value, value.detach() - pull[1][key].detach(), pull[0])
                 if slope is not None:
                     _add_gradient(value, slope[key])
-            gradients = [value.grad for value in leaves.values() if value.grad is not None]
+            gradients = [value.grad for value in state.values() if value.grad is not None]
             if gradients and self._cohort.training.clip_norm is not None:
                 _clip(gradients, self._cohort.training.clip_norm)
         for optimizer in optimizers:
             if isinstance(optimizer, MaskedOptimizer):
-                optimizer.step_rows(stepping)
+                optimizer.step_rows(self._finite)
             else:
                 optimizer.step()
-
-    def _stepping(self, trained: list[State], scaled: bool) -> Tensor:
-        """Which clients take the step (C,): all or, in float16, whose last gradient of a loss was finite."""
-        scales = self._cohort.scales
-        if scales is not None and scaled:
-            leaves = [leaf for state in trained for leaf in state.values()]
-            self._finite = scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
-        return self._finite
 
     def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
         """Note the losses of the step for the round's report."""

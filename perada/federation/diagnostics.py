@@ -89,23 +89,15 @@ class Measuring:
     """Measures the models of a round on public and on test images.
 
     Every local and personal model runs on the process that holds it; sums over them are all that travels.
-
-    Attributes:
-        engine: Runs the models.
-        data: Public images and test images.
-        updates: The local models θ_m (C, ...).
-        globals: Global models (G, ...), the same on all processes; the last is w.
-        personal: The personal models v_m (p, ...) of this process, at ``places`` among the round's ``clients``.
-        multilabel: Whether labels are 0/1 per class.
     """
 
     engine: Engine
     data: FederationData
-    updates: Updates
-    globals: State
-    personal: State
-    places: Sequence[int]
-    clients: int
+    updates: Updates  # the local models θ_m (C, ...)
+    globals: State  # global models (G, ...), the same on all processes; the last is w
+    personal: State  # the personal models v_m (p, ...) of this process
+    places: Sequence[int]  # where they stand among the round's clients
+    clients: int  # of the round
     multilabel: bool
 
     def measure(self, names: Collection[str]) -> dict[str, float]:

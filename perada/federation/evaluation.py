@@ -124,10 +124,8 @@ class Evaluation:
     def details(self) -> dict[str, Any]:
         """What all processes have counted besides the scores, in plain types; all of them call it, once.
 
-        Returns:
-            ``predictions``, by ``personal`` and ``global`` what :meth:`.Tally.record` gives, in a private run without
-            the confusions; and ``global/local_test``, the global model's score on the test images of each client (M,),
-            where clients have models of their own.
+        That is ``predictions``, by ``personal`` and ``global`` a :meth:`.Tally.record`; and ``global/local_test``, the
+        global model's score on the test images of each client (M,), where clients have models of their own.
         """
         ranks, shared = self.federation.ranks, self._states is not None
         names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]

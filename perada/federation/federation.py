@@ -103,12 +103,11 @@ class Federation:
         self.rounds_done = plan.round + 1
         sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
         good = outcomes.counts.nonzero().flatten().tolist()
-        level = self.protection.clients
+        level, updates = self.protection.clients, Updates(sent, places, len(plan.clients), self.ranks)
         if level is not None:  # all are counted, since who broke depends on their images
-            sent = self.server.privatized(level, sent, received, plan, places)
+            updates = self.server.privatized(level, updates, received, plan)
             good = list(range(len(plan.clients)))
         if good:
-            updates = Updates(sent, places, len(plan.clients), self.ranks)
             if level is None:
                 before = Updates(received, places, len(plan.clients), self.ranks).part(good).own
                 given = self.slot.parameters, updates.part(good), before, plan, good

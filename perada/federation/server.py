@@ -93,15 +93,12 @@ class Server:
         """The global models (K, ...) whose outputs are averaged; usually one."""
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
-    def privatized(self, level: ClientLevel, sent: State, received: State, plan: RoundPlan, places: list[int]) -> State:
-        """What the server gets to see with privacy of whole clients: their noisy mean in every row (c, ...).
-
-        ``sent`` and ``received`` (c, ...) are of this process's clients, at ``places`` in the plan.
-        """
-        noisy = level.privatized(sent, received, plan.round, plan.clients, places, self.ranks)
+    def privatized(self, level: ClientLevel, updates: Updates, received: State, plan: RoundPlan) -> Updates:
+        """What the server gets to see with privacy of whole clients: their noisy mean in every row."""
+        noisy = level.privatized(updates, received, plan.round, plan.clients)
         # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
-        mean = Updates(noisy, places, len(plan.clients), self.ranks).mean(client_weights("uniform", plan.clients))
-        return expand(mean, len(places))
+        mean = Updates(noisy, updates.places, updates.clients, self.ranks).mean(client_weights("uniform", plan.clients))
+        return Updates(expand(mean, len(updates.places)), updates.places, updates.clients, self.ranks)
 
     def close(
         self,
@@ -215,15 +212,8 @@ def look_at(
     """The clients whose updates are far from the others', and the round's metrics of the updates where ``shown``.
 
     A client is far, by so many times, whose change is much longer than the median. One that took more steps than the
-    median of the ``plan`` may have moved so many times as far.
-
-    Args:
-        names: Of the trained parameters.
-        updates: What the clients sent, (C, ...).
-        received: What this process's clients among them had received, (c, ...).
-        plan: Of the round.
-        places: Where the C clients stand in the plan.
-        shown: Whether there are metrics, for which a state moves between processes.
+    median of the ``plan``, in which the updates' C clients stand at ``places``, may have moved so many times as far.
+    This process's clients among them had ``received`` (c, ...). With metrics a state moves between processes.
     """
     norms, cosines = _changes(names, updates, received, shown)
     clients, taken = [plan.clients[place] for place in places], [sum(own) for own in zip(*plan.steps, strict=True)]

@@ -44,14 +44,13 @@ class LocalTraining:
     def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
         """Optimiser of a role's leaves (C, ...), with ``factor`` of its rate; ``masked`` lets clients skip steps."""
         rate = self.lr.get(role, self.lr["local"]) * factor
-        if masked and self.optimizer == "sgd":
-            return MaskedSGD(leaves, rate, self.momentum, self.weight_decay)
+        if self.optimizer == "sgd":
+            kind = MaskedSGD if masked else torch.optim.SGD
+            return kind(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
         if masked:
             return MaskedAdam(leaves, rate, self.weight_decay, decoupled=self.optimizer == "adamw")
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
-        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return kind(leaves, lr=rate, weight_decay=self.weight_decay)
+        plain = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return plain(leaves, lr=rate, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -140,19 +139,18 @@ class Settings:
 def check_rule(settings: Settings, public: int, labelled: int) -> None:
     """Refuse, by a ValueError, a server rule that predicts images that the server has not; their numbers are given."""
     rule, algorithm = settings.rule, settings.algorithm
-    name = f"server_rule={type(rule).__name__}"
+    looks = f"server_rule={type(rule).__name__} looks at predictions"
     if rule.needs == "public" and not public:
         raise ValueError(
-            f"{name} looks at predictions on public images, and there are none; give a public set (public=...), or "
-            "choose another rule"
+            f"{looks} on public images, and there are none; give a public set (public=...), or choose another rule"
         )
     if rule.needs == "labelled" and not labelled:
         raise ValueError(
-            f"{name} looks at predictions on labelled images of the server, and there are none; give server_validation "
-            "(or validation_fraction), or choose another rule"
+            f"{looks} on labelled images of the server, and there are none; give server_validation (or "
+            "validation_fraction), or choose another rule"
         )
     if rule.needs and not algorithm.global_model:
         raise ValueError(
-            f"{name} looks at predictions of what clients send, and the clients of {algorithm.kind} do not send whole "
-            "models; choose another rule"
+            f"{looks} of what clients send, and the clients of {algorithm.kind} do not send whole models; choose "
+            "another rule"
         )

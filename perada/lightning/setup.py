@@ -26,12 +26,12 @@ from perada.lightning.checks import (
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 from perada.privacy import Privacy
-from perada.privacy.account import Account, Training
+from perada.privacy.account import Account
 from perada.privacy.client_level import ClientLevel, noise_for
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
 from perada.privacy.protection import PrivateTraining, Protection
-from perada.privacy.rehearsal import check_client_level, check_unsent, rehearse
+from perada.privacy.rehearsal import Training, check_client_level, rehearse
 
 MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
 """Metrics, or their first parts, that private training may stop by: clients' images have no part in them."""
@@ -236,9 +236,7 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
         initial = algorithm.initial(module.initial_state)
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
-            queries = rehearse(algorithm, module.slot, initial, phases, clients)
-            check_unsent(algorithm, module.slot, initial, phases, queries, clients, rounds)
-            return Training(phases, queries, algorithm.unsent)
+            return rehearse(algorithm, module.slot, initial, phases, clients, rounds)
 
         tuning = algorithm.personalization()
         account = Account(

@@ -5,7 +5,7 @@ Opacus is imported when it is first needed, because that takes seconds.
 """
 
 from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, history_epsilon
-from perada.privacy.clipping import noisy_mean, sensitivity
+from perada.privacy.clipping import noisy_mean
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.sampling import (
     expected_batch_size,
@@ -30,6 +30,5 @@ __all__ = [
     "poisson_batches",
     "secure_permutation",
     "secure_uniform",
-    "sensitivity",
     "shuffled_batches",
 ]

@@ -4,14 +4,14 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any, NamedTuple
 
-from perada.core.rounds import BatchSize, Phase, RoundPlan, rows_per_batch, sampling_rate
+from perada.core.rounds import BatchSize, RoundPlan, rows_per_batch, sampling_rate
 from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, history_epsilon
 from perada.privacy.options import ClientPrivacy, Privacy
-from perada.privacy.rehearsal import Queries
+from perada.privacy.rehearsal import Training
 from perada.privacy.sampling import passes
 
 Cost = tuple[float, float, int, bool]
@@ -113,15 +113,6 @@ class Budget(ABC):
         return () if self._planned is None else self._planned(rounds_done)
 
 
-@dataclass(frozen=True)
-class Training:
-    """Phases of local training, what a step of each asks for, and streams on which nothing that is sent depends."""
-
-    phases: tuple[Phase, ...]
-    queries: Queries
-    unsent: frozenset[str] = frozenset()
-
-
 class _Entry(NamedTuple):
     """Steps of one client: ``looks`` gradients of one batch each, which cost as one with σ / √looks."""
 
@@ -137,19 +128,8 @@ class Account(Budget):
     with the noise multiplier σ / √K, as Gaussian mechanisms do (Dong, Roth and Su 2022, corollary 2), and it is this
     one that the draw amplifies.
 
-    Args:
-        options: What is asked for.
-        sizes: Training images of each of M clients.
-        batch_size: Of the data.
-        rounds: What a client trains in a round.
-        tuning: What every client trains after the last round, if anything.
-        planned: As of :class:`Budget`, if that is known.
-
-    Attributes:
-        noise_multipliers: σ of each client.
-
-    Raises:
-        ValueError: If a client cannot keep within what was asked for.
+    ``sizes`` are the training images of each of M clients, ``rounds`` and ``tuning`` what each trains in a round and
+    after the last. ``noise_multipliers`` are the σ of each client. A ValueError if one cannot keep within the options.
     """
 
     section = "privacy"
@@ -171,7 +151,7 @@ class Account(Budget):
         self._check_ledger()
         sigma = options.noise_multiplier
         self.noise_multipliers = self._calibrated() if sigma is None else [float(sigma)] * len(self.sizes)
-        self._before = list(self.noise_multipliers)
+        self.least_noise = list(self.noise_multipliers)  # that each ever had, also before a run was resumed
         self._check_first_round()
 
     def training(self, tuning: bool) -> Training:
@@ -223,17 +203,13 @@ class Account(Budget):
     def record(self) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types, for reports and model cards."""
         rates = [self._counted_rate(client) for client in range(len(self.sizes))]
-        noise = {"noise_multipliers": self._least(), "sample_rates": rates}
+        noise = {"noise_multipliers": self.least_noise, "sample_rates": rates}
         return {"options": asdict(self.options)} | noise | self.epsilons()
 
     def state_dict(self) -> dict[str, Any]:
         """Ledgers and noise in plain types."""
-        noise = {"noise_multipliers": list(self.noise_multipliers), "least_noise": self._least()}
+        noise = {"noise_multipliers": list(self.noise_multipliers), "least_noise": list(self.least_noise)}
         return super().state_dict() | {"sampling": self.options.sampling} | noise
-
-    def _least(self) -> list[float]:
-        """The least noise multiplier that each client ever had, also before a run was resumed with another one."""
-        return [min(pair) for pair in zip(self.noise_multipliers, self._before, strict=True)]
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
         """As of :class:`Budget`; a calibrated σ stays what it was. Batches must be drawn as they were before."""
@@ -244,9 +220,9 @@ class Account(Budget):
                 f"{self.options.sampling!r}: ε would be of two kinds of neighbours at once; resume with "
                 f"sampling={before!r}, or start anew"
             )
-        self._before = list(state["least_noise"])
         if self.options.target_epsilon is not None:
             self.noise_multipliers = list(state["noise_multipliers"])
+        self.least_noise = [min(pair) for pair in zip(self.noise_multipliers, state["least_noise"], strict=True)]
         super().load_state_dict(state, rounds_done, tuned)
 
     def _left(self, rounds_done: int) -> Sequence[int]:
@@ -300,9 +276,8 @@ class Account(Budget):
 
     def _check_ledger(self) -> None:
         """Refuse limits on a ledger in which nothing is ever written."""
-        limited = self.options.target_epsilon is not None or self.options.max_epsilon is not None
         everything = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
-        if limited and not any(self._counted(entry.sent) for entry in everything):
+        if self.options.limit is not None and not any(self._counted(entry.sent) for entry in everything):
             raise ValueError(
                 "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose ledger='release'"
             )

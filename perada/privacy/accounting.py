@@ -35,10 +35,8 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
     - ``gdp``: Gaussian differential privacy in the limit of many steps (Bu et al. 2020). It can report too little,
       as Opacus warns, and knows one σ and q only.
 
-    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity.
-
-    Raises:
-        ValueError: If a number is out of its range, or ``gdp`` is asked about more than one σ and q.
+    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity. A
+    number that is out of its range is a ValueError, as is more than one σ and q for ``gdp``.
     """
     check_delta(delta)
     check_choice("accountant", accountant, ACCOUNTANTS)
@@ -60,10 +58,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 
     The steps, or shuffled passes at the rate 1, are those of all rounds together. The epsilon of the result lies in
     [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever is less. Less than that is
-    spent only where the accountant jumps.
-
-    Raises:
-        ValueError: If a number is out of its range, or no noise brings the accountant's bound down to the target.
+    spent only where the accountant jumps. A ValueError if no noise brings the accountant's bound down to the target.
     """
     check_number("target_epsilon", target_epsilon, above=0, hint="usual budgets lie from 1 to 10")
     check_step(1.0, sample_rate, steps)
@@ -276,7 +271,7 @@ class Ledgers:
         """Replace both by what :meth:`state_dict` gave; a ValueError changes nothing."""
         if set(state) != {"server", "release"}:
             raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
-        server, release = Ledger(), Ledger()
-        server.load_state_dict(state["server"])
-        release.load_state_dict(state["release"])
-        self.server, self.release = server, release
+        fresh = Ledgers()
+        fresh.server.load_state_dict(state["server"])
+        fresh.release.load_state_dict(state["release"])
+        self.server, self.release = fresh.server, fresh.release

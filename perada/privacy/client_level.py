@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number
-from perada.core.ranks import Ranks
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
-from perada.privacy.clipping import check_precision, sensitivity, with_noise
+from perada.privacy.clipping import check_bound, check_precision, noisy_mean, with_noise
 from perada.privacy.options import ClientPrivacy
+from perada.server import Updates
 from perada.server.aggregate import double_dtype
 
 
@@ -33,13 +32,10 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
 
     The states are stacks (C, ...). The clipped changes of the floating tensors come in the dtype of ``updates``, the
-    norms (C,) before clipping in float64 (where the device has it), NaN for a client that is not finite.
-
-    Raises:
-        ValueError: If S or a tensor cannot be used: it was not received, or is in half precision, where rounding would
-            undo what is proved of the sum.
+    norms (C,) before clipping in float64 (where the device has it), NaN for a client that is not finite. A tensor that
+    was not received, or is in half precision, where rounding would undo what is proved of the sum, is a ValueError.
     """
-    sensitivity(max_norm)
+    check_bound(max_norm)
     changes = {}
     for key, value in updates.items():
         if key not in received:
@@ -49,12 +45,8 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
             changes[key] = value.detach() - received[key].detach()
     if not changes:
         raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
-    parts = [
-        torch.linalg.vector_norm(
-            delta.reshape(len(delta), math.prod(delta.shape[1:])), dim=1, dtype=double_dtype(delta.device)
-        )
-        for delta in changes.values()
-    ]
+    rows = {key: delta.reshape(len(delta), math.prod(delta.shape[1:])) for key, delta in changes.items()}
+    parts = [torch.linalg.vector_norm(row, dim=1, dtype=double_dtype(row.device)) for row in rows.values()]
     norms = torch.stack(parts).square().sum(0).sqrt()
     finite = norms.isfinite()  # a tensor with a NaN or infinity has a norm that is none
     norms = norms.where(finite, math.nan)
@@ -69,19 +61,13 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
 def noisy_updates(
     updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
 ) -> State:
-    """Received + clipped change + noise of the standard deviation ``std`` in each row.
+    """Received + clipped change + noise of the standard deviation ``std`` in each row; all are stacks (C, ...).
 
-    All are stacks (C, ...). There is one generator for each client, on the CPU; ``None`` is the cryptographic one.
+    The generators are as of :func:`.noisy_mean`.
     """
-    clients = len(next(iter(clipped.values())))
-    check_number("std", std, least=0)
-    if generators is not None and len({id(source) for source in generators}) != clients:
-        raise ValueError(f"{len(generators)} generators for {clients} clients; give each client one of its own")
-    result = {key: received[key].detach().clone() for key in updates}
-    for key in sorted(clipped):  # so that the order of the dictionary does not matter
-        for client, source in enumerate(generators or [None] * clients):
-            result[key][client] = with_noise(result[key][client], std, source, clipped[key][client])
-    return result
+    ones = [1.0] * len(next(iter(clipped.values())))
+    noisy = noisy_mean({key: received[key].detach() for key in clipped}, std, ones, generators, clipped)
+    return {key: received[key].detach().clone() for key in updates} | noisy
 
 
 def split_noise(noise_multiplier: float, count_noise: float) -> float:
@@ -179,34 +165,28 @@ class ClientLevel(Budget):
         """A round is one step; fine-tuning sends nothing."""
         return [] if tuning else [(self.noise_multiplier, 1.0, 1, True)]
 
-    def privatized(
-        self,
-        updates: State,
-        received: State,
-        round: int,
-        clients: Sequence[int],
-        places: Sequence[int] | None = None,
-        ranks: Ranks | None = None,
-    ) -> State:
+    def privatized(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
         """Make the updates of a round that has been counted private, and move S.
 
         received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum
-        over the C clients then has noise z · S, so that z is the noise multiplier of any function of the uniform mean.
-        A single row has less noise than that. Integer tensors are those received.
+        over the C ``clients`` then has noise z · S, so that z is the noise multiplier of any function of the uniform
+        mean. A single row has less noise than that. Integer tensors are those received.
 
-        Names, order and dtypes stay those of ``updates``, (c, ...) as are those received. They are of the clients at
-        ``places`` among all C ``clients`` of the round, by default of all, and may hold what is not finite: whether
-        they do depends on data. Other ranks have the others.
+        Names, order and dtypes stay those of ``updates``, of whose clients here the ``received`` (c, ...) and the
+        result are. They may hold what is not finite: whether they do depends on data.
         """
-        secure, ranks = self.options.secure_rng, ranks or Ranks()
-        own = list(range(len(clients)) if places is None else places)
+        secure, ranks = self.options.secure_rng, updates.ranks
         noise, count_noise = self._split(len(clients))
-        sources = None if secure else [generator(self._seed, "client privacy", round, clients[place]) for place in own]
-        clipped, lengths = clip_updates(updates, received, self.norm)
+        sources = (
+            None
+            if secure
+            else [generator(self._seed, "client privacy", round, clients[place]) for place in updates.places]
+        )
+        clipped, lengths = clip_updates(updates.own, received, self.norm)
         norms = torch.zeros(len(clients), dtype=torch.float64)
-        norms[own] = lengths.cpu()
+        norms[updates.places] = lengths.cpu()
         ranks.sum_([norms])
-        result = noisy_updates(updates, received, clipped, self.norm * noise / math.sqrt(len(clients)), sources)
+        result = noisy_updates(updates.own, received, clipped, self.norm * noise / math.sqrt(len(clients)), sources)
         if self.options.clipping == "adaptive":
             source = None if secure else generator(self._seed, "client privacy/count", round)
             share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
@@ -238,7 +218,7 @@ class ClientLevel(Budget):
         names = sorted(self.state_dict())
         if sorted(state) != names:
             raise ValueError(f"client-level privacy has {names}, not {sorted(state)}; load its state_dict()")
-        sensitivity(state["norm"])
+        check_bound(state["norm"])
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]
         super().load_state_dict(state, rounds_done, tuned)

@@ -6,7 +6,7 @@ model; the mask (C, B) is true where a row is a real image. Two data sets are ne
 """
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,34 +21,28 @@ GAMMA = 0.01
 """The γ of ``automatic``, which keeps a zero gradient zero."""
 COPIED = 2**24
 """Numbers that are copied in double precision at a time, for a sum."""
-MaxNorm = float | Mapping[str, float]
 
 
-def factors_of(norms: State, mask: Tensor, max_norm: MaxNorm, method: str = "flat") -> dict[str, Tensor]:
-    """What to multiply each row's gradient with, so that no image has more than its share in the sum.
+def factors_of(norms: State, mask: Tensor, max_norm: float, method: str = "flat") -> dict[str, Tensor]:
+    """What to multiply each row's gradient with, so that no image has more than its share C in the sum.
 
     - ``flat``: min(1, C / ‖g‖), with the norm over all parameters (Abadi et al. 2016, algorithm 1).
-    - ``per_layer``: the same for each parameter with its own norm and bound; C / √L each for L parameters, unless
-      the bounds are given (McMahan et al. 2018, section 2.2).
+    - ``per_layer``: the same for each of L parameters with its own norm, and the bound C / √L (McMahan et al. 2018,
+      section 2.2).
     - ``automatic``: C / (‖g‖ + γ), with the norm over all parameters, whether it is large or small (AUTO-S of Bu et al.
       2023, https://arxiv.org/abs/2206.07136).
 
     An image whose gradient is not finite is left out, factor 0: else it alone would decide what the sum is.
 
     The norms and factors (C, B) are of each parameter and row. A row that is not in the mask, bool (C, B), has the
-    factor 0, whatever stands there. ``max_norm`` is the C above; for ``per_layer`` also ``{parameter: bound}``.
-
-    Raises:
-        ValueError: If a method or a bound is not as above.
+    factor 0, whatever stands there. A method or a bound that is not as above is a ValueError.
     """
     check_choice("method", method, METHODS)
+    check_bound(max_norm)
     mask = mask & torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
     if method == "per_layer":
-        bounds = _bounds(max_norm, norms)
-        return {name: (_shrink(norm, bounds[name]) * mask).nan_to_num(0, 0, 0) for name, norm in norms.items()}
-    if isinstance(max_norm, Mapping):
-        raise ValueError(f"max_norm has a bound per parameter, which {method!r} cannot use; give one number")
-    sensitivity(max_norm)
+        bound = max_norm / math.sqrt(len(norms))
+        return {name: (_shrink(norm, bound) * mask).nan_to_num(0, 0, 0) for name, norm in norms.items()}
     joint = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
     factors = _shrink(joint, max_norm) if method == "flat" else max_norm / (joint + GAMMA)
     return dict.fromkeys(norms, (factors * mask).nan_to_num(0, 0, 0))
@@ -58,7 +52,7 @@ def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
     """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`.
 
     In double precision where the device has it. With the factors of :func:`factors_of`, one image more or less changes
-    the sums by :func:`sensitivity` at most, but for rounding: see :func:`summed_products`.
+    the sums by the bound at most, but for rounding: see :func:`summed_products`.
     """
     ones = rows.new_ones(1, 1, 1).expand(len(rows), 1, 1)
     return summed_products(rows.reshape(len(rows), 1, -1), ones, factors).view(len(factors), *rows.shape[1:])
@@ -94,18 +88,9 @@ def left_out(rows: Tensor, factors: Tensor) -> Tensor:
     return rows.masked_fill(wrong.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
-def sensitivity(max_norm: MaxNorm) -> float:
-    """Largest change of the clipped sum by one image: the bound itself, or √(Σ bound²) of bounds per parameter.
-
-    A ValueError if a bound is not positive and finite.
-
-    >>> sensitivity({"weight": 3.0, "bias": 4.0})
-    5.0
-    """
-    bounds = list(max_norm.values()) if isinstance(max_norm, Mapping) else [max_norm]
-    for bound in bounds:
-        check_number("max_norm", bound, above=0, hint="usual values lie from 0.1 to 10")
-    return math.hypot(*bounds)
+def check_bound(max_norm: float) -> None:
+    """Refuse, by a ValueError, a bound that is not positive and finite."""
+    check_number("max_norm", max_norm, above=0, hint="usual values lie from 0.1 to 10")
 
 
 def noisy_mean(
@@ -113,38 +98,39 @@ def noisy_mean(
     std: float | Sequence[float],
     expected_batch: Sequence[float],
     generators: Sequence[torch.Generator] | None,
+    added: State | None = None,
 ) -> State:
     """Add each client's Gaussian noise to its sum, and divide by the batch size that was expected.
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
-    when std = noise multiplier · sensitivity. It is computed in double precision and rounded once, with the noise in
-    it. Parameters take their noise in the order of their names, whatever that of the dictionary. The sums are
-    ``{parameter: (C, ...)}``, from :func:`weighted_sum`; the result has their order and dtypes. There is one ``std``
-    for all clients, or one for each. Without generators, one for each client, a cryptographic one is drawn from.
+    when std = noise multiplier · bound. It is computed in double precision and rounded once, with the noise in it, as
+    is what is ``added`` to the sum. Parameters take their noise in the order of their names, whatever that of the
+    dictionary. The sums are ``{parameter: (C, ...)}``, from :func:`weighted_sum`; the result has their order and
+    dtypes. There is one ``std`` for all clients, or one for each. Without generators, one for each client, a
+    cryptographic one is drawn from.
 
     Raises:
         ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
             in half precision.
     """
-    clients = len(expected_batch if generators is None else generators)
+    clients = len(expected_batch)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
-    given: dict[str, Sized] = {"std": stds, "expected_batch": expected_batch, **summed}
-    for name, values in given.items():
-        if len(values) != clients:
-            raise ValueError(f"{name} has {len(values)} clients, but there are {clients} generators; give one for each")
+    sources = [None] * clients if generators is None else list(generators)
+    if {len(stds), len(sources), *map(len, summed.values())} != {clients}:
+        raise ValueError(f"there are not as many deviations, generators and sums as {clients} clients; give each one")
     if generators is not None and len({id(source) for source in generators}) < clients:
         raise ValueError("two clients share a generator: their noise would depend on one another; give each its own")
-    sources = [None] * clients if generators is None else generators
-    each = list(zip(stds, expected_batch, sources, strict=True))
-    for deviation, size, _ in each:
+    for deviation, size in zip(stds, expected_batch, strict=True):
         check_number("std", deviation, least=0)
         check_number("expected_batch", size, above=0, hint="a client without images cannot take part")
     for name, value in summed.items():
         check_precision(name, value)
     result = {name: torch.empty_like(value) for name, value in summed.items()}
     for name in sorted(summed):
-        for client, (deviation, size, source) in enumerate(each):
-            result[name][client] = with_noise(summed[name][client], deviation, source) / size
+        for client, size in enumerate(expected_batch):
+            more = None if added is None else added[name][client]
+            noisy = with_noise(summed[name][client], stds[client], sources[client], more)
+            result[name][client] = noisy / size
     return result
 
 
@@ -172,14 +158,3 @@ def check_precision(name: str, value: Tensor) -> None:
 def _shrink(norms: Tensor, bound: float) -> Tensor:
     """min(1, bound / norm), with Opacus's 1e-6 for a zero gradient."""
     return (bound / (norms + 1e-6)).clamp(max=1.0)
-
-
-def _bounds(max_norm: MaxNorm, gradients: State) -> dict[str, float]:
-    """A bound for each parameter."""
-    sensitivity(max_norm)
-    if not isinstance(max_norm, Mapping):
-        return dict.fromkeys(gradients, max_norm / math.sqrt(len(gradients)))
-    if set(max_norm) != set(gradients):
-        wrong = sorted(set(max_norm) ^ set(gradients))
-        raise ValueError(f"max_norm and the gradients differ in {wrong}; give one bound for each parameter")
-    return dict(max_norm)

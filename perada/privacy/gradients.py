@@ -1,53 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noisy gradients of many clients: every image's gradient clipped, summed by client, noise added (DP-SGD).
 
-Two ways with one result. ``FoldedGradients`` runs all clients as one batch through the stacked model, whose leaf layers
-Opacus's hooks give a gradient for every image. ``OpacusGradients`` is the reference: Opacus's own ``DPOptimizer`` on
-the single model, one client after another.
+Opacus's hooks give every row's gradient, whole or as factors. The gradient of a linear map's weight for one image is a
+sum over its N positions (tokens, pixels) of outer products b_n a_nᵀ of backpropagated and forward activations. Where N
+is small, its norm and the clipped sum over images are cheaper to compute from a and b than from the gradients
+themselves, which are then never laid out (the ghost norm of Goodfellow 2015 and Li et al. 2022, with the sum of Bu et
+al. 2023).
 
-Shape suffixes: C clients, B images a client, R = C·B rows.
+Shape suffixes: C clients, B images a client, R = C·B rows, N positions, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from perada.core.seeding import Streams
 from perada.core.states import State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
+from perada.engine.fold import fold, shell
+from perada.engine.prefix import Wrapper
 from perada.engine.stacked_layers import Twin
-from perada.privacy.clipping import factors_of, noisy_mean, sensitivity, wide
-from perada.privacy.hooks import RowGradients, Whole, apart, hooked, layers, quiet, row_gradients
+from perada.privacy.clipping import factors_of, noisy_mean, summed_products, weighted_sum, wide
 from perada.privacy.options import Privacy
-from perada.server.aggregate import double
+from perada.server.aggregate import double, double_dtype
 
 
 @dataclass
 class Query:
-    """One look at the images of C clients.
+    """One look at the images of C clients."""
 
-    Attributes:
-        states: Stack (C, ...); those that require gradients are asked about.
-        x: Images (C, B, ...).
-        y: Labels (C, B) or (C, B, K).
-        counts: Real rows of each client, 0 for a batch without images.
-        dropout: The clients' random streams.
-        noise: One random stream per client; ``None`` for the cryptographic generator.
-        noise_multipliers: σ of each client.
-        expected: Images expected in each client's batch.
-    """
+    states: State  # stack (C, ...); those that require gradients are asked about
+    x: Tensor  # images (C, B, ...)
+    y: Tensor  # labels (C, B) or (C, B, K)
+    counts: tuple[int, ...]  # real rows of each client, 0 for a batch without images
+    dropout: Streams  # the clients' random streams
+    noise: list[torch.Generator] | None = None  # one random stream per client; None for the cryptographic generator
+    noise_multipliers: Sequence[float] = ()  # σ of each client
+    expected: Sequence[float] = ()  # images expected in each client's batch
 
-    states: State
-    x: Tensor
-    y: Tensor
-    counts: tuple[int, ...]
-    dropout: Streams
-    noise: list[torch.Generator] | None
-    noise_multipliers: list[float]
-    expected: list[float]
+    def of(self, rows: slice) -> "Query":
+        """The part of some clients, without noise."""
+        states = {key: value[rows] for key, value in self.states.items()}
+        return Query(states, self.x[rows], self.y[rows], self.counts[rows], self.dropout[rows])
 
     def slices(self, size: int | None) -> Iterator[tuple[Tensor, Tensor, tuple[int, ...]]]:
         """Images, labels and counts of at most ``size`` rows of each client; none where there is no image at all."""
@@ -58,91 +62,100 @@ class Query:
             yield self.x[:, start:stop], self.y[:, start:stop], counts
 
 
-NoisyGradients = Callable[[Query], State]
-"""Gives the noisy gradient (C, ...) of each client's mean loss, for the states that are asked about."""
+class SampleGradients:
+    """Answers queries: gives the noisy gradient (C, ...) of each client's mean loss, for the states asked about.
 
-
-def make_gradients(options: Privacy, engine: Engine, multilabel: bool) -> NoisyGradients:
-    """The privacy engine that ``options`` name, on the training engine's model; a ValueError if it cannot run them."""
-    chosen = engine.kind if options.engine == "auto" else options.engine
-    if chosen != "folded":
-        if options.clipping == "automatic":
-            raise ValueError(
-                "privacy: clipping='automatic' is not among Opacus's, which engine='opacus' (or a training engine that "
-                "loops over clients) takes; choose clipping='flat' or engine='folded'"
-            )
-        return OpacusGradients(options, engine, multilabel)
-    if engine.kind != "folded":
-        raise ValueError(
-            "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or 'auto', or "
-            "set engine (model.engine) to 'folded'"
-        )
-    return FoldedGradients(options, engine, multilabel)
-
-
-class FoldedGradients:
-    """All clients at once: the stacked model under Opacus's hooks; the engine's own model stays as it is."""
+    All clients are one batch for the stacked model, or each is run ``alone``, by the single one: where the options or
+    the training engine say so. The engine's own model stays as it is. A ValueError if the stacked model is not to be
+    had.
+    """
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
         self.options, self.engine, self.multilabel = options, engine, multilabel
-        folded = engine.folded()
+        self.alone = (engine.kind if options.engine == "auto" else options.engine) != "folded"
+        if not self.alone and engine.kind != "folded":
+            raise ValueError(
+                "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or "
+                "'auto', or set engine (model.engine) to 'folded'"
+            )
+        frozen = [one for one in chain(engine.model.parameters(), engine.model.buffers()) if not one.requires_grad]
+        model = copy.deepcopy(engine.model, {id(one): one for one in frozen}) if self.alone else engine.model
+        wrap = None if engine.prefix is None else engine.prefix.wrap
+        folded = fold(model, random_only=self.alone, wrap=wrap)
         self._context, self._rows = folded.context, folded.row_keys
-        for module in folded.model.modules():
+        for module in () if self.alone else folded.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and not isinstance(module, Twin):  # run as one copy a row, without hooks
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
-        model = apart(folded.model)
-        modules = dict(layers(model))
-        parts = {key: key.rpartition(".") for key in trained_keys(engine.model)}
-        self._owners = {key: (modules[path], name) for key, (path, _, name) in parts.items()}
-        self._model = hooked(model)
+        places: dict[int, list[str]] = {}
+        for place, parameter in model.named_parameters(remove_duplicate=not self.alone):  # tied ones have several
+            places.setdefault(id(parameter), []).append(place)
+        alike = {keys[0]: keys for keys in places.values()}
+        split = apart(folded.model)
+        modules = dict(layers(split))
+        parts = {key: [one.rpartition(".") for one in alike.get(key, [key])] for key in trained_keys(engine.model)}
+        self._owners = {key: [(modules[path], name) for path, _, name in own] for key, own in parts.items()}
+        self._model = hooked(split)
 
     def __call__(self, query: Query) -> State:
         """Answer ``query``."""
+        std = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
+        return noisy_mean(self.sums(query), std, query.expected, query.noise)
+
+    def sums(self, query: Query) -> State:
+        """The sums (C, ...) of clipped gradients, without noise."""
         leaves = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
         summed = {key: double(torch.zeros_like(value)) for key, value in leaves.items()}
+        clients, together = len(query.counts), 1 if self.alone else len(query.counts)
         try:
-            for part, (x, y, counts) in enumerate(query.slices(self.options.physical_batch_size)):
-                real = real_rows(counts, x.shape[1], x.device)
-                samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
-                with torch.autocast(x.device.type, enabled=False):
-                    norms = dict.fromkeys(leaves, double(torch.zeros_like(real)))  # no image passed some
-                    norms |= {key: double(sample.squares()).sqrt().view_as(real) for key, sample in samples.items()}
-                    factors = factors_of(norms, real, self.options.max_norm, self.options.clipping)
-                    for key, sample in samples.items():
-                        summed[key] += sample.summed(factors[key])
+            for first in range(0, clients, together):
+                rows = slice(first, first + together)
+                self._add(query.of(rows), {key: value[rows] for key, value in summed.items()})
         finally:  # let go of the query's tensors
-            for module, name in self._owners.values():
+            for module, name in chain.from_iterable(self._owners.values()):
                 parameter = module._parameters.get(name)
                 if parameter is not None and hasattr(parameter, "grad_sample"):
-                    module._parameters[name] = nn.Parameter(parameter.detach()[:0])
-        return noisy({key: value.to(leaves[key].dtype) for key, value in summed.items()}, query, self.options)
+                    module._parameters[name] = nn.Parameter(parameter.new_empty(0))
+        return {key: value.to(leaves[key].dtype) for key, value in summed.items()}
+
+    def _add(self, query: Query, summed: State) -> None:
+        """Add clipped gradients to the clients' sums (C, ...)."""
+        for part, (x, y, counts) in enumerate(query.slices(self.options.physical_batch_size)):
+            real = real_rows(counts, x.shape[1], x.device)
+            samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
+            with torch.autocast(x.device.type, enabled=False):
+                norms = dict.fromkeys(summed, double(torch.zeros_like(real)))  # no image passed some
+                norms |= {key: double(sample.squares()).sqrt().view_as(real) for key, sample in samples.items()}
+                factors = factors_of(norms, real, self.options.max_norm, self.options.clipping)
+                for key, sample in samples.items():
+                    summed[key] += sample.summed(factors[key])
 
     def _samples(
         self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams
-    ) -> dict[str, RowGradients]:
+    ) -> "dict[str, Whole | Factors]":
         """Gradient of every row's loss."""
         clients, rows = x.shape[:2]
-        self._context.begin(clients, counts, dropout)
+        self._context.begin(clients, None if self.alone else counts, dropout)
         held: dict[str, nn.Parameter] = {}
         for key, value in query.states.items():
-            module, name = self._owners[key]
-            tensor = value.detach()
+            tensor = value.detach()[0] if self.alone else value.detach()
             if key in self._rows:
                 tensor = tensor.repeat_interleave(rows, 0).flatten(0, 1)
+            (module, name), *_ = self._owners[key]
             if name in module._buffers:
                 module._buffers[name] = tensor
                 continue
             # All of them, asked about or not: the hooks want every layer's gradient once they are there.
             held[key] = parameter = nn.Parameter(tensor)
             parameter.grad_sample, parameter._forward_counter = None, 0  # type: ignore[attr-defined]  # Opacus's
-            module._parameters[name] = parameter
+            for module, name in self._owners[key]:
+                module._parameters[name] = parameter
         train_mode(self._model)
         with torch.enable_grad(), quiet():
             logits = self._model(self.engine.format(x.flatten(0, 1)))
             losses = row_losses(wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
             losses.where(real, 0).sum().backward()
-        samples: dict[str, RowGradients] = {}
+        samples: dict[str, Whole | Factors] = {}
         for key, parameter in held.items():
             if query.states[key].requires_grad:
                 sample = row_gradients(parameter)
@@ -153,79 +166,176 @@ class FoldedGradients:
         return samples
 
 
-class OpacusGradients:
-    """The reference: Opacus on the engine's single model, whose parameters are put back, one client after another."""
+@dataclass
+class Whole:
+    """Gradients (R, ...) of the rows for one parameter, as they are."""
 
-    def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
-        self.options, self.engine, self.multilabel = options, engine, multilabel
-        folded = engine.folded(random_only=True)
-        self._context, self._model = folded.context, apart(folded.model)
+    rows: Tensor
 
-    def __call__(self, query: Query) -> State:
-        """Answer ``query``."""
-        parameters = dict(self.engine.model.named_parameters())
-        before = {key: (p.data, p.requires_grad) for key, p in parameters.items() if key in query.states}
-        gradients: State = {key: torch.zeros_like(v) for key, v in query.states.items() if v.requires_grad}
-        try:
-            for client in range(len(query.counts)):
-                for key in before:
-                    parameters[key].requires_grad_(key in gradients)
-                    parameters[key].data = query.states[key][client].detach()
-                for key, summed in self._client(query, client, parameters, sorted(gradients)).items():
-                    gradients[key][client] = summed
-        finally:
-            for key, (data, trained) in before.items():
-                parameters[key].data, parameters[key].grad = data, None
-                parameters[key].requires_grad_(trained)
-        return noisy(gradients, query, self.options)
+    def squares(self) -> Tensor:
+        """Squared norm (R,) of each."""
+        return self.rows.flatten(1).square().sum(1)
 
-    def _client(self, query: Query, client: int, parameters: dict[str, nn.Parameter], keys: list[str]) -> State:
-        """The sum of clipped gradients, by a step of Opacus's optimizer without noise."""
-        from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
-
-        leaves: list[Any] = [parameters[key] for key in keys]  # Opacus gives them attributes
-        kind: Any = DPOptimizer
-        bound: Any = self.options.max_norm
-        if self.options.clipping == "per_layer":
-            kind, bound = DPPerLayerOptimizer, [bound / len(leaves) ** 0.5] * len(leaves)
-        sgd = torch.optim.SGD(leaves, lr=0.0)
-        optimizer = kind(sgd, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=1)
-        count = query.counts[client]
-        x, y = query.x[client, :count], query.y[client, :count]
-        size = self.options.physical_batch_size or max(1, count)
-        model = hooked(self._model)
-        try:
-            train_mode(model)
-            starts = range(0, max(1, count), size)
-            for part, start in enumerate(starts):
-                self._context.begin(1, None, query.dropout[client : client + 1].fork("part", part))
-                optimizer.zero_grad()
-                if count:
-                    with torch.enable_grad(), quiet():
-                        logits = wide(model(self.engine.format(x[start : start + size])))
-                        losses = row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel)
-                        losses.sum().backward()
-                for leaf in leaves:  # of what no image passed
-                    if leaf.grad_sample is None:
-                        leaf.grad_sample = leaf.new_zeros((len(x[start : start + size]), *leaf.shape))
-                _leave_out_broken(leaves)
-                optimizer.signal_skip_step(start != starts[-1])
-                with torch.autocast(x.device.type, enabled=False):
-                    optimizer.pre_step()
-            return {key: leaf.grad.clone() for key, leaf in zip(keys, leaves, strict=True) if leaf.grad is not None}
-        finally:
-            model.to_standard_module()
+    def summed(self, factors: Tensor) -> Tensor:
+        """Sum (C, ...) over each client's rows, times their factors (C, B); rows of factor 0 are left out."""
+        return weighted_sum(self.rows, factors)
 
 
-def noisy(summed: State, query: Query, options: Privacy) -> State:
-    """The noisy mean (C, ...) of each client's clipped sum (C, ...)."""
-    std = [sigma * sensitivity(options.max_norm) for sigma in query.noise_multipliers]
-    return noisy_mean(summed, std, query.expected, query.noise)
+@dataclass
+class Factors:
+    """Gradients of a linear map's weight (O, I, ...), which has this shape, as factors: row r has Σ_n b_rn a_rnᵀ.
+
+    They are the inputs a (R, N, I), and the gradients b (R, N, O) by the outputs.
+    """
+
+    a: Tensor
+    b: Tensor
+    shape: torch.Size
+
+    def squares(self) -> Tensor:
+        """Upper bound of each squared norm (R,), Σ_nm (a_n · a_m)(b_n · b_m) and a bound of its rounding error.
+
+        The terms may cancel, to 0 even, and leave a rounding error in the sum of rows that is as large as the terms. So
+        a row's factor must be small if S = Σ_n ‖a_n‖‖b_n‖ is large. By Cauchy and Schwarz's inequality the rounding
+        error here is at most (I + O + N²) 2⁻⁵³ S² to first order (Higham 2002, section 3.1); eight times that is added.
+        Then S times the factor is at most C / √(8 (I + O + N²) 2⁻⁵³), and the rounding error of a row in
+        :func:`~perada.privacy.clipping.summed_products` at most 64 √(2⁻⁵³ / 8) C < 3e-7 C.
+        """
+        a, b = self.a.double(), self.b.double()
+        squares = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2))
+        lengths = (a.square().sum(2) * b.square().sum(2)).sqrt().sum(1)
+        slack = 2**-50 * (a.shape[2] + b.shape[2] + a.shape[1] ** 2)
+        return squares.clamp(min=0) + slack * lengths.square()
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """As :meth:`Whole.summed`."""
+        return summed_products(self.a, self.b, factors).view(len(factors), *self.shape)
 
 
-def _leave_out_broken(leaves: list[Any]) -> None:
-    """Put zeros in the place of every image's gradient that is not finite; all in single precision at least."""
-    samples = [wide(leaf.grad_sample) for leaf in leaves]
-    finite = torch.stack([sample.flatten(1).isfinite().all(1) for sample in samples]).all(0)
-    for leaf, sample in zip(leaves, samples, strict=True):
-        leaf.grad_sample = sample.where(finite.view(-1, *[1] * (sample.dim() - 1)), 0)
+def row_gradients(parameter: nn.Parameter) -> Whole | Factors | None:
+    """What the hooks left in a stacked layer's parameter; ``None`` if it took no part."""
+    parts: list[tuple[Tensor, Tensor]] = getattr(parameter, "factors", [])
+    if parts:  # a layer that was used twice has more positions
+        a, b = (torch.cat([part[side] for part in parts], 1) for side in (0, 1))
+        return Factors(wide(a), wide(b), parameter.shape[1:])
+    rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
+    return None if rows is None else Whole(wide(rows))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
+    with warnings.catch_warnings():
+        for begins in ("grad and param do not obey", "There is a performance drop", "Full backward hook is firing"):
+            warnings.filterwarnings("ignore", begins, UserWarning)
+        yield
+
+
+class _Apart(Wrapper):
+    """Hands out a copy of what a hooked layer gives, which the network may then change in place."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
+        return self.original(*args, **options).clone()
+
+
+def apart(module: nn.Module) -> nn.Module:
+    """A copy of the containers in which each layer that Opacus will hook is set apart."""
+    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return _Apart(module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return shell(module, {name: child and apart(child) for name, child in module._modules.items()})
+
+
+def layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules by the path that they have in the network, the wrappers being none."""
+    if isinstance(module, _Apart):
+        module = module.original
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from layers(child, f"{path}.{name}" if path else name)
+
+
+def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule, imported late since that takes seconds
+    """``model`` under Opacus's hooks, the stacked layers in its registry."""
+    from opacus.grad_sample import GradSampleModule
+
+    twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
+    samplers = _samplers() | dict.fromkeys(twins, _sample_gradients)
+    train_mode(model)
+    # A class of its own: Opacus's registry is of the whole process.
+    return type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})(model, loss_reduction="sum", strict=False)
+
+
+def _samplers() -> dict[type[nn.Module], Callable[..., dict[nn.Parameter, Tensor]]]:
+    """Opacus's samplers, but for that of convolutions."""
+    from opacus.grad_sample import GradSampleModule
+
+    return {**GradSampleModule.GRAD_SAMPLERS, nn.Conv2d: _conv_gradients}
+
+
+def _conv_gradients(layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Opacus's sampler of convolutions, which takes channels-last tensors for contiguous ones (seen in 1.6.0)."""
+    from opacus.grad_sample.conv import compute_conv_grad_sample
+
+    plain = [activations[0].contiguous()], backprops.contiguous()
+    found: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(layer, *plain)
+    return found
+
+
+def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
+
+    It does not depend on the client, so that Opacus's sampler for the layer's original gives it. Where there is none,
+    every row is taken for a client of its own. Where factors are cheaper they are kept, and Opacus gets an empty one.
+    """
+    original = layer.original[0]
+    names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
+    weight: Any = None if "weight" in layer.frozen else getattr(layer, "weight", None)
+    used = weight is not None and (hasattr(weight, "factors"), hasattr(weight, "_current_grad_sample"))
+    factors = _factors(original, activations[0], backprops, used[0]) if used and used != (False, True) else None
+    if factors is not None:
+        weight.factors = [*getattr(weight, "factors", []), factors]
+        found = {weight: backprops.new_empty(len(backprops), 0)}
+        if original.bias is not None and original.bias.requires_grad:
+            found[layer.bias] = factors[1].sum(1)
+        return found
+    samplers = _samplers()
+    kinds = type(original).__mro__ if layer.like_torch else ()  # timm subclasses torch's
+    kind = next((kind for kind in kinds if kind in samplers), None)
+    if kind is not None:
+        samples = samplers[kind](original, activations, backprops)
+        return {getattr(layer, names[parameter]): sample for parameter, sample in samples.items()}
+    rows, clients = len(backprops), layer.context.clients
+    own: dict[str, nn.Parameter] = {name: getattr(layer, name) for name in names.values() if name not in layer.frozen}
+    each = {name: value.detach().repeat_interleave(rows // clients, 0).requires_grad_() for name, value in own.items()}
+    bare = copy.copy(layer)  # without Opacus's hooks
+    bare._parameters, bare._forward_hooks, bare._backward_hooks = dict(layer._parameters), OrderedDict(), OrderedDict()
+    counts, layer.context.clients, layer.context.counts = layer.context.counts, rows, None
+    try:
+        with torch.enable_grad():
+            out = functional_call(bare, each, tuple(activations))
+        gradients = torch.autograd.grad(out, list(each.values()), backprops)
+    finally:
+        layer.context.clients, layer.context.counts = clients, counts
+    return {own[name]: gradient for name, gradient in zip(each, gradients, strict=True)}
+
+
+def _factors(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> tuple[Tensor, Tensor] | None:
+    """The factors a (R, N, I) and b (R, N, O) of a layer that is a linear map of positions, if they are the cheaper.
+
+    ``always`` if there are some already, of an earlier use of the layer; never where the device has no double.
+    """
+    if double_dtype(x.device) is not torch.float64:
+        return None
+    if type(layer) is nn.Linear:
+        a, b = x.reshape(len(x), -1, x.shape[-1]), backprops.reshape(len(x), -1, backprops.shape[-1])
+    elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
+        if isinstance(layer.padding, str) or not (always or 2 * backprops[0, 0].numel() ** 2 < layer.weight.numel()):
+            return None
+        a = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
+        b = backprops.flatten(2).transpose(1, 2)
+    else:
+        return None
+    return (a, b) if always or 2 * a.shape[1] ** 2 < a.shape[2] * b.shape[2] else None

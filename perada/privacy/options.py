@@ -32,8 +32,8 @@ class Privacy:
         ledger: The ledger that ``target_epsilon`` and ``max_epsilon`` are of: ``release``, all that a client trains, or
             ``server``, what it sends.
         max_epsilon: A client whose next round would pass it stops taking part.
-        engine: Per-image gradients of all clients at once (``folded``), or by Opacus's own optimizer on each client in
-            turn (``opacus``); ``auto`` folds where the training engine does.
+        engine: Per-image gradients of all clients at once (``folded``), or by Opacus's hooks on the single model, one
+            client in turn (``opacus``); ``auto`` folds where the training engine does.
         physical_batch_size: Images of a client in one forward and backward pass; all of a batch by default.
         secure_rng: Draw batches, noise, dropout and augmentation from a cryptographic generator. ``False`` is a test
             mode: they follow from the run's seed, and whoever knows or guesses it can take the noise off.

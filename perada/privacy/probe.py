@@ -18,7 +18,7 @@ from perada.core.states import State
 from perada.engine.engine import Engine, row_losses
 from perada.engine.fold import draws
 from perada.engine.stacked_layers import drop_rate
-from perada.privacy.gradients import Query, make_gradients
+from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.options import Privacy
 
 T = TypeVar("T")
@@ -41,23 +41,19 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
     They differ where Opacus's hooks do not see how a parameter is used: it would get noise and nothing else. Of the
     states (C, ...) what is trained requires gradients; the images are (C, B, ...), their labels (C, B) or (C, B, K).
 
-    Raises:
-        ValueError: If they differ or cannot be had, if a pass through the model changes a tensor of it, or if it draws
-            from torch's global stream.
+    A ValueError if they differ or cannot be had, or if the model draws from torch's global stream.
     """
     clients, rows = x.shape[:2]
     dropout = Streams.derived(0, "probe", clients=range(clients), device=x.device)
-    noise = [torch.Generator(x.device) for _ in range(clients)]
     _check_streams(engine, states, x)
-    before = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     with torch.enable_grad():
         logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
-    query = Query(states, x, y, (rows,) * clients, dropout, noise, [0.0] * clients, [1.0] * clients)
-    gradients = make_gradients(replace(without_noise(options, UNCLIPPED), physical_batch_size=None), engine, multilabel)
+    tried = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
+    gradients = SampleGradients(tried, engine, multilabel)
     try:
-        got = gradients(query)
+        got = gradients.sums(Query(states, x, y, (rows,) * clients, dropout))
     except Exception as error:  # a layer may fail under the hooks in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
@@ -72,12 +68,6 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
                 f"privacy cannot be used with this model: the images' gradients of {key!r} do not add up to that "
                 "of their batch, since Opacus's hooks do not see how it is used (its layer is not called, or not on a "
                 "batch); choose an adapter that leaves it out, such as lora, bottleneck or head"
-            )
-    for name, buffer in engine.model.named_buffers():
-        if not torch.equal(buffer, before[name]):
-            raise ValueError(
-                f"privacy cannot be used with this model: a pass through it in training changes {name!r}, by what no "
-                "noise covers; put that layer into evaluation mode for good, or choose another backbone"
             )
 
 
@@ -109,12 +99,6 @@ def check_products(device: torch.device) -> None:
         )
 
 
-def without_noise(options: Privacy, bound: float) -> Privacy:
-    """The options of a trial: no noise, and another bound; with that of no gradient, flat clipping."""
-    clipping = "flat" if bound == UNCLIPPED else options.clipping
-    return replace(options, noise_multiplier=0.0, target_epsilon=None, max_norm=bound, clipping=clipping)
-
-
 def check_one_image(
     options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, counts: tuple[int, ...], multilabel: bool
 ) -> None:
@@ -126,10 +110,8 @@ def check_one_image(
     computed in double precision if the network can, without dropout, whose masks go by an image's place.
 
     The states (C, ...) are of float32 or float64, ``x`` the images (C, B, ...) of a whole batch, ``y`` their labels
-    (C, B) or (C, B, K), and ``counts`` the real rows of each client, at least one. A copy of the model is tried.
-
-    Raises:
-        ValueError: If the two differ, or the same batch gives another sum after others were seen.
+    (C, B) or (C, B, K), and ``counts`` the real rows of each client, at least one. A copy of the model is tried. A
+    ValueError if the two differ, or the same batch gives another sum after others were seen.
     """
     batch = _several(x, y, counts)
     trial = _precisely(lambda dtype: _Trial(options, engine, states, batch, multilabel, dtype))
@@ -215,11 +197,12 @@ class _Trial:
         rows = torch.arange(x.shape[1]).expand(len(counts), -1)
         out = torch.tensor(counts).unsqueeze(1) // 2  # from the middle: those behind it move up
         self.all, self.others = rows, rows[rows != out].view(len(counts), -1)
-        self._gradients = make_gradients(without_noise(options, UNCLIPPED), self.engine, multilabel)
+        flat = replace(options, max_norm=UNCLIPPED, clipping="flat")
+        self._gradients = SampleGradients(flat, self.engine, multilabel)
         unclipped = self._sums(out, (1,) * len(counts))
         norms = torch.stack([value.flatten(1).square().sum(1) for value in unclipped.values()]).sum(0).sqrt()
         self.bound = float(norms.median()) or 1.0  # so that some are clipped and some are not
-        self._gradients = make_gradients(without_noise(options, self.bound), self.engine, multilabel)
+        self._gradients = SampleGradients(replace(options, max_norm=self.bound), self.engine, multilabel)
         self.alone = self._sums(out, (1,) * len(counts))
 
     def sums(self, rows: Tensor) -> State:
@@ -231,11 +214,8 @@ class _Trial:
         clients = range(len(counts))
         places = torch.tensor(clients).unsqueeze(1).to(self.x.device), rows.to(self.x.device)
         streams = Streams.derived(0, "probe", clients=clients, device=self.x.device)
-        sources = [torch.Generator() for _ in clients]  # there is no noise to be drawn from them
-        none, ones = [0.0] * len(counts), [1.0] * len(counts)
-        query = Query(self.states, self.x[places], self.y[places], counts, streams, sources, none, ones)
         with seeded(0, "probe"):  # what draws from torch's global stream draws alike
-            return self._gradients(query)
+            return self._gradients.sums(Query(self.states, self.x[places], self.y[places], counts, streams))
 
     def remembers(self) -> bool:
         """Whether a pass changes what the network's modules hold, beside parameters."""

@@ -28,7 +28,7 @@ from perada.core.states import State
 from perada.engine.engine import Engine
 from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
-from perada.privacy.gradients import NoisyGradients, Query, make_gradients
+from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.sampling import expected_batch_size
 
 JOURNAL = "privacy_ledger.jsonl"
@@ -112,9 +112,9 @@ class PrivateTraining:
         self.account, self.seed, self._engine, self._multilabel = account, seed, engine, multilabel
 
     @cached_property
-    def gradients(self) -> NoisyGradients:
+    def gradients(self) -> SampleGradients:
         """What answers queries; made when it is first asked, as by then features may stand for images."""
-        return make_gradients(self.account.options, self._engine, self._multilabel)
+        return SampleGradients(self.account.options, self._engine, self._multilabel)
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
         """How batches are drawn."""
@@ -123,24 +123,21 @@ class PrivateTraining:
 
 
 class PrivateRound:
-    """The noise of one round, or of the fine-tuning after the last: a stream for each client and stream of batches."""
+    """The noise of one round, or of the fine-tuning after the last: a stream for each client and stream of batches.
+
+    With a ``secure`` generator draws must be as unknown as the noise: also dropout's masks, which go by place in the
+    batch.
+    """
 
     def __init__(self, training: PrivateTraining, plan: RoundPlan, tuning: bool) -> None:
-        self.training, self.plan, self.tuning = training, plan, tuning
+        self.training, self.plan, self.secure = training, plan, training.account.options.secure_rng
         self._queries = training.account.training(tuning).queries
         self._asked: Counter[tuple[int, str, int]] = Counter()
-        self._noise: dict[str, list[torch.Generator]] = {}
-        if not training.account.options.secure_rng:
-            purpose = "tuning-noise" if tuning else "noise"
-            for stream in {stream for asked in self._queries for stream in asked}:
-                self._noise[stream] = [
-                    generator(training.seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients
-                ]
-
-    @property
-    def secure(self) -> bool:
-        """Whether draws must be as unknown as the noise: also dropout's masks, which go by place in the batch."""
-        return self.training.account.options.secure_rng
+        purpose = "tuning-noise" if tuning else "noise"
+        self._noise = {
+            stream: [generator(training.seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients]
+            for stream in ({stream for asked in self._queries for stream in asked} if not self.secure else ())
+        }
 
     def loss(
         self, stream: str, states: State, batches: dict[str, CohortBatch], rows: slice, dropout: Streams
@@ -175,21 +172,15 @@ class PrivateRound:
 class Protection:
     """What protects a run.
 
-    Attributes:
-        images: Private training of every client.
-        clients: Privacy of what a client sends.
-        journal: Where rounds are written down before they are trained; nowhere where there are no checkpoints.
-        counted: The rounds in the ledgers, by an id of each.
-        run: An id of this run and of all that are resumed from it.
-        journaled: The id of what was written down last.
+    Private training of every client, and privacy of what clients send. There is no journal without checkpoints.
     """
 
     images: PrivateTraining | None = None
     clients: ClientLevel | None = None
     journal: Journal = field(default_factory=lambda: Journal([]))
-    counted: list[str] = field(default_factory=list)
-    run: str = field(default_factory=lambda: secrets.token_hex(16))
-    journaled: str | None = None
+    counted: list[str] = field(default_factory=list)  # the rounds in the ledgers, by an id of each
+    run: str = field(default_factory=lambda: secrets.token_hex(16))  # an id, also of all that are resumed from it
+    journaled: str | None = None  # the id of what was written down last
 
     @property
     def budgets(self) -> dict[str, Budget]:
@@ -351,10 +342,8 @@ class Protection:
     def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
         """Resume from what :meth:`state_dict` gave, ``None`` for a run that was not private.
 
-        ``saved`` counts ``rounds_done`` rounds and, if ``tuned``, a fine-tuning after them.
-
-        Raises:
-            ValueError: If what was trained so far was private in another way, or would pass its target.
+        ``saved`` counts ``rounds_done`` rounds and, if ``tuned``, a fine-tuning after them. A ValueError if what was
+        trained so far was private in another way, or would pass its target.
         """
         self.check_alike(saved)
         if saved is None or not self.private:

@@ -6,6 +6,7 @@ That is how often a step looks at a batch, what is never sent, and whether priva
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,14 +23,32 @@ UNPLANNED = 10**6
 TRIED = 6
 """Clients in the trial of a rule."""
 
-Queries = tuple[dict[str, int], ...]
-"""For each phase, how often one local step asks for a gradient, by the stream whose batch it is of."""
+
+@dataclass(frozen=True)
+class Training:
+    """Phases of local training, and streams on which nothing that is sent depends.
+
+    For each phase, ``queries`` tell how often one local step asks for a gradient, by the stream whose batch it is of.
+    """
+
+    phases: tuple[Phase, ...]
+    queries: tuple[dict[str, int], ...]
+    unsent: frozenset[str] = frozenset()
 
 
-def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[Phase], num_clients: int) -> Queries:
+def rehearse(
+    algorithm: Algorithm,
+    slot: Slot,
+    initial: State,
+    phases: tuple[Phase, ...],
+    num_clients: int,
+    rounds: int | None = None,
+) -> Training:
     """Go through one local step of every phase without images, and count the gradients it asks for.
 
-    A ValueError if it asks for what private training cannot give.
+    Where the algorithm's ``unsent`` names a stream, the first rounds and the last one are rehearsed, and once more with
+    other gradients from it. Such made-up gradients depend on the states at which they are asked for, as real ones do.
+    A ValueError if a step asks for what private training cannot give, or what is sent depends on such a stream.
     """
     kept = {role: expand(state, 1) for role, state in algorithm.kept(initial, slot).items()}
     received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), num_clients, 0))
@@ -39,35 +58,21 @@ def rehearse(algorithm: Algorithm, slot: Slot, initial: State, phases: Sequence[
         step.begin(phase.name, slot)
         algorithm.client_step(step)
         counts.append(dict(step.queries))
-    return tuple(counts)
-
-
-def check_unsent(
-    algorithm: Algorithm,
-    slot: Slot,
-    initial: State,
-    phases: Sequence[Phase],
-    queries: Queries,
-    num_clients: int,
-    rounds: int | None = None,
-) -> None:
-    """Refuse, by a ValueError, an algorithm that sends what depends on a stream which its ``unsent`` names.
-
-    The first rounds and the last one are rehearsed, and once more with other gradients from that stream. Such made-up
-    gradients depend on the states at which they are asked for, as real ones do. ``queries`` are :func:`rehearse`'s.
-    """
-    named = sorted(algorithm.unsent & {stream for asked in queries for stream in asked})
+    named = sorted(algorithm.unsent & {stream for asked in counts for stream in asked})
     numbers = sorted({*range(REHEARSED), max(REHEARSED, rounds or UNPLANNED) - 1})
-    expected = _sent(algorithm, slot, initial, phases, num_clients, numbers) if named else []
+    sent = {
+        changed: _sent(algorithm, slot, initial, phases, num_clients, numbers, changed)
+        for changed in (["", *named] if named else [])
+    }
     for stream in named:
-        other = _sent(algorithm, slot, initial, phases, num_clients, numbers, changed=stream)
-        for round, one, two in zip(numbers, expected, other, strict=True):
+        for round, one, two in zip(numbers, sent[""], sent[stream], strict=True):
             for key in one:
                 if not torch.equal(one[key], two[key]):
                     raise ValueError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
                         f"in round {round} depends on it: the server's ledger would count too little; leave it out"
                     )
+    return Training(phases, tuple(counts), algorithm.unsent)
 
 
 def _sent(
@@ -77,7 +82,7 @@ def _sent(
     phases: Sequence[Phase],
     num_clients: int,
     rounds: Sequence[int],
-    changed: str = "",
+    changed: str,
 ) -> list[State]:
     """What two clients send in each of ``rounds`` on made-up gradients, those from ``changed`` being others."""
     algorithm, clients = copy.deepcopy(algorithm), tuple(range(min(2, num_clients)))
@@ -108,38 +113,33 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     The mean alone has all of the noise, and it is all that the server's step is given: every row of its updates is the
     noisy mean. So nothing here could leak, but what is refused could not do what it is for.
     """
-    name = type(algorithm).__name__
+    name, modes = type(algorithm).__name__, algorithm.modes
     inner = algorithm.base if isinstance(algorithm, FedEnsemble) else algorithm
     sample_level = "or protect single images instead (the section privacy)"
+
+    def refuse(what: str, reason: str) -> None:
+        raise ValueError(f"client_privacy cannot be used with {what}: {reason}")
+
     if not algorithm.sends:
-        raise ValueError(f"client_privacy cannot be used with {name}: its clients send nothing; leave it out")
+        refuse(name, "its clients send nothing; leave it out")
     if weighting != "uniform":
-        raise ValueError(
-            f"client_privacy cannot be used with weighting={weighting!r}: a client's number of images is private; "
-            "choose weighting='uniform'"
-        )
+        refuse(f"{weighting=}", "a client's number of images is private; choose weighting='uniform'")
     if not rule.function_of_mean or not only_the_mean_counts(rule):
-        raise ValueError(
-            f"client_privacy cannot be used with the server rule {rule.kind}: it is not a function of the clients' "
-            "mean, which alone has the noise; choose a rule on the mean, such as 'mean' or 'fedavgm', or set "
-            "function_of_mean in a rule of your own that is one"
+        reason = (
+            "it is not a function of the clients' mean, which alone has the noise; choose a rule on the mean, such "
         )
+        remedy = "as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one"
+        refuse(f"the server rule {rule.kind}", reason + remedy)
     if isinstance(inner, FedBE) and not inner.distill:
-        raise ValueError(
-            f"client_privacy cannot be used with {name}(distill=False): its ensemble holds single clients' updates "
-            f"and models drawn from them; choose FedAvg, {sample_level}"
-        )
+        reason = "its ensemble holds single clients' updates and models drawn from them; choose FedAvg"
+        refuse(f"{name}(distill=False)", f"{reason}, {sample_level}")
     if algorithm.distills and distils:
-        raise ValueError(
-            f"client_privacy cannot be used with {name} with distillation: the teachers are single clients' updates, "
-            "which have only a share of the noise; choose PerAda(distill=False), or set distillation.steps=0, "
-            f"{sample_level}"
-        )
-    if (modes := algorithm.modes) > 1:
-        raise ValueError(
-            f"client_privacy cannot be used with {name}(modes={modes}): a mode's mean is over a part of the "
-            f"clients, with a part of the noise; set modes=1, {sample_level}"
-        )
+        reason = "the teachers are single clients' updates, which have only a share of the noise; choose "
+        remedy = f"PerAda(distill=False), or set distillation.steps=0, {sample_level}"
+        refuse(f"{name} with distillation", reason + remedy)
+    if modes > 1:
+        reason = "a mode's mean is over a part of the clients, with a part of the noise; set modes=1"
+        refuse(f"{name}({modes=})", f"{reason}, {sample_level}")
 
 
 def only_the_mean_counts(rule: ServerRule) -> bool:

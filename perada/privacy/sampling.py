@@ -24,19 +24,17 @@ def poisson_batches(
     """Draw the batches of one client's run: each image is in each batch with probability ``sample_rate``.
 
     The draws are independent over images and steps (Poisson sampling, Abadi et al. 2016, section 3), so a batch has a
-    binomial number of images and may be empty. An empty batch is a step like any other: it is noise alone, and it is
-    counted. Those of each ``role`` that is trained, such as ``"local"``, are independent of the others', as the
-    composition of costs assumes. The indices are a pure function of the arguments, and a client must keep the seed to
-    itself, unless they are drawn securely, from a cryptographic generator: then no draw can be repeated.
+    binomial number of images and may be empty: a step like any other, of noise alone. Those of each ``role`` that is
+    trained, such as ``"local"``, are independent of the others', as the composition of costs assumes. Unless they are
+    drawn securely, the indices are a pure function of the arguments, and a client must keep the seed to itself.
 
-    Returns:
-        ``steps`` tensors of ascending indices below ``images``, int64, each of shape (batch,), where batch may be 0.
+    There are ``steps`` tensors of ascending indices below ``images``, int64, each of shape (batch,).
 
     >>> batches = poisson_batches(4, 1.0, 2, seed=0, role="local", round=0, client=0)
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    _check_images(images)
+    check_whole("images", images, hint="a client without images cannot take part")
     check_step(0.0, sample_rate, steps)
     source = generator(seed, f"poisson/{role}", round, client)
 
@@ -50,15 +48,12 @@ def poisson_batches(
 def shuffled_batches(
     images: int, batch_size: int, steps: int, *, seed: int, role: str, round: int, client: int, secure: bool = False
 ) -> list[Tensor]:
-    """Cut passes over a client's images, each in a new random order, into batches.
+    """Cut passes over a client's images, each in a new random order, into batches; none spans two passes.
 
-    The last batch of a pass may be smaller, and none spans two passes: an image is used at most once in each pass. That
-    earns no amplification. A pass is counted as one step at rate 1, for a neighbour in which an image is made void; an
-    image that is taken out would move others from batch to batch. There are :func:`passes` of them, and each round
-    begins with a new one. The arguments are those of :func:`poisson_batches`, with batches of B images, or of all n.
-
-    Returns:
-        ``steps`` tensors of indices below ``images``, int64, each of shape (batch,), batch from 1 to B.
+    An image is used at most once in each pass. That earns no amplification. A pass is counted as one step at rate 1,
+    for a neighbour in which an image is made void; an image that is taken out would move others from batch to batch.
+    There are :func:`passes` of them, and each round begins with a new one. The arguments and results are those of
+    :func:`poisson_batches`, with batches of B images, or of all n, the last of a pass perhaps smaller.
 
     >>> batches = shuffled_batches(5, 2, 4, seed=0, role="local", round=0, client=0)
     >>> [len(batch) for batch in batches], torch.cat(batches[:3]).sort().values.tolist()
@@ -76,7 +71,7 @@ def passes(images: int, batch_size: int, steps: int) -> int:
     >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
     [0, 1, 1, 2]
     """
-    _check_images(images)
+    check_whole("images", images, hint="a client without images cannot take part")
     check_whole("steps", steps, 0)
     check_whole("batch_size", batch_size)
     return math.ceil(steps / math.ceil(images / batch_size))
@@ -90,13 +85,9 @@ def expected_batch_size(images: int, sample_rate: float) -> float:
     >>> expected_batch_size(10, 0.25)
     2.5
     """
-    _check_images(images)
+    check_whole("images", images, hint="a client without images cannot take part")
     check_step(0.0, sample_rate, 0)
     return images * sample_rate
-
-
-def _check_images(images: int) -> None:
-    check_whole("images", images, hint="a client without images cannot take part")
 
 
 _BITS = 53  # of a float64's significand

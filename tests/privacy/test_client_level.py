@@ -152,7 +152,7 @@ def privatize(updates, received, max_norm, noise_multiplier, generators):
 def counted(level, updates, received, round, clients):
     """A round, counted and made private."""
     level.spend(level.cost(RoundPlan(round, tuple(clients), ())))
-    return level.privatized(updates, received, round, clients)
+    return level.privatized(Updates(updates), received, round, clients)
 
 
 def noise_of(result, received, clipped):
@@ -368,9 +368,9 @@ def test_what_cannot_be_used_is_refused():
         clip_updates(counters, counters, 1.0)
     with pytest.raises(ValueError, match="0 or more"):
         privatize(updates, received, 1.0, -1.0, None)
-    with pytest.raises(ValueError, match="4 generators for 5 clients"):
+    with pytest.raises(ValueError, match="generators and sums as 5 clients"):
         privatize(updates, received, 1.0, 1.0, sources(4))
-    with pytest.raises(ValueError, match="one of its own"):
+    with pytest.raises(ValueError, match="two clients share a generator"):
         privatize(updates, received, 1.0, 1.0, [random(0)] * 5)
 
 

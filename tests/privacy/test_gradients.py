@@ -13,8 +13,9 @@ from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.privacy import Privacy
-from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
-from perada.privacy.hooks import Factors
+from perada.privacy.gradients import Factors, Query, SampleGradients
+
+from .opacus_loop import OpacusGradients
 
 CLASSES = 4
 COUNTS = (3, 0, 2)
@@ -156,7 +157,7 @@ def test_folded_is_the_loop_over_images(kind, clipping):
         for gradient in image_gradients(net, asked, client)
     )
     bound = norms[len(norms) // 2]  # some are clipped, some are not
-    answer = FoldedGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)(asked)
+    answer = SampleGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)(asked)
     assert_same(answer, by_hand(net, asked, clipping, bound))
 
 
@@ -167,7 +168,7 @@ def test_folded_equals_opacus(kind, clipping, noise):
     net = model(kind)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     options = Privacy(0.0, max_norm=0.5, clipping=clipping)
-    answers = [make(options, Engine(net), False)(query(net, noise)) for make in (FoldedGradients, OpacusGradients)]
+    answers = [make(options, Engine(net), False)(query(net, noise)) for make in (SampleGradients, OpacusGradients)]
     assert_same(*answers)
     for key, value in net.state_dict().items():  # neither leaves a trace in the model
         assert torch.equal(value, before[key])
@@ -180,7 +181,7 @@ def test_folded_equals_opacus(kind, clipping, noise):
 def test_one_image_moves_the_sum_by_at_most_the_bound(kind, clipping):
     net = model(kind)
     bound = 0.05
-    gradients = FoldedGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)
+    gradients = SampleGradients(Privacy(0.0, max_norm=bound, clipping=clipping), Engine(net), False)
     asked, without = query(net), query(net)
     without.counts = (2, 0, 2)  # the first client without its last image
     sums = [{key: value[0] * asked.expected[0] for key, value in gradients(each).items()} for each in (asked, without)]
@@ -188,11 +189,11 @@ def test_one_image_moves_the_sum_by_at_most_the_bound(kind, clipping):
     assert 0.1 * bound < moved <= bound * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_an_image_that_breaks_is_left_out(engine, clipping):
     net = model("small")
-    gradients = engine(Privacy(0.0, max_norm=0.5, clipping=clipping), Engine(net), False)
+    gradients = SampleGradients(Privacy(0.0, max_norm=0.5, clipping=clipping, engine=engine), Engine(net), False)
     asked, without = query(net), query(net)
     asked.x[0, 2] = torch.inf
     without.counts = (2, 0, 2)
@@ -202,24 +203,26 @@ def test_an_image_that_breaks_is_left_out(engine, clipping):
         assert torch.allclose(value, answers[1][key], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("kind", ["small", "test_vit/full"])
 def test_only_what_is_asked_about_counts(engine, kind):
     """As in a phase of FedAlt, which trains the head alone: its norm alone is clipped."""
     net = model(kind)
     head = [key for key in parameter_keys(net) if key.startswith(("fc.", "head."))]
     asked = query(net, untrained=set(parameter_keys(net)) - set(head))
-    answer = engine(Privacy(0.0, max_norm=0.3), Engine(net), False)(asked)
+    answer = SampleGradients(Privacy(0.0, max_norm=0.3, engine=engine), Engine(net), False)(asked)
     assert set(answer) == set(head)
     assert_same(answer, by_hand(net, asked, "flat", 0.3))
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_physical_batch_changes_nothing(engine, size):
     net = model("test_vit/bottleneck")
     answers = [
-        engine(Privacy(0.0, max_norm=0.3, physical_batch_size=limit), Engine(net), False)(query(net, 0.5))
+        SampleGradients(Privacy(0.0, max_norm=0.3, physical_batch_size=limit, engine=engine), Engine(net), False)(
+            query(net, 0.5)
+        )
         for limit in (None, size)
     ]
     assert_same(*answers)
@@ -229,17 +232,17 @@ def test_dropout_is_each_clients_own_in_both():
     net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 32 * 32, CLASSES))
     net = insert_adapter(build_backbone(net, CLASSES), "full").model
     options = Privacy(0.0, max_norm=0.3)
-    assert_same(*(make(options, Engine(net), False)(query(net)) for make in (FoldedGradients, OpacusGradients)))
+    assert_same(*(make(options, Engine(net), False)(query(net)) for make in (SampleGradients, OpacusGradients)))
     dry = insert_adapter(build_backbone(nn.Sequential(nn.Flatten(), nn.Identity(), net[2]), CLASSES), "full").model
     with pytest.raises(AssertionError):  # and it was there
-        assert_same(FoldedGradients(options, Engine(net), False)(query(net)), by_hand(dry, query(dry), "flat", 0.3))
+        assert_same(SampleGradients(options, Engine(net), False)(query(net)), by_hand(dry, query(dry), "flat", 0.3))
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 def test_in_half_precision_the_bound_still_holds(engine):
     net = model("test_vit/lora")
     bound = 0.05
-    gradients = engine(Privacy(0.0, max_norm=bound), Engine(net), False)
+    gradients = SampleGradients(Privacy(0.0, max_norm=bound, engine=engine), Engine(net), False)
     with torch.autocast("cpu", torch.bfloat16):
         answer = gradients(query(net))
     for client, count in enumerate(COUNTS):
@@ -262,17 +265,17 @@ class Twice(nn.Module):
         return self.fc(self.inner(x.mean((2, 3))).tanh() + self.inner(pixels).tanh().mean(1))
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_layer_used_in_two_ways_and_one_not_at_all(engine, clipping):
     torch.manual_seed(0)
     net = insert_adapter(build_backbone(Twice(), CLASSES), "full").model
     asked = query(net)
-    answer = engine(Privacy(0.0, max_norm=0.2, clipping=clipping), Engine(net), False)(asked)
+    answer = SampleGradients(Privacy(0.0, max_norm=0.2, clipping=clipping, engine=engine), Engine(net), False)(asked)
     assert_same(answer, by_hand(net, asked, clipping, 0.2))
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_convolutions_whose_activations_are_channels_last(engine, padding):
     torch.manual_seed(0)
@@ -280,7 +283,7 @@ def test_convolutions_whose_activations_are_channels_last(engine, padding):
     net = nn.Sequential(*layers, nn.Conv2d(8, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
     net = insert_adapter(build_backbone(net, CLASSES), "full").model.to(memory_format=torch.channels_last)
     asked = query(net)
-    answer = engine(Privacy(0.0, max_norm=0.2), Engine(net, channels_last=True), False)(asked)
+    answer = SampleGradients(Privacy(0.0, max_norm=0.2, engine=engine), Engine(net, channels_last=True), False)(asked)
     assert_same(answer, by_hand(net, asked, "flat", 0.2))
 
 
@@ -294,11 +297,11 @@ def test_factors_whose_terms_cancel():
     assert torch.allclose(Factors(a, b, torch.Size([5, 6])).squares().double(), whole.square().sum((1, 2)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", [FoldedGradients, OpacusGradients])
+@pytest.mark.parametrize("engine", ["folded", "opacus"])
 def test_opacus_registry_stays_as_it_is(engine):
     from opacus.grad_sample import GradSampleModule
 
     before = dict(GradSampleModule.GRAD_SAMPLERS)
     net = model("small")
-    engine(Privacy(0.0), Engine(net), False)(query(net))
+    SampleGradients(Privacy(0.0, engine=engine), Engine(net), False)(query(net))
     assert before == GradSampleModule.GRAD_SAMPLERS

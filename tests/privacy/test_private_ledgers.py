@@ -26,7 +26,8 @@ from perada.algorithms import (
 from perada.core.rounds import Phase, make_plan
 from perada.data.batches.samples import RoundBatches
 from perada.privacy import Privacy, history_epsilon
-from perada.privacy.account import Account, Training
+from perada.privacy.account import Account
+from perada.privacy.rehearsal import Training
 
 from ..algorithms.problems import BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train

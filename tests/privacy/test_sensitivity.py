@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much one image changes a clipped sum, in networks and states that an attacker would choose."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,7 @@ from perada.engine import Engine
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.privacy import Privacy
 from perada.privacy.clipping import factors_of
-from perada.privacy.gradients import FoldedGradients, OpacusGradients, Query
-from perada.privacy.hooks import Factors, Whole
+from perada.privacy.gradients import Factors, Query, SampleGradients, Whole
 
 CLASSES, POSITIONS, WIDTH, IMAGES = 4, 16, 64, 6
 BOUND = 0.7
@@ -73,12 +74,12 @@ def query(net, scale, seed, without=None, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("engine", "clipping"),
-    [*((FoldedGradients, each) for each in ("flat", "per_layer", "automatic")), (OpacusGradients, "flat")],
+    list(product(("folded", "opacus"), ("flat", "per_layer", "automatic"))),
 )
 def test_one_image_changes_the_sum_by_its_bound_at_most(engine, clipping, dtype, kind, depth, scale):
     torch.manual_seed(0)
     net = insert_adapter(build_backbone(Cancelling(kind, depth).to(dtype), CLASSES), "full").model
-    gradients = engine(Privacy(0.0, max_norm=BOUND, clipping=clipping), Engine(net), False)
+    gradients = SampleGradients(Privacy(0.0, max_norm=BOUND, clipping=clipping, engine=engine), Engine(net), False)
     for seed in range(3):
         everyone = gradients(query(net, scale, seed, dtype=dtype))
         for without in (0, IMAGES - 1):
@@ -125,7 +126,7 @@ def test_parts_of_a_batch_add_up_in_double_precision():
     options = Privacy(0.0, max_norm=2.0**30, physical_batch_size=1)
     streams = Streams.derived(0, "dropout", clients=range(1))
     asked = Query(states, x, torch.zeros(1, 101, dtype=torch.long), (101,), streams, [torch.Generator()], [0.0], [1.0])
-    [weight] = [v for v in FoldedGradients(options, Engine(net), False)(asked).values() if v.dim() == 3]
+    [weight] = [v for v in SampleGradients(options, Engine(net), False)(asked).values() if v.dim() == 3]
     assert torch.equal(weight[0, 1], torch.full((4,), 0.5 * (2.0**25 + 100)))
 
 

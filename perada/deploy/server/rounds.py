@@ -84,20 +84,21 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
         states = [_row(recipe, got, client) for client in plan.clients]
         sent = stack(states) if states[0] else {}
         received = server.sending(plan, len(progress.roster))
+        updates = Updates(sent, everyone, len(plan.clients))
         if level is not None:
             level.spend(level.cost(plan))
-            sent = server.privatized(level, sent, received, plan, everyone)
+            updates = server.privatized(level, updates, received, plan)
             metrics |= level.metrics()
             progress.level = level.state_dict()
         elif sent:
             names = recipe.module.slot.parameters
-            far, _ = look_at(names, Updates(sent), received, plan, everyone, shown=False)
+            far, _ = look_at(names, updates, received, plan, everyone, shown=False)
             record.far = {progress.roster[client].name: times for client, times in far.items()}
         far_off = record.far if recipe.loop.refuse_far else {}
         rows = [row for row, one in enumerate(plan.clients) if progress.roster[one].name not in far_off]
         clients = [plan.clients[row] for row in rows]
         sizes = [progress.roster[client].size or 1 for client in clients]
-        updates = Updates(sent, everyone, len(plan.clients)).part(rows)
+        updates = updates.part(rows)
         with recipe.context():
             given = progress.done, clients, len(progress.roster), updates, sizes, images, report
             server.close(*given, noisy=level is not None)
