@@ -8,6 +8,9 @@ and a model that is moved or loaded anew takes it along.
 most taps of a kernel fall on padding. Such a convolution is a linear map of the whole image: for each output and input
 position the tap that joins them, or zero. As one matrix product it takes between a quarter and two thirds of the time
 (``python -m benchmarks small_maps``).
+
+**Strided depthwise convolutions in bfloat16.** On a CPU, oneDNN has no fast gradient of their images: it takes up to
+hundreds of times as long as in single precision, in which it is computed here.
 """
 
 import itertools
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
 
 LARGEST_WORK = 0.5
 """Multiplications of the matrix product, as a share of the convolution's nominal ones, up to which it is taken.
@@ -66,7 +70,11 @@ class FrozenConv2d(Frozen):
         half = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, conv.weight.dtype)
         dtype = torch.get_autocast_dtype(x.device.type) if half else x.dtype
         other = not half and conv.weight.dtype != dtype  # an error, which is torch's to raise
-        if other or torch.compiler.is_compiling() or is_hooked(conv) or not is_small_map(conv, x):
+        if other or torch.compiler.is_compiling() or is_hooked(conv):
+            return conv(x)  # type: ignore[no-any-return]  # a tensor
+        if dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
+            return _StridedDepthwise.apply(x, conv)  # type: ignore[no-any-return]  # a tensor
+        if not is_small_map(conv, x):
             return conv(x)  # type: ignore[no-any-return]  # a tensor
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         matrix, bias = self._matrix(conv, x.shape[2:], dtype, last)
@@ -108,6 +116,12 @@ def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
         return False
     pixels, taps = x.shape[2] * x.shape[3], conv.kernel_size[0] * conv.kernel_size[1]
     return pixels <= max(1, LARGEST_WORK * taps) and pixels * height * width <= LARGEST_MATRIX * taps
+
+
+def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
+    """Whether a CPU is slow at the gradient of such a convolution's images in bfloat16."""
+    strided = conv.stride != (1, 1) and 1 < conv.groups == conv.in_channels
+    return strided and x.device.type == "cpu" and conv.padding_mode == "zeros"
 
 
 def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
@@ -157,6 +171,23 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
 
 
 _Context = Any  # torch gives it no type
+
+
+class _StridedDepthwise(torch.autograd.Function):
+    """A frozen convolution as torch's own, with a gradient for its images that is computed in single precision."""
+
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, conv: nn.Conv2d) -> Tensor:
+        ctx.conv, ctx.size, ctx.dtype = conv, x.shape, x.dtype
+        out: Tensor = conv(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        conv: nn.Conv2d = ctx.conv
+        how = conv.stride, conv.padding, conv.dilation, conv.groups
+        inputs = conv2d_input(ctx.size, conv.weight.float(), gradient.float(), *how)
+        return inputs.to(ctx.dtype), None
 
 
 class FrozenBatchNorm(Frozen):

@@ -145,6 +145,27 @@ def test_small_maps_under_autocast_have_the_error_of_bfloat16_and_its_dtype(memo
         assert fold(nn.Sequential(conv.double()), random_only=True).model(x.double()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_gradient_of_a_strided_depthwise_convolution_is_as_exact_as_the_number_format(memory_format, autocast):
+    conv = nn.Conv2d(6, 12, 3, 2, 1, groups=6).requires_grad_(False)
+    conv.weight.copy_(conv.weight.bfloat16())  # a weight that both formats have
+    exact, half = copy.deepcopy(conv).double(), copy.deepcopy(conv).bfloat16()
+    conv = conv if autocast else half
+    x = torch.randn(4, 6, 9, 9).bfloat16().to(memory_format=memory_format)
+    x = (x.float() if autocast else x).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = FrozenConv2d(conv)(x)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, half(x.detach().bfloat16()))
+    assert type(out.grad_fn).__name__ == "_StridedDepthwiseBackward"
+    upstream = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, x, upstream)
+    inner = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(exact(inner), inner, upstream.double())
+    assert gradient.dtype == x.dtype
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-6 if autocast else 2**-8, atol=1e-6)
+
+
 def test_the_matrix_of_a_small_map_follows_the_weights():
     conv = nn.Conv2d(3, 2, 3, padding=1).requires_grad_(False)
     frozen, x = fold(nn.Sequential(conv), random_only=True).model, torch.randn(2, 3, 2, 2)
