@@ -108,8 +108,8 @@ class FedEnsemble(Around):
         first = unstack(initial)[0]
         if self.keeps == "ensemble":
             return self.base.kept(first, slot)
-        device = next(iter(first.values())).device
-        return self.base.kept(first, slot) | {BEST: {BEST: torch.zeros((), dtype=torch.long, device=device)}}
+        best = next(iter(first.values())).new_zeros((), dtype=torch.long)
+        return self.base.kept(first, slot) | {BEST: {BEST: best}}
 
     def broadcast(self, sending: Broadcast) -> State:
         """To each client its mode."""

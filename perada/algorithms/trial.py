@@ -4,6 +4,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -40,15 +41,7 @@ def try_rounds(
 ) -> None:
     """Go through two rounds of ``clients`` on made-up gradients, and look at all states that come out.
 
-    Args:
-        algorithm: Which; a copy of it is tried.
-        rule: The server's; where it refuses so few clients, the mean stands for it.
-        slot: Names of the trained tensors.
-        initial: The global state before the first round.
-        phases: Of a round.
-        num_clients: M.
-        clients: In a round; fewer are tried where they are large.
-        num_classes: K.
+    Copies are tried, with fewer clients where those are large; where the rule refuses so few, the mean stands for it.
 
     Raises:
         ValueError: If something fails or does not fit, with the name of the method.
@@ -86,15 +79,7 @@ def try_rounds(
         if update:
             weights = client_weights("uniform", some)
             turn = round, some, num_clients, slot, 0, global_state, Updates(update), weights, server_state
-            server = ServerStep(
-                *turn,
-                _TriedRule(rule),
-                lambda student, teachers, average_from=None: student,
-                lambda previous, models, images, labelled: (
-                    torch.full((len(next(iter(models.values()))), 1, num_classes), 0.5),
-                    torch.ones(1, num_classes) if labelled else None,
-                ),
-            )
+            server = ServerStep(*turn, _TriedRule(rule), lambda student, *_: student, partial(_predicted, num_classes))
             made = run("server_step", algorithm.server_step, server)
             _check_state(f"{name}.server_step", made, initial, partial=True)
             global_state, server_state = global_state | made, server.state
@@ -102,6 +87,14 @@ def try_rounds(
     if algorithm.inference == "personal":
         personal = run("personal", algorithm.personal, kept, global_state)
         _check_state(f"{name}.personal", personal, initial, len(some))
+
+
+def _predicted(
+    num_classes: int, previous: State, models: Mapping[str, Tensor], images: int, labelled: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Made-up predictions (C, 1, K) on one image, and its labels."""
+    found = torch.full((len(next(iter(models.values()))), 1, num_classes), 0.5)
+    return found, torch.ones(1, num_classes) if labelled else None
 
 
 class _Refused(ValueError):
@@ -174,10 +167,9 @@ class Rehearsal:
         changed: str = "",
         classes: int | None = None,
     ) -> None:
-        self.algorithm, self.kept, self.received, self.round, self._changed = algorithm, kept, received, round, changed
-        self._classes = classes
+        self.algorithm, self.kept, self.received, self.round = algorithm, kept, received, round
+        self._changed, self._classes, self.phase = changed, classes, ""
         self.states: Stacks = {role: clone(state) for role, state in opened.items()}
-        self.phase = ""
         self.queries: Counter[str] = Counter()
 
     def begin(self, phase: str, slot: Slot) -> None:

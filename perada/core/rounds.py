@@ -60,12 +60,9 @@ class Phase:
 class RoundPlan:
     """The clients of a round and their numbers of local steps.
 
-    Args:
-        round: Index of the round, from 0.
-        clients: Ids, by number of samples with the largest first (ties by id), so that the clients that are active in
-            any step are a prefix.
-        steps: ``steps[phase][i]`` local steps of ``clients[i]``; within a phase non-increasing along i.
-        lengths: Steps of each phase, where the longest clients are in another part of the round.
+    The clients stand by number of samples with the largest first (ties by id), so that those that are active in any
+    step are a prefix. ``steps[phase][i]`` are the local steps of ``clients[i]``, ``lengths`` the steps of each phase,
+    where the longest clients are in another part of the round.
     """
 
     round: int
@@ -88,10 +85,8 @@ class RoundPlan:
 class PrivateSampling:
     """How batches are drawn where training is private: anew for each stream, so that their costs compose.
 
-    Attributes:
-        streams: What draws batches of its own in each phase, such as ``("personal", "local")``.
-        sampling: ``poisson`` or ``shuffle``.
-        secure: Draw from the operating system's cryptographic generator instead of the run's seed.
+    ``streams`` are what draws batches of its own in each phase, such as ``("personal", "local")``; ``secure`` draws
+    come from the operating system's cryptographic generator instead of the run's seed.
     """
 
     streams: tuple[tuple[str, ...], ...]
@@ -159,10 +154,9 @@ def make_plan(
 def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
     """Divide the clients of a round among processes, so that all have about the same work.
 
-    The client with the most steps left to give comes first, and goes to the rank with the fewest so far (Graham, 1969,
-    "longest processing time": the busiest has at most 4/3 of what the best division gives it). Ties go to the client
-    that stands first, and to the lower rank. In the plan of each rank, its clients, if any, stand in the order of
-    ``plan``. All have as many cohort batches as the whole round, some of them without clients.
+    The client with the most steps left to give goes to the rank with the fewest so far (Graham, 1969), ties to the
+    lower rank. Each rank's clients, if any, stand in the order of ``plan``. All ranks have as many cohort batches as
+    the whole round, some of them without clients.
 
     >>> [own.clients for own in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
     [(4,), (7, 1)]
@@ -178,7 +172,7 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
 
 @dataclass(frozen=True)
 class Shares:
-    """A round's clients and who trains them: the whole plan, and the part of each rank, this process's among them."""
+    """A round's clients and who trains them: the whole plan, and the part of each rank."""
 
     plan: RoundPlan
     parts: tuple[RoundPlan, ...]

@@ -9,7 +9,6 @@ streams some would be the same.
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +19,8 @@ from torch import Tensor
 _GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of SplitMix64
 _WORDS = 624  # of 32 bits, in the state of torch's generator on the CPU, the Mersenne Twister mt19937
 _START = 24  # bytes before them: the seed, two flags and a position
+_LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
+"""SHA-256 of the words, each in 8 bytes with the lowest first, after the seed 5489 (Matsumoto and Nishimura, 1998)."""
 
 
 def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
@@ -85,13 +86,9 @@ def _state(seed: int, purpose: str, *ids: int) -> Tensor:
 @cache
 def _fresh_state() -> Tensor:
     """State of a generator that has drawn nothing; a RuntimeError if this torch lays it out in another way."""
-    seed = 5489
-    state = torch.Generator().manual_seed(seed).get_state()
-    words = [seed]  # Matsumoto and Nishimura (1998), as revised in 2002: init_genrand
-    for index in range(1, _WORDS):
-        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + index) % 2**32)
-    found = state[_START : _START + 8 * _WORDS].clone().view(torch.int64).tolist() if len(state) > 8 * _WORDS else []
-    if found != words or sys.byteorder != "little":
+    state = torch.Generator().manual_seed(5489).get_state()
+    words = state[_START : _START + 8 * _WORDS].numpy().tobytes()
+    if hashlib.sha256(words).hexdigest() != _LAYOUT:
         raise RuntimeError(
             f"torch {torch.__version__} lays out the state of its generator in a way that perada does not know; "
             "use a version of torch that perada was tested with"

@@ -242,13 +242,8 @@ ROWS = 2  # of a client: enough for a BatchNorm, few enough for a large model on
 def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str | None:
     """Compare a folded pass with one client after another.
 
-    Args:
-        model: The single model, whose trained layers have stacked twins.
-        x: Prepared images of some clients (C, B, ...), as training will see them; or texts.
-        channels_last: The memory format of the engine.
-
-    Returns:
-        Why the model cannot be folded; ``None`` if both agree, or nothing can be said.
+    The single model's trained layers have stacked twins; ``x`` are prepared images of some clients (C, B, ...), or
+    texts. It gives why the model cannot be folded; ``None`` if both agree, or nothing can be said.
     """
     found = _difference(model, x, channels_last, 1e-4)
     if found is None or found.startswith(FAILS):
@@ -282,10 +277,7 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
 
 
 def _repeats(engine: Engine, x: Tensor, training: bool) -> bool:
-    """Whether passes that differ in nothing but torch's global stream give the same; not if they fail.
-
-    Training mode fails where a BatchNorm gets one image.
-    """
+    """Whether passes that differ in torch's global stream alone give the same; not if they fail, as of one image."""
     try:
         return torch.equal(_logits(engine, x, training), _logits(engine, x, training, seed=1))
     except Exception:  # whatever a network does

@@ -24,9 +24,8 @@ from torch.nn.grad import conv2d_input
 LARGEST_WORK = 0.5
 """Multiplications of the matrix product, as a share of the convolution's nominal ones, up to which it is taken.
 
-At 0.44 (3×3 on 2×2) and 0.36 (5×5 on 3×3) it is faster by 1.5 to 3.4 in both precisions; at 0.64 (5×5 on 4×4) the
-convolution is ahead by 1.1, at 1 (3×3 on 3×3) by 1.4 to 1.7. A map of one pixel is always a product, which is faster by
-2.2 to 4. Grouped convolutions stay, since their products are too small.
+At 0.44 (3×3 on 2×2) it is faster by 1.5 to 3.4, at 0.64 (5×5 on 4×4) the convolution is. A map of one pixel is always a
+product, which is faster by 2.2 to 4. Grouped convolutions stay, since their products are too small.
 """
 LARGEST_MATRIX = 4
 """Numbers of the matrix, as a multiple of the convolution's weights, up to which it is made."""

@@ -37,8 +37,7 @@ def fill_targets(model: nn.Module, name: str, head: str, config: PeftConfig, las
     takes what its paper does. In any other network they are all linear layers but the head, or all convolutions without
     groups but the first: the kind that holds more of the parameters. LN tuning takes all norms.
 
-    Raises:
-        ValueError: If there is no layer that the method adapts.
+    A ValueError if there is no layer that the method adapts.
     """
     check_last_blocks(last_blocks)
     within = reached(model, last_blocks)
@@ -61,11 +60,10 @@ def fill_targets(model: nn.Module, name: str, head: str, config: PeftConfig, las
             config.feedforward_modules = feedforward
     elif isinstance(model, CharLSTM):
         targets = linears
-    convolves = str(getattr(config.peft_type, "value", config.peft_type)) in CONVOLUTIONS
-    if not targets and not isinstance(config, LNTuningConfig):
-        targets = known if convolves and known else _main_layers(modules, linears) if convolves else linears
+    convolves, norms = _method(config) in CONVOLUTIONS, isinstance(config, LNTuningConfig)
+    if not targets and not norms:
+        targets = (known or _main_layers(modules, linears)) if convolves else linears
     if not targets:
-        norms = isinstance(config, LNTuningConfig)
         what = "normalisation layers" if norms else "layers and convolutions" if convolves else "layers"
         raise ValueError(
             f"{type(config).__name__} adapts {'' if norms else 'linear '}{what}, and backbone {name!r} has none for it "
@@ -116,10 +114,8 @@ def _unmistakable(model: nn.Module, targets: list[str]) -> list[str] | str:
     return targets
 
 
-def contiguous_only(config: PeftConfig) -> bool:
-    """Whether a method's convolutions fail on tensors in the memory format ``channels_last``, seen in PEFT 0.21."""
-    method = str(getattr(config.peft_type, "value", config.peft_type))
-    return method in {"BOFT", "OFT", "HRA"} or (isinstance(config, LoraConfig) and config.use_dora)
+def _method(config: PeftConfig) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 AdapterChoice = str | PeftConfig
@@ -175,8 +171,9 @@ class AdaptedModel:
 
     @property
     def channels_last(self) -> bool:
-        """Whether the adapter's convolutions run in that memory format."""
-        return not contiguous_only(self.config)
+        """Whether the adapter's convolutions run in that memory format, which some of PEFT 0.21 do not."""
+        dora = isinstance(self.config, LoraConfig) and self.config.use_dora
+        return not dora and _method(self.config) not in {"BOFT", "OFT", "HRA"}
 
 
 def adapter_names() -> list[str]:
@@ -222,8 +219,7 @@ def insert_adapter(
 
     Raises:
         ValueError: If the adapter or an option is unknown, fits nothing in the backbone, or trains what PEFT would not
-            save. The backbone may then be half adapted: build it anew.
-        TypeError: If ``adapter`` is neither a name nor a PEFT configuration.
+            save. The backbone may then be half adapted: build it anew. (A TypeError if it is no adapter at all.)
     """
     if hasattr(backbone.model, "peft_config"):
         raise ValueError(f"backbone {backbone.name!r} already holds an adapter: build a fresh one with build_backbone")
@@ -270,7 +266,6 @@ def insert_adapter(
 
 def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
     """Return the configuration to insert, with targets and head filled in."""
-    last_blocks = cast(int | None, options.get("last_blocks"))
     if isinstance(adapter, PeftConfig):
         if options:
             raise ValueError(f"options {sorted(options)} come with a PeftConfig: set them in the configuration itself")
@@ -282,25 +277,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     elif adapter not in adapter_names():
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
     else:
-        known = {field.name for field in fields(METHODS[adapter])} - INTERNAL if adapter in METHODS else set()
-        known |= set() if adapter == "head" else {"last_blocks"}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            choice = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"adapter {adapter!r} has no option {unknown[0]!r}: its options are {choice}")
-        hints = get_type_hints(METHODS[adapter]) if adapter in METHODS else {}
-        for name, value in options.items():
-            if name in hints.keys() - {"last_blocks"} and not is_of(value, hints[name]):
-                what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
-                raise ValueError(f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}")
-        if last_blocks is not None and options.get("target_modules") is not None:
-            raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
-        if adapter in METHODS:
-            ours = "last_blocks" in (field.name for field in fields(METHODS[adapter]))
-            given = options if ours else {name: value for name, value in options.items() if name != "last_blocks"}
-            config = METHODS[adapter](**cast(dict[str, Any], given))
-        else:
-            config = SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[backbone.head], last_blocks=last_blocks)
+        config = _named(adapter, options, backbone.head)
     if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
@@ -311,7 +288,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             "clients do not share; choose 'lora'"
         )
     if getattr(config, "target_modules", "unset") is None and not _chooses(config):
-        fill_targets(backbone.model, backbone.name, backbone.head, config, last_blocks)
+        fill_targets(backbone.model, backbone.name, backbone.head, config, cast(int | None, options.get("last_blocks")))
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
     if not isinstance(config, SelectiveConfig):
@@ -319,6 +296,25 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         saved = cast(list[str] | None, vars(config)["modules_to_save"])
         vars(config)["modules_to_save"] = list(dict.fromkeys([backbone.head, *(saved or [])]))
     return config
+
+
+def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
+    """The configuration of a named method, whose options are checked."""
+    hints = get_type_hints(METHODS[adapter]) if adapter in METHODS else {}
+    known = (hints.keys() - INTERNAL) | (set() if adapter == "head" else {"last_blocks"})
+    for name, value in sorted(options.items()):
+        if name not in known:
+            choice = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"adapter {adapter!r} has no option {name!r}: its options are {choice}")
+        if name in hints.keys() - {"last_blocks"} and not is_of(value, hints[name]):
+            what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
+            raise ValueError(f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}")
+    last_blocks = cast(int | None, options.get("last_blocks"))
+    if last_blocks is not None and options.get("target_modules") is not None:
+        raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
+    if adapter in METHODS:
+        return METHODS[adapter](**cast(dict[str, Any], {name: options[name] for name in options if name in hints}))
+    return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
 
 
 def _chooses(config: PeftConfig) -> bool:

@@ -25,7 +25,7 @@ from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
 from perada.models.unwrapping import IMAGE, return_logits, unwrapped
-from perada.models.weight_files import cached_file, load_weights, no_weights, require_hub
+from perada.models.weight_files import cached_file, load_weights, no_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -160,10 +160,8 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
         raise no_weights(name, "timm publishes none")
     if config.hf_hub_id and not config.custom_load:
         names = (config.hf_hub_filename,) if config.hf_hub_filename else ("model.safetensors", "pytorch_model.bin")
-        cached = cached_file(config.hf_hub_id, names)
-        if cached:
-            return {"file": cached}
-        require_hub(name)
+        cached = cached_file(name, config.hf_hub_id, names)
+        return {"file": cached} if cached else {}
     return {}
 
 
@@ -181,9 +179,12 @@ def _from_transformers(
     from transformers import AutoConfig, AutoModelForImageClassification
 
     source = pretrained if isinstance(pretrained, str) else name.removeprefix("hf:")
+    needed: list[tuple[str, ...]] = [("config.json",)]
+    if pretrained is not False:
+        needed.append(("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"))
+    local = Path(source).is_dir() or all(cached_file(name, source, names) for names in needed)
     # Code that comes with weights is never run: a name may stand in a file that somebody else wrote.
-    where: dict[str, Any] = {"local_files_only": _transformers_local(name, source, pretrained is not False)}
-    where["trust_remote_code"] = False
+    where: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **where)
         size = _set_up(config, name, num_classes, pretrained is not False, image_size, in_chans)
@@ -208,16 +209,6 @@ def _from_transformers(
         _check_loaded(name, heads[-1], report)
     return_logits(model, config.num_labels)
     return Backbone(model, name, heads[-1], _transformers_image_config(source, where, size, in_chans))
-
-
-def _transformers_local(name: str, source: str, weights: bool) -> bool:
-    """Return whether the hub need not be asked for ``source``; a FileNotFoundError if it has to be, and cannot."""
-    needed: list[tuple[str, ...]] = [("config.json",)]
-    needed += [("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")] if weights else []
-    if Path(source).is_dir() or all(cached_file(source, names) for names in needed):
-        return True
-    require_hub(name)
-    return False
 
 
 def _set_up(
@@ -270,8 +261,7 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
     from transformers import ImageProcessingMixin
 
     try:
-        local = where["local_files_only"]
-        processor, _ = ImageProcessingMixin.get_image_processor_dict(source, local_files_only=local)
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(source, **where)
     except OSError:
         processor = {}
     mean = _channels(processor.get("image_mean") or (0.5,), in_chans)
@@ -287,11 +277,8 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
 class ModelSpec:
     """A backbone with its adapter.
 
-    Attributes:
-        backbone, pretrained, image_size: As :func:`~perada.models.backbones.build_backbone` takes them.
-        num_classes: K.
-        adapter, train_backbone, adapter_options: As :func:`~perada.models.backbones.insert_adapter` takes them.
-        seed: The run's, from which the random initial values of head and adapter are derived.
+    It has what :func:`build_backbone` and :func:`~perada.models.adapted.insert_adapter` take. From the run's ``seed``
+    the random initial values of head and adapter are derived.
     """
 
     backbone: str | nn.Module

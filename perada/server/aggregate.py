@@ -35,15 +35,11 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
 
 
 class Updates(Mapping[str, Tensor]):
-    """What C clients sent, by name, each on the rank that trained it.
+    """What C ``clients`` sent, by name, each on the rank that trained it.
 
-    Reading a name brings its tensor (C, ...) to all ranks, so all must read it. :meth:`mean` moves only one state.
-
-    Args:
-        own: Stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
-        places: Which of the C clients they are, in order. Default: all.
-        clients: C.
-        ranks: The processes.
+    ``own`` is the stack (c, ...) of this rank's clients, which stand at ``places`` among all; with c = 0 the tensors
+    still have their shapes. Reading a name brings its tensor (C, ...) to all ranks, so all must read it. :meth:`mean`
+    moves only one state.
     """
 
     def __init__(

@@ -138,15 +138,10 @@ class Distiller:
     Attributes:
         options: How; in a round that is not to be distilled the student stays as it is.
         parameters: Names of the tensors to train.
-        data: Public images, and the server's validation set.
-        round: Counted from 0.
         seed: Of the student's dropout.
-        multilabel: Whether labels are 0/1 per class.
-        scales: The student's loss scale, in float16.
         progress: Wraps the steps in a progress bar.
         student: What was last distilled into, as it was before.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.
-        metrics: What was measured.
     """
 
     engine: Engine
@@ -164,13 +159,11 @@ class Distiller:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
-        """The refined state.
+        """The refined state; the ``student``, from which it starts, is not changed.
 
-        Args:
-            student: State to start from; it is not changed.
-            teachers: Stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
-            average_from: The result is the mean of the student's states after the steps whose index is at least this
-                share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
+        The teachers are a stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
+        With ``average_from`` the result is the mean of the student's states after the steps whose index is at least
+        this share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
         """
         self.student, device = student, next(iter(student.values())).device
         scales, refined = self.scales.open("student", 1, device), student
@@ -232,10 +225,9 @@ class Distiller:
         scales: LossScales | None = None,
         rows: int | None = None,
     ) -> State:
-        """The state after the student's steps, as of a call.
+        """The state after the student's steps, each on images (B, ...) and the teachers' mean logits (B, K).
 
-        A step takes images (B, channels, height, width) and the teachers' mean logits (B, K). Where its images
-        are divided among the ranks, ``rows`` is their number on all of them. In float16 the student has ``scales``.
+        Where images are divided among the ranks, ``rows`` is their number on all of them.
         """
         options, engine, training = self.options, self.engine, self.options.student_mode == "train"
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
