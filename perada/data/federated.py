@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import check_whole
+from perada.core.text import some
 from perada.data.batches.datasets import Kind, check_kind, check_label_kind, isolated_randomness, kind, length
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.sets.base import class_names
@@ -104,6 +105,23 @@ class FederatedData:
                 raise TypeError(
                     f"FederatedData: {name}={names!r} cannot be used; give a list of names, or leave it out"
                 )
+
+    def find(self, name: str | None) -> tuple[int, str]:
+        """The place and the name of one client: of the only one, whatever it is called then, or of that name.
+
+        Raises:
+            ValueError: If there is no such client, or it has no name.
+        """
+        names = list(map(str, self.client_names or ()))
+        if len(self.train) == 1:
+            if not (name or names):
+                raise ValueError("the client has no name; give one (name=, --client)")
+            return 0, name or names[0]
+        if name in names:
+            return names.index(name), name
+        which = "none is named" if name is None else f"{name!r} is none of them"
+        known = f"name one of {some(names)}, or give the images of one alone" if names else "name them"
+        raise ValueError(f"the data are of {len(self.train)} clients, and {which}; {known}")
 
     def with_datasets(self, made: Iterable[Dataset[Any]]) -> "FederatedData":
         """The same with other datasets, in the order of the fields."""

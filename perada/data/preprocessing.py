@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.batches import ImageConfig
 from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.text import some
+from perada.data.batches.datasets import as_labels, length, resolved
 from perada.data.batches.samples import MapStore
 from perada.data.batches.transforms import (
     Preparation,
@@ -26,7 +29,7 @@ from perada.data.batches.transforms import (
     read_image,
     resize_uint8,
 )
-from perada.data.federated import Checked
+from perada.data.federated import Checked, FederatedData
 from perada.data.sets.manifest import ImageFiles
 
 Kind = Literal["uint8", "float", "tokens"]
@@ -73,9 +76,8 @@ class Preprocessing:
         if self.kind != "uint8":
             return found
         steps = [{"size": [height, width], "rounded": rounded} for height, width, rounded in self.resize]
-        resized = {"resize": steps, "interpolation": _INTERPOLATION}
         values = {"mean": list(self.mean), "std": list(self.std), "full_scale": self.full_scale}
-        return found | {"channels": self.channels} | resized | values
+        return found | {"channels": self.channels, "resize": steps, "interpolation": _INTERPOLATION} | values
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "Preprocessing":
@@ -87,29 +89,23 @@ class Preprocessing:
             TypeError: If something is of another type.
         """
         check_choice("preprocessing: kind", record["kind"], get_args(Kind))
-        shape = tuple(record["shape"])
-        for side in shape:
+        shape, whole = tuple(record["shape"]), list(record["shape"])
+        if record["kind"] == "uint8":
+            steps = tuple(Resize(*step["size"], bool(step["rounded"])) for step in record["resize"])
+            whole += [record["channels"], *(side for step in steps for side in step[:2])]
+            for mean, std in zip(record["mean"], record["std"], strict=True):
+                check_number("preprocessing: mean", mean)
+                check_number("preprocessing: std", std, above=0)
+            check_choice("preprocessing: interpolation", record["interpolation"], [_INTERPOLATION])
+            check_full_scale(record.get("full_scale"))
+            if [len(shape), len(record["mean"])] != [3, shape[0]] or any(_is_uneven(step) for step in steps):
+                raise ValueError(f"preprocessing: mean={record['mean']} or resize={record['resize']} cannot be used")
+        for side in whole:
             check_whole("preprocessing: shape", side)
         if record["kind"] != "uint8":
             return cls(record["kind"], shape)
-        check_choice("preprocessing: interpolation", record["interpolation"], [_INTERPOLATION])
-        check_whole("preprocessing: channels", record["channels"])
-        steps = []
-        for step in record["resize"]:
-            height, width = step["size"]
-            check_whole("preprocessing: size", height)
-            check_whole("preprocessing: size", width)
-            steps.append(Resize(height, width, bool(step["rounded"])))
-            if not steps[-1].rounded and height != width:
-                raise ValueError(f"preprocessing: size={step['size']} is not square, and not rounded")
-        for mean, std in zip(record["mean"], record["std"], strict=True):
-            check_number("preprocessing: mean", mean)
-            check_number("preprocessing: std", std, above=0)
-        if len(shape) != 3 or len(record["mean"]) != shape[0]:
-            raise ValueError(f"preprocessing: shape={list(shape)} has no mean and std for each channel")
-        check_full_scale(record.get("full_scale"))
         values = tuple(record["mean"]), tuple(record["std"]), record.get("full_scale")
-        return cls("uint8", shape, record["channels"], tuple(steps), *values)
+        return cls("uint8", shape, record["channels"], steps, *values)
 
     def batch(self, images: Sequence[Any]) -> Tensor:
         """Make a batch (B, *shape) of images: paths, PIL images, arrays (H, W) or (H, W, Ch), tensors (Ch, H, W).
@@ -141,7 +137,13 @@ class Preprocessing:
         if x.dtype != torch.uint8 or self.kind != "uint8":
             return self._ready(x)
         if x.shape[0] != self.channels:
-            x = self._decoded(Image.fromarray(_for_pillow(x, self.channels)))
+            if x.shape[0] not in (1, 3, 4) or self.channels not in (1, 3):
+                raise ValueError(
+                    f"an image is uint8 of shape {tuple(x.shape)}, and the training images had {self.channels} "
+                    "channels; give as many"
+                )
+            pixels = x.cpu().permute(1, 2, 0).contiguous().numpy()
+            x = self._decoded(Image.fromarray(pixels[:, :, 0] if x.shape[0] == 1 else pixels))
         for height, width, rounded in self.resize:
             if rounded:
                 x = resize_uint8(x, (height, width))
@@ -161,16 +163,10 @@ class Preprocessing:
 
     def _tensor(self, image: Any) -> Tensor:  # noqa: ANN401
         """An image as a tensor: uint8 (Ch, H, W), or what is ready."""
-        if isinstance(image, str | Path):
-            self._check_decodes(f"{str(image)!r} is a file")
-            return read_image(image, "fix it, or leave it out", self._mode, self.full_scale)
-        if isinstance(image, Image.Image):
-            self._check_decodes("an image of Pillow was given")
-            return self._decoded(image)
+        deep = isinstance(image, np.ndarray) and image.dtype == np.uint16 and image.ndim == 2
+        if deep or isinstance(image, str | Path | Image.Image):
+            return self._decoded(Image.fromarray(image) if deep else image)
         if isinstance(image, np.ndarray):
-            if image.dtype == np.uint16 and image.ndim == 2:
-                self._check_decodes("an array of 16 bits was given")
-                return self._decoded(Image.fromarray(image))
             if image.ndim == 3 and not (image.shape[0] == self.shape[0] != image.shape[2]):
                 image = image.transpose(2, 0, 1)
             image = torch.from_numpy(np.array(image, order="C"))  # a copy, which may be written to
@@ -184,14 +180,11 @@ class Preprocessing:
             raise ValueError(f"an image is uint8 of shape {tuple(x.shape)}; give (channels, height, width)")
         return x
 
-    @property
-    def _mode(self) -> str:
-        return "L" if self.channels == 1 else "RGB"
-
-    def _decoded(self, image: Image.Image) -> Tensor:
-        return decode(image, self._mode, self.full_scale)
-
-    def _check_decodes(self, what: str) -> None:
+    def _decoded(self, image: str | Path | Image.Image) -> Tensor:
+        """A file or an image of Pillow, with the channels that the training images had."""
+        what = (
+            f"{str(image)!r} is a file" if isinstance(image, str | Path) else "an image of Pillow or 16 bits was given"
+        )
         if self.kind != "uint8":
             raise ValueError(
                 f"{what}, but the run was trained on {self.kind} samples that were ready for the model, and how they "
@@ -201,6 +194,10 @@ class Preprocessing:
             raise ValueError(
                 f"{what}, but the training images had {self.channels} channels; give uint8 tensors of so many"
             )
+        mode = "L" if self.channels == 1 else "RGB"
+        if isinstance(image, Image.Image):
+            return decode(image, mode, self.full_scale)
+        return read_image(image, "fix it, or leave it out", mode, self.full_scale)
 
     def _ready(self, x: Tensor) -> Tensor:
         """A sample that is ready for the model; a ValueError if it is not."""
@@ -221,15 +218,9 @@ def _is_float(image: Any) -> bool:  # noqa: ANN401
     )
 
 
-def _for_pillow(x: Tensor, channels: int) -> np.ndarray[Any, Any]:
-    """A uint8 image (Ch, H, W) as an array of Pillow's layout, to be given other channels."""
-    if x.shape[0] not in (1, 3, 4) or channels not in (1, 3):
-        raise ValueError(
-            f"an image is uint8 of shape {tuple(x.shape)}, and the training images had {channels} channels; give as "
-            "many"
-        )
-    array: np.ndarray[Any, Any] = x.cpu().permute(1, 2, 0).contiguous().numpy()
-    return array[:, :, 0] if x.shape[0] == 1 else array
+def _is_uneven(step: Resize) -> bool:
+    """Whether it is not to whole numbers, which are resized to squares alone."""
+    return not step.rounded and step.height != step.width
 
 
 def preprocessing_of(data: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
@@ -253,7 +244,72 @@ def _stored_size(data: Checked, size: int | None) -> tuple[int, int] | None:
     if size is None or not isinstance(data.train, MapStore):
         height, width = (data.image[0] if isinstance(data.train, MapStore) else data.train.images.shape)[-2:]
         return height, width
-    dataset: Dataset[Any] = data.train.datasets[0]
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return (dataset.size, dataset.size) if isinstance(dataset, ImageFiles) else None
+    base, _ = resolved(data.train.datasets[0])
+    return (base.size, base.size) if isinstance(base, ImageFiles) else None
+
+
+def joining_data(
+    data: FederatedData,
+    name: str | None,
+    preprocessing: Preprocessing,
+    classes: Sequence[str] | None,
+    num_classes: int,
+    multilabel: bool,
+) -> FederatedData:
+    """One client's images in memory, prepared as those of a run were, their labels numbered as the run's.
+
+    Args:
+        data: The client alone or, among others, the client called ``name``.
+        name: What the client is to be called; by default what the data call it.
+        preprocessing: Of the run.
+        classes: Names of the run's classes, if they have any.
+        num_classes: The run's number of classes K, or of labels.
+        multilabel: Whether the run's images may have several labels.
+
+    Raises:
+        ValueError: If the client, a class or the kind of labels is not known to the run, or there are no images.
+    """
+    place, name = data.find(name)
+    own = list(map(str, range(num_classes))) if classes is None else list(classes)
+    numbers = list(range(num_classes))
+    if data.classes is not None:
+        numbers = [_number(one, own) for one in data.classes]
+    elif data.num_classes not in (None, num_classes):
+        raise ValueError(
+            f"the data have {data.num_classes} classes without names, and the run has {num_classes}; name the "
+            "data's classes (classes=), or give data with the run's"
+        )
+
+    def read(part: Dataset[Any]) -> list[TensorDataset]:
+        samples = [part[index] for index in range(length(part))]
+        if not samples:
+            return []
+        images = torch.stack([preprocessing.stored(image) for image, _ in samples])
+        labels = as_labels(torch.stack([torch.as_tensor(label) for _, label in samples]))
+        known = range(len(numbers)) if labels.ndim == 1 else (0, 1)
+        fits = labels.ndim == 1 or labels.shape[1] == len(numbers)
+        if (labels.ndim == 2) != multilabel or not fits or labels.min() < known[0] or labels.max() > known[-1]:
+            kind = f"vectors of {num_classes} entries" if multilabel else f"{num_classes} classes"
+            raise ValueError(
+                f"the labels of the images, {labels.dtype} {tuple(labels.shape)} from {labels.min()} to "
+                f"{labels.max()}, do not fit those of the run, {kind}; correct them"
+            )
+        if not multilabel:
+            return [TensorDataset(images, torch.tensor(numbers)[labels])]
+        renumbered = labels.new_zeros(len(labels), num_classes)
+        renumbered[:, numbers] = labels
+        return [TensorDataset(images, renumbered)]
+
+    train, test = read(data.train[place]), read(data.test[place]) if data.test else []
+    if not train:
+        raise ValueError(f"client {name!r} has no training images; give some")
+    return FederatedData(train, test, num_classes=num_classes, classes=classes, client_names=[name])
+
+
+def _number(name: str, classes: Sequence[str]) -> int:
+    """The place of a class among those of the run."""
+    if name not in classes:
+        close = get_close_matches(name, classes, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the run's classes are {some(classes, 10)}"
+        raise ValueError(f"class {name!r} is unknown to the run; {hint}")
+    return classes.index(name)

@@ -11,7 +11,7 @@ from perada.algorithms.joining import algorithm_of, joining
 from perada.core.checks import check_number, check_whole
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.joining import joining_data
+from perada.data.preprocessing import joining_data
 from perada.lightning.callbacks import make_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
