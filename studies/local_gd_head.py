@@ -20,7 +20,7 @@ from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
 from perada.data.batches.transforms import prepare_images
-from perada.data.partitions.base import Split
+from perada.data.partitions import Split
 from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
 from perada.studies.local_gd_curves import Advance, Counts, Curves

@@ -19,7 +19,7 @@ from benchmarks.faults.outcomes import Campaign
 from perada.compare.results import Results
 from perada.core.files import sealed
 from perada.data import FromFile
-from perada.data.partitions.base import Split
+from perada.data.partitions import Split
 from perada.results.record import Record, read_records
 
 Read = Callable[[Path], Any]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from perada.core.batches import CohortBatch, EvalBatch, ImageConfig, one_of
-from perada.core.checks import check_choice, check_whole
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan, sample_cohort
 from perada.core.states import send
 from perada.data.batches.datasets import length
@@ -20,21 +20,14 @@ from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.items import as_pairs
-from perada.data.partitions.base import Partition
-from perada.data.partitions.division import Division, EvaluateOn, check_holdout, hold_out, positions
+from perada.data.partitions import Partition
+from perada.data.partitions.division import Division, hold_out, positions
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
 
+EvaluateOn = Literal["test", "validation"]
 Eligible = Callable[[Sequence[int]], Sequence[int]]
-_SUCH: dict[str, tuple[type, str]] = {
-    "data": (FederatedData, "FederatedData(train=[...])"),
-    "dataset": (ImageSet, "Digits()"),
-    "partition": (Partition, "Dirichlet(20, 0.1)"),
-    "public": (ImageSet, "Photographs()"),
-    "shifts": (Mapping, "{'noise': 'gaussian_noise'}"),
-}
-"""What an option must be, and an example."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -108,13 +101,24 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "refuse",
     ) -> None:
         super().__init__()
-        objects = {"data": data, "dataset": dataset, "partition": partition, "public": public, "shifts": shifts}
-        for name, value in objects.items():
-            if value is not None and not isinstance(value, _SUCH[name][0]):
-                raise TypeError(f"{name}={value!r} cannot be used; give such as {_SUCH[name][1]}, or leave it out")
+        for name, value, kind, such in (
+            ("data", data, FederatedData, "FederatedData(train=[...])"),
+            ("dataset", dataset, ImageSet, "Digits()"),
+            ("partition", partition, Partition, "Dirichlet(20, 0.1)"),
+            ("public", public, ImageSet, "Photographs()"),
+            ("shifts", shifts, Mapping, "{'noise': 'gaussian_noise'}"),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r} cannot be used; give such as {such}, or leave it out")
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
         check_whole("seed", seed, 0, most=None)
-        check_holdout(client_validation, evaluate_on)
+        check_number("client_validation", client_validation, least=0, below=1, hint="a share of the training images")
+        check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
+        if evaluate_on == "validation" and not client_validation:
+            raise ValueError(
+                "evaluate_on is 'validation' and client_validation is 0: say what share of their training images "
+                "clients hold out, for example client_validation=0.2"
+            )
         self.data, self.division = data, None
         if data is None:
             if dataset is None or partition is None:
@@ -356,11 +360,12 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: BatchT, dataloader_idx: int) -> BatchT:
         """Prepare a batch once it is on the device."""
-        return self.prepare(batch)
-
-    def prepare(self, batch: BatchT) -> BatchT:
-        """Make a batch on its device ready for the model (see :class:`.Preparation`); the Trainer's are so already."""
         return self.preparation(batch)
+
+    @property
+    def prepare(self) -> Preparation:
+        """Makes a batch on its device ready for the model; those of the Trainer are so already."""
+        return self.preparation
 
     def use_features(
         self, encode: Callable[[Tensor], Tensor] | None, size: int = 0, image: tuple[int, ...] = ()

@@ -91,7 +91,8 @@ class Preprocessing:
         check_choice("preprocessing: kind", record["kind"], get_args(Kind))
         shape, whole = tuple(record["shape"]), list(record["shape"])
         if record["kind"] == "uint8":
-            steps = tuple(Resize(*step["size"], bool(step["rounded"])) for step in record["resize"])
+            sizes = [(*step["size"], step["rounded"]) for step in record["resize"]]
+            steps = tuple(Resize(height, width, bool(rounded)) for height, width, rounded in sizes)
             whole += [record["channels"], *(side for step in steps for side in step[:2])]
             for mean, std in zip(record["mean"], record["std"], strict=True):
                 check_number("preprocessing: mean", mean)

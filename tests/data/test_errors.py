@@ -130,7 +130,9 @@ def test_labels_of_different_kinds(kind):
         FederatedData([kind(client(labels=torch.ones(4, 3, dtype=torch.bool)))]), "labels are torch.bool", TypeError
     )
     refused(
-        FederatedData([client(), client(labels=torch.ones(4))]), r"client 1: labels are torch.float32 \(4,\)", TypeError
+        FederatedData([client(), client(labels=torch.ones(4))]),
+        r"client 1, sample 0: labels are torch.float32: give integer classes",
+        TypeError,
     )
 
 
@@ -358,20 +360,29 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (([[0, 1], [2, 1]], [[0], [1]]), "gave clients 0 and 1 the training row 1; give each row to one client, once"),
-        (([[0], [1]], [[0], [3, 3]]), "gave client 1 twice the test row 3"),
+        (
+            ([[0, 1], [2, 1]], [[0], [1]]),
+            "gave the training row 1 to clients 0 and 1; give each row to one client, once",
+        ),
+        (([[0], [1]], [[0], [3, 3]]), "gave the test row 3 to clients 1 and 1"),
         (([[0], [6]], [[0], [1]]), r"gave client 1 the training row 6, and there are 6, .* positions in train\.labels"),
         (([[0], [1]], [[-1], [1]]), r"gave client 0 the test row -1, .* test\.labels"),
-        ((np.arange(6), np.arange(6)), "returned the number 0 as the training rows of client 0, .* return two lists"),
+        (
+            (np.arange(6), np.arange(6)),
+            r"returned, as the training rows of client 0, an array \(\) of int64; return two lists",
+        ),
         (([[0], [1], [2]],), "returned 3 values; return two lists"),
         ((np.zeros((2, 3), int),), "returned one ndarray; return two lists"),
         (([[0], [1]], [[0]]), "returned rows of 2 clients for training and of 1 for testing"),
-        (([[0.0], [1.0]], [[0], [1]]), "returned training rows of client 0 as float64; give whole numbers"),
+        (
+            ([[0.0], [1.0]], [[0], [1]]),
+            r"returned, as the training rows of client 0, an array \(1,\) of float64; return two lists",
+        ),
         (
             ([np.arange(6) < 3, [4]], [[], []]),
-            "returned training rows of client 0 as bool; give whole numbers .np.flatnonzero",
+            r"returned, as the training rows of client 0, an array \(6,\) of bool .np.flatnonzero makes rows",
         ),
-        (([[[0, 1]], [[2]]], [[], []]), r"returned an array of shape \(1, 2\) as the training rows of client 0"),
+        (([[[0, 1]], [[2]]], [[], []]), r"returned, as the training rows of client 0, an array \(1, 2\)"),
         (({0: [1]}, [[0]]), "returned the training rows as dict; return two lists"),
     ],
 )
@@ -379,6 +390,12 @@ def test_rows_of_a_partition_of_ones_own(rows, words):
     with pytest.raises((ValueError, TypeError), match=rf"^Rows\.split {words}") as caught:
         FederatedDataModule(dataset=Own(GOOD), partition=Rows(*rows)).setup()
     assert "\n" not in str(caught.value)
+
+
+def test_a_partition_may_give_no_test_rows_at_all():
+    module = FederatedDataModule(dataset=Own(GOOD), partition=Rows([[0, 2], [1]], []))
+    assert module.partition_dict()["test"] == []
+    assert module.val_dataloader() == []
 
 
 def test_a_partition_that_takes_other_arguments():

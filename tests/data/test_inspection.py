@@ -11,7 +11,7 @@ from perada.cli import main
 from perada.cli.data import shown
 from perada.data import Digits, Dirichlet, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
-from perada.data.partitions.base import ByDomain
+from perada.data.partitions import ByDomain
 from perada.data.partitions.division import Division
 
 from .miniatures import HOSPITALS, write_hospitals, write_jpeg, write_table

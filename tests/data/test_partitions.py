@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from perada.data import IID, ByDomain, Dirichlet, DominantClass, FromFile, Shards
-from perada.data.partitions.base import Split
-from perada.data.partitions.by_label import categories
+from perada.data.partitions import Split, categories
 from perada.data.partitions.shares import apportion, of_each_stratum, raise_to_minimum, whole_groups
 
 K = 10

@@ -16,8 +16,7 @@ from peft import PeftModel
 
 import perada
 from perada.core.files import KEY, check_sealed, sealed
-from perada.data.partitions import FromFile
-from perada.data.partitions.base import Split
+from perada.data.partitions import FromFile, Split
 from perada.results.clients import forget
 from perada.results.record import read_records
 from perada.results.run_file import READY, STAGE, finish, together

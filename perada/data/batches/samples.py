@@ -32,7 +32,6 @@ from perada.data.batches.datasets import (
     Source,
     as_labels,
     check_kind,
-    check_label_kind,
     declared_labels,
     isolated_randomness,
     kind,
@@ -83,26 +82,17 @@ class Samples(ABC):
 
 
 class TensorStore(Samples):
-    """Clients' samples as rows of one image tensor, of one source a client.
-
-    Raises:
-        ValueError: If a client's images have another shape or type than the first one's.
-        TypeError: If they are neither uint8 nor floating point nor int64 tokens.
-    """
+    """Clients' samples as rows of one image tensor, of one source a client; images and labels are of one kind."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         bases: dict[tuple[int, int], int] = {}  # of images and labels by id -> their first row in the concatenation
         images, labels, places = list[Tensor](), list[Tensor](), []
-        for client, source in enumerate(sources):
-            check_dtype(source.images)
+        for source in sources:
             base = id(source.images), id(source.labels)
             if base not in bases:
                 bases[base] = sum(map(len, images))
-                check_kind(client, kind(source.images), kind(sources[0].images))
                 images.append(source.images)
-                if source.labels is not None:
-                    labels.append(as_labels(source.labels))
-                    check_label_kind(client, labels[-1], labels[0])
+                labels += [] if source.labels is None else [as_labels(source.labels)]
             places.append(source.rows + bases[base])
         self.images = images[0] if len(images) == 1 else torch.cat(images)
         if self.images.dtype == torch.uint8 and self.images.ndim == 3:
@@ -205,20 +195,27 @@ Store = TensorStore | MapStore
 
 
 def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: int | None = None) -> Store:
-    """Choose the fast store if every dataset is tensors."""
-    sources = [tensor_source(dataset, labelled) for dataset in datasets]
-    for client, source in enumerate(sources):
-        if not labelled or source is None:
-            continue
-        if source.labels is None:
+    """Choose the fast store if all datasets are tensors of one kind; others are read item by item, or refused then.
+
+    Raises:
+        ValueError: If images have no labels, and need them.
+        TypeError: If images or labels are of a type that cannot be used.
+    """
+    found, kinds = [], set()
+    for client, dataset in enumerate(datasets):
+        source = tensor_source(dataset, labelled)
+        if source is None:
+            return MapStore(datasets, labelled, size)
+        found.append(source)
+        if labelled and source.labels is None:
             raise ValueError(f"client {client}: its images have no labels; give labelled ones, or leave the client out")
-        if source.labels.ndim == 1 and source.labels.is_floating_point():
-            raise TypeError(
-                f"client {client}: labels are {source.labels.dtype} {tuple(source.labels.shape)}, of no vectors; give "
-                "whole numbers (N,), a class for each image, or floats (N, K) of several labels each"
-            )
-    found = [source for source in sources if source is not None]
-    return TensorStore(found) if found and len(found) == len(sources) else MapStore(datasets, labelled, size)
+        check_dtype(source.images)
+        one = None if source.labels is None else as_labels(source.labels)
+        kinds.add((kind(source.images), one if one is None else kind(one)))
+        floating = one is not None and one.ndim == 1 and one.is_floating_point()
+        if floating or len(kinds) > 1:
+            return MapStore(datasets, labelled, size)
+    return TensorStore(found) if found else MapStore(datasets, labelled, size)
 
 
 class FeatureCache:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a set is divided: among clients and server, and into training and validation images."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.core.text import some
 from perada.data.batches.datasets import resolved
 from perada.data.federated import FederatedData
-from perada.data.partitions.base import Partition, Split, divide
+from perada.data.partitions import Assignment, Partition, Split
 from perada.data.partitions.shares import Array, hashed_share, whole_groups
 from perada.data.sets.base import ImageSet, checked_columns, class_names, split_of
 
@@ -119,6 +120,63 @@ def _split(images: ImageSet, index: Array) -> Split:
     return Split(images.labels.numpy()[index], index, rows, type(images).__name__)
 
 
+_RETURN = "return two lists, of the clients' training rows and of their test rows, each with one integer array a client"
+
+
+def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assignment:
+    """Each client's rows of both splits, as ``partition`` gives them.
+
+    Raises:
+        ValueError: If ``split`` takes other arguments, returns something else than rows for each client, a row that
+            there is not, or one twice; or if it refuses the data.
+        TypeError: If rows are not whole numbers.
+    """
+    who = f"{type(partition).__name__}.split"
+    try:
+        inspect.signature(partition.split).bind(train, test, seed)
+    except TypeError as error:
+        raise ValueError(
+            f"{who} is called with train, test and seed: {error}; define split(self, train, test, seed)"
+        ) from None
+    given = partition.split(train, test, seed)
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        what = f"{len(given)} values" if isinstance(given, tuple | list) else f"one {type(given).__name__}"
+        raise ValueError(f"{who} returned {what}; {_RETURN}")
+    rows = _rows(who, "training", given[0], len(train)), _rows(who, "test", given[1], len(test))
+    if len(rows[1]) not in (0, len(rows[0])):
+        raise ValueError(
+            f"{who} returned rows of {len(rows[0])} clients for training and of {len(rows[1])} for testing; give each "
+            "client an entry in both lists, an empty array where it has no test rows"
+        )
+    return rows
+
+
+def _rows(who: str, part: str, given: Any, size: int) -> list[Array]:  # noqa: ANN401  # whatever a partition gives
+    """The rows of each client, of which there are ``size``."""
+    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
+        raise ValueError(f"{who} returned the {part} rows as {type(given).__name__}; {_RETURN}")
+    clients = list(map(np.asarray, given))
+    for client, own in enumerate(clients):
+        if own.ndim != 1 or (len(own) and not np.issubdtype(own.dtype, np.integer)):
+            what = f"array {own.shape} of {own.dtype}" + " (np.flatnonzero makes rows of a mask)" * (own.dtype == bool)
+            raise TypeError(f"{who} returned, as the {part} rows of client {client}, an {what}; {_RETURN}")
+        wrong = own[(own < 0) | (own >= size)]
+        if len(wrong):
+            raise ValueError(
+                f"{who} gave client {client} the {part} row {wrong[0]}, and there are {size}, from 0; give "
+                f"positions in {'train' if part == 'training' else 'test'}.labels, not values of index"
+            )
+    flat = np.concatenate([np.array([], np.int64), *(own.astype(np.int64) for own in clients)])
+    twice = np.flatnonzero(np.bincount(flat) > 1)
+    if len(twice):
+        owners = np.repeat(np.arange(len(clients)), list(map(len, clients)))[flat == twice[0]].tolist()
+        raise ValueError(
+            f"{who} gave the {part} row {twice[0]} to clients {owners[0]} and {owners[1]}; give each row to one "
+            "client, once"
+        )
+    return np.split(flat, np.cumsum(list(map(len, clients)))[:-1]) if clients else []
+
+
 def positions(dataset: Dataset[Any]) -> list[int]:
     """Where the items of a dataset are in what it is a Subset of."""
     found: list[int] = resolved(dataset)[1].tolist()
@@ -151,20 +209,6 @@ def groups_of(dataset: Dataset[Any]) -> Array:
         )
     groups: Array = columns[base.group_column][rows]
     return groups
-
-
-EvaluateOn = Literal["test", "validation"]
-
-
-def check_holdout(share: float, evaluate_on: str) -> None:
-    """Refuse what is not a share, or would leave nothing to evaluate on."""
-    check_number("client_validation", share, least=0, below=1, hint="a share of each client's training images")
-    check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
-    if evaluate_on == "validation" and not share:
-        raise ValueError(
-            "evaluate_on is 'validation' and client_validation is 0: say what share of their training images clients "
-            "hold out, for example client_validation=0.2"
-        )
 
 
 def hold_out(

@@ -105,6 +105,14 @@ def deal(classes: Array, counts: Array, rng: np.random.Generator) -> list[Array]
     return np.split(row[order], np.cumsum(counts.sum(1))[:-1])
 
 
+def rows_of(values: Array, column: Array) -> list[Array]:
+    """The rows of a column, ascending, that have each of the ``values``, which are sorted."""
+    place = np.minimum(np.searchsorted(values, column), len(values) - 1)
+    known = np.flatnonzero(values[place] == column)
+    place = place[known]
+    return np.split(known[np.argsort(place, kind="stable")], np.cumsum(np.bincount(place, minlength=len(values)))[:-1])
+
+
 def whole_groups(groups: Array, counts: Sequence[int], rng: np.random.Generator, least: int = 0) -> list[Array]:
     """Draw disjoint parts of about ``counts`` rows, and the rest; the rows of a group are all in one of these.
 

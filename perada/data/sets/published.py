@@ -11,7 +11,7 @@ import numpy as np
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
-from perada.data.partitions.by_label import categories
+from perada.data.partitions import categories
 from perada.data.partitions.shares import Array, of_each_stratum, whole_groups
 from perada.data.sets.arrays import find_folder
 from perada.data.sets.base import Manifest
