@@ -15,7 +15,7 @@ from perada.core.files import writing
 from perada.core.text import printable, some
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
-from perada.data.partitions.base import Assignment, Split
+from perada.data.partitions import Assignment, Split
 from perada.data.partitions.division import Division
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
