@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perada.cli.demo import LINK, Loopback
+from perada.cli.flower import LINK, Loopback
 from perada.deploy.flower.app import write_app
 
 SITES = ("alpha", "beta", "gamma")
@@ -41,8 +41,8 @@ SERVER = """
 import time
 from flwr.app import Message, MessageType
 from flwr.serverapp import ServerApp
-from perada.deploy.flower.transport import packed
-from perada.deploy.flower.transport import FlowerTransport
+from perada.deploy.flower.app import packed
+from perada.deploy.flower.app import FlowerTransport
 
 app = ServerApp()
 

@@ -20,12 +20,10 @@ from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.server.progress import Progress, read_progress
-from perada.deploy.site.client import Client
-from perada.deploy.site.data import image_split, remember
+from perada.deploy.site.client import Client, image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
-from perada.deploy.site.state import STATE, Book, RunState, read_state
 from perada.deploy.site.worker import SiteWorker
+from perada.deploy.state import SITE_STATE, Book, Progress, RunState, read_progress, read_state
 from perada.privacy.accounting import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
@@ -212,7 +210,7 @@ def _models(recipe: Recipe, state: State) -> list[State]:
 def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]]]:
     """The site's personal model and the global one that it was last told, of its current run or another."""
     former = {path.stem: path for path in (given.state / "runs").glob("*.safetensors")}
-    state = read_state(given.state / STATE)[0] if (given.state / STATE).is_file() else None
+    state = read_state(given.state / SITE_STATE)[0] if (given.state / SITE_STATE).is_file() else None
     if run is not None and (state is None or state.run != run):
         if run not in former:
             raise ValueError(f"run={run!r} is none of the site's; `perada deploy status` lists them")
@@ -231,9 +229,9 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
 
 def _site_status(given: SiteFile) -> str:
     """What a site has trained and spent."""
-    if not (given.state / STATE).is_file():
+    if not (given.state / SITE_STATE).is_file():
         return f"Site {given.name} has trained nothing yet."
-    state, all_runs = read_state(given.state / STATE)
+    state, all_runs = read_state(given.state / SITE_STATE)
     former = [read_state(path)[0] for path in sorted((given.state / "runs").glob("*.safetensors"))]
     rows = [
         [one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)]

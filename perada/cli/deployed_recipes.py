@@ -20,7 +20,7 @@ from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
-from perada.deploy.site.data import only, remembered
+from perada.deploy.site.client import only, remembered
 from perada.deploy.site.file import SiteFile
 
 OF_ALL = "public public_fraction validation_fraction train_limit test_limit public_limit".split()

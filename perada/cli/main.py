@@ -35,7 +35,7 @@ DEPLOY: Tree = {
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or a recipe among sites here."),
     "status": ("cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
     "export": ("cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
-    "demo": ("cli.demo:demo", "Run three sites on this machine, with TLS and authentication."),
+    "demo": ("cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),
 }
 COMMANDS: Tree = {
     "fit": ("cli.main:run", "Train, for example: perada fit --config quickstart."),

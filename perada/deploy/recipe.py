@@ -18,6 +18,7 @@ from perada.algorithms import Broadcast, Stacks
 from perada.core.checks import check_whole
 from perada.core.states import State
 from perada.data import FederatedDataModule
+from perada.deploy.protocol import Terms
 from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
@@ -91,8 +92,8 @@ class Recipe:
         secure: dict[str, Any] = {name: own and replace(own, secure_rng=True) for name, own in sections.items()}
         return self.loop.settings_of(self.module, **{"storage": Storage("device")} | secure | changes)
 
-    def level(self, sites: int) -> ClientLevel | None:
-        """Privacy of whole clients in rounds of so many sites, at least; None where none is asked for.
+    def level(self, terms: Terms) -> ClientLevel | None:
+        """Privacy of whole clients in rounds on these terms; None where none is asked for.
 
         A target is calibrated for a site that takes part in every round.
         """
@@ -100,7 +101,7 @@ class Recipe:
         if options is None:
             return None
         level = ClientLevel(options, noise_for(options, self.rounds), self.loop.seed)
-        level.check(sites)
+        level.check(terms.min_sites)
         return level
 
     @cached_property

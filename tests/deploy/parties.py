@@ -9,16 +9,15 @@ from pathlib import Path
 import pytorch_lightning as pl
 
 from perada.algorithms import make_algorithm
-from perada.cli.demo import LINK
+from perada.cli.flower import LINK
 from perada.data import FederatedDataModule
 from perada.deploy.protocol import LocalTransport, Terms
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.site.client import Client
-from perada.deploy.site.data import only
+from perada.deploy.site.client import Client, only
 from perada.deploy.site.file import Limits
-from perada.deploy.site.state import Book
 from perada.deploy.site.worker import SiteWorker
+from perada.deploy.state import Book
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation

@@ -14,7 +14,7 @@ pytest.importorskip("cryptography", reason="keys need it: pip install 'perada[fl
 
 PROGRAM = """
 from pathlib import Path
-from perada.cli import demo
+from perada.cli import flower
 from perada.deploy.flower import running
 
 def begin(self, rounds):
@@ -26,10 +26,10 @@ def begin(self, rounds):
     self.port = 1
     print(self.folder, *(one.pid for one in self.processes.values()), flush=True)
 
-demo.Demo.begin = begin
+flower.Demo.begin = begin
 running.program = lambda name: Path("/bin/sleep")
-demo.run_app = lambda *_: running.follow(["301"], {})
-demo.run_demo(1)
+flower.run_app = lambda *_: running.follow(["301"], {})
+flower.run_demo(1)
 """
 
 

@@ -13,12 +13,11 @@ import yaml
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from perada.cli import demo as module
+from perada.cli import flower as module
 from perada.cli import main
-from perada.cli.demo import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
-from perada.cli.flower import recipe_digest
-from perada.deploy.server import progress as records
-from perada.deploy.site.state import STATE, Book, read_state
+from perada.cli.flower import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, recipe_digest, site_file
+from perada.deploy import state as records
+from perada.deploy.state import SITE_STATE, Book, read_state
 
 from .parties import Supervisor, Watched
 
@@ -46,7 +45,7 @@ class Killed(Watched, Demo):
         self.start("run", [sys.executable, "-c", PROGRAM, "deploy", "run", self.app, *words])
 
     def state(self, site):
-        return read_state(self.folder / f"state-{site}" / STATE)[0]
+        return read_state(self.folder / f"state-{site}" / SITE_STATE)[0]
 
     def hold(self, number):
         """Stop beta's worker in the middle of a round; its round cannot end before it goes on."""
@@ -112,7 +111,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
             book = Book(demo.folder / f"state-{site}")
             assert book.total.history(0) == {(0.0, 1.0): ROUNDS}  # one entry a round
             book.close()
-            assert sorted(path.name for path in book.folder.iterdir()) == ["lock", STATE]
+            assert sorted(path.name for path in book.folder.iterdir()) == ["lock", SITE_STATE]
         said = demo.log("worker-beta").read_text()
     assert said.count("train, round 1\n") >= 2  # asked again after the ClientApp's death, and not trained again
     here, expected = in_peace(tmp_path)
@@ -120,7 +119,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
     same(states["global"], expected["global"])
     assert untimed(over) == untimed(here)
     for site, state in sites.items():
-        other = read_state(tmp_path / f"state-{site}" / STATE)[0]
+        other = read_state(tmp_path / f"state-{site}" / SITE_STATE)[0]
         assert state.trained == other.trained == ROUNDS
         for role in other.kept:
             same(state.kept[role], other.kept[role])

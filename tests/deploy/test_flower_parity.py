@@ -12,11 +12,10 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
 from perada.cli import main
-from perada.cli.demo import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, run_demo, site_file
-from perada.cli.flower import recipe_digest
+from perada.cli.flower import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, recipe_digest, run_demo, site_file
+from perada.deploy import state as records
 from perada.deploy.flower.running import program
-from perada.deploy.server import progress as records
-from perada.deploy.site.state import STATE, read_state
+from perada.deploy.state import SITE_STATE, read_state
 
 from .parties import Watched
 
@@ -76,12 +75,12 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
         demo.start("run", [*words, f"{config} resume=true"])
         demo.wait_for(lambda: "| 1     |" in demo.log("run").read_text(), "run", "the table of rounds", 300)
         over, states = records.read_progress(demo.folder / "server")
-        sites = [read_state(demo.folder / f"state-{site}" / STATE)[0] for site in SITES]
+        sites = [read_state(demo.folder / f"state-{site}" / SITE_STATE)[0] for site in SITES]
     expected = local(here, 2)
     same(states["global"], expected[1]["global"])
     assert untimed(over) == untimed(expected[0])
     for site, state in zip(SITES, sites, strict=True):
-        other = read_state(here / f"state-{site}" / STATE)[0]
+        other = read_state(here / f"state-{site}" / SITE_STATE)[0]
         assert state.trained == other.trained == 2
         assert state.kept.keys() == other.kept.keys() != set()
         for role in other.kept:

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from perada.cli.demo import LINK, Loopback
+from perada.cli.flower import LINK, Loopback
 from perada.deploy.flower.keys import write_site_keys
 from perada.deploy.flower.running import program
 

@@ -13,14 +13,13 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from flwr.app import ConfigRecord, Context, Error, Metadata, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
-from perada.deploy.flower import transport
-from perada.deploy.flower.app import client_app
-from perada.deploy.flower.transport import FlowerTransport, packed, unpacked
+from perada.deploy.flower import app
+from perada.deploy.flower.app import FlowerTransport, client_app, packed, unpacked
 from perada.deploy.protocol import CODES, Failure
 
 
@@ -121,7 +120,7 @@ def test_replies_to_messages_of_before_do_not_put_the_deadline_off():
 
 
 def test_what_a_killed_supernode_took_with_it_is_sent_again(monkeypatch):
-    monkeypatch.setattr(transport, "CHECK", 0.05)
+    monkeypatch.setattr(app, "CHECK", 0.05)
     grid = Grid({"a": [None, b"A"], "b": [b"B"]})
     threading.Timer(0.3, lambda: setattr(grid.nodes[0], "last_activated_at", "one o'clock")).start()
     assert carried(grid).exchange(dict.fromkeys("ab", b"m"), 2, 60) == {"a": b"A", "b": b"B"}
@@ -129,7 +128,7 @@ def test_what_a_killed_supernode_took_with_it_is_sent_again(monkeypatch):
 
 
 def test_a_supernode_that_is_away_keeps_its_message(monkeypatch):
-    monkeypatch.setattr(transport, "CHECK", 0.05)
+    monkeypatch.setattr(app, "CHECK", 0.05)
     grid = Grid({"a": [None], "b": [b"B"]})
     threading.Timer(0.2, lambda: grid.nodes.pop(0)).start()
     assert carried(grid).exchange(dict.fromkeys("ab", b"m"), 2, 0.8) == {"a": Failure("late"), "b": b"B"}
@@ -159,9 +158,12 @@ def test_flowers_codes_are_ours_and_its_texts_are_not_read(caplog):
     "content",
     [
         RecordDict(),
-        RecordDict({"failure": ConfigRecord({"code": 99})}),
-        RecordDict({"failure": ConfigRecord({"code": "late"})}),
         RecordDict({"payload": ConfigRecord({"payload": b"x"})}),
+        RecordDict({"payload": ArrayRecord({"another": Array("uint8", (2,), "perada.bytes", b"\0x")})}),
+        *(
+            RecordDict({"payload": ArrayRecord({"payload": Array("uint8", (len(data),), kind, data)})})
+            for kind, data in (("perada.bytes", b""), ("perada.bytes", b"\x63"), ("numpy.ndarray", b"\0x"))
+        ),
         packed(b"x" * 101),
     ],
 )

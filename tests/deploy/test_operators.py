@@ -10,7 +10,7 @@ from perada.cli.deploy import shown_rounds
 from perada.cli.main import main
 from perada.deploy.protocol import Failure, LocalTransport, header_of
 from perada.deploy.site.file import Limits, read_site
-from perada.deploy.site.state import read_state
+from perada.deploy.state import read_state
 
 from .parties import Parties
 from .test_rounds import Troubled

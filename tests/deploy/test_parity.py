@@ -9,7 +9,7 @@ import torch
 
 from perada.algorithms import ALGORITHMS, FedEnsemble, PerAda
 from perada.data import FederatedData
-from perada.deploy.site.state import read_state
+from perada.deploy.state import read_state
 from perada.server.rules import FedAdam, Median
 
 from .parties import Parties

@@ -8,9 +8,8 @@ import shutil
 import pytest
 import torch
 
-from perada.deploy import files
+from perada.deploy import state as records
 from perada.deploy.protocol import Answer, Failure, LocalTransport, Terms, digest, header_of, pack, spec_of, unpack
-from perada.deploy.server import progress as records
 from perada.deploy.site.file import Limits
 from perada.privacy import ClientPrivacy
 from perada.server.rules import Median
@@ -133,13 +132,12 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
 
     def stopping(path, content, **options):
         calls.append(path.name)
-        if calls.count(records.STATE) == 4:  # each round is saved when it begins and when it ends
+        if calls.count(records.SERVER_STATE) == 4:  # each round is saved when it begins and when it ends
             raise Stopped
         real(path, content, **options)
 
     with monkeypatch.context() as patch:
-        for module in (records, files):
-            patch.setattr(module, "write_atomic", stopping)
+        patch.setattr(records, "write_atomic", stopping)
         with pytest.raises(Stopped):
             first.run()
     first.close()
@@ -198,12 +196,11 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
 
     killed = parties.coordinator(LocalTransport(workers))
     with monkeypatch.context() as patch:
-        for module in (records, files):
-            patch.setattr(module, "write_atomic", stopping)
+        patch.setattr(records, "write_atomic", stopping)
         with pytest.raises(Stopped):
             killed.run()
     killed.close()
-    again = parties.coordinator(LocalTransport(workers), resume=(tmp_path / "server" / records.STATE).exists())
+    again = parties.coordinator(LocalTransport(workers), resume=(tmp_path / "server" / records.SERVER_STATE).exists())
     again.run()
     assert equal(state(again), uninterrupted[0])
     assert {worker.book.rounds for worker in workers.values()} == {2}
@@ -334,9 +331,9 @@ def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
     coordinator = parties.coordinator(Troubled(parties.workers(), gone), min_sites=2, deadline=4)
     before = state(coordinator)
     coordinator.run()
-    assert coordinator.level.options.secure_rng
-    assert [len(coordinator.level.ledgers.server.history(client)) for client in range(3)] == [1, 1, 1]
-    assert [coordinator.level.ledgers.server.history(client)[1.0, 1.0] for client in range(3)] == [2, 2, 1]
+    assert coordinator.roster.level.options.secure_rng
+    assert [len(coordinator.roster.level.ledgers.server.history(client)) for client in range(3)] == [1, 1, 1]
+    assert [coordinator.roster.level.ledgers.server.history(client)[1.0, 1.0] for client in range(3)] == [2, 2, 1]
     moved = torch.cat([(value - before[key]).flatten() for key, value in coordinator.server.global_state.items()])
     # Two rounds' noise in the mean of 3 and of 2 sites; the clipped changes are at most 1e-3 long in all.
     expected = 1e-3 * math.sqrt(1 / 9 + 1 / 4)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from perada.cli.main import main
 from perada.deploy.site.file import Limits, read_site
-from perada.deploy.site.state import read_state
+from perada.deploy.state import read_state
 
 RECIPE = {
     "trainer": {"max_epochs": 1, "accelerator": "cpu"},

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.files import sync
 from perada.deploy.protocol import Answer, LocalTransport, Order, Refused, digest, header_of, pack, spec_of, unpack
-from perada.deploy.site.data import only
-from perada.deploy.site.state import Book, read_state
+from perada.deploy.site.client import only
+from perada.deploy.state import Book, read_state
 from perada.privacy import Privacy
 from perada.privacy.accounting import history_epsilon
 

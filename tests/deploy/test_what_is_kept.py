@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from perada.deploy import state as records
 from perada.deploy.protocol import TABLE, Failure, LocalTransport, header_of
-from perada.deploy.server import progress as records
-from perada.deploy.site.state import Book
+from perada.deploy.state import Book
 
 from .parties import Parties
 from .test_rounds import Troubled
@@ -22,7 +22,7 @@ def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
     progress.records = [records.Record(round, names, names, {}, {"hospital-1": math.inf}) for round in range(3000)]
     progress.history = [{"round": float(round), "a": math.inf, "b": math.nan, "c": 0.1} for round in range(3000)]
     records.write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
-    assert (tmp_path / records.STATE).stat().st_size > TABLE
+    assert (tmp_path / records.SERVER_STATE).stat().st_size > TABLE
     found, states = records.read_progress(tmp_path)
     assert found.records == progress.records and found.roster == progress.roster
     assert found.history[-1]["a"] == math.inf and math.isnan(found.history[0]["b"]) and found.history[7]["c"] == 0.1

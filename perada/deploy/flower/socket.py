@@ -5,7 +5,6 @@ A frame is a head of 15 bytes, the run's name and the payload. The head holds ``
 the place of a code in `CODES`), the length of the name and that of the payload. This module needs no other library.
 """
 
-import errno
 import logging
 import os
 import socket
@@ -165,11 +164,9 @@ class Listener(AbstractContextManager["Listener"]):
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.EINTR):
-                    time.sleep(0.1)
-                    continue
-                return
+            except OSError:  # too many files are open, or this is closed
+                time.sleep(0.1)
+                continue
             try:
                 message, run = read_frame(connection, self._most, STALLED)
                 if isinstance(message, Failure):

@@ -16,8 +16,18 @@ from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State
 from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
-from perada.deploy.server.progress import PASSING, STATE, Progress, Record, Roster, read_progress, write_progress
-from perada.deploy.server.rounds import PAUSE, ServerImages, ask, close_round, log_each, log_round, mean_scores
+from perada.deploy.server.rounds import (
+    PASSING,
+    PAUSE,
+    Roster,
+    ServerImages,
+    ask,
+    close_round,
+    log_each,
+    log_round,
+    mean_scores,
+)
+from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
 from perada.federation.server import Server
 from perada.federation.settings import check_rule
 from perada.privacy.rehearsal import check_client_level
@@ -47,7 +57,7 @@ class Coordinator:
         self.images = ServerImages(recipe.public, prepare)
         self._check()
         self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
-        if not terms.resume and (folder / STATE).exists():
+        if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
         if terms.resume:
@@ -60,14 +70,11 @@ class Coordinator:
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
             self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
-        self.level = recipe.level(terms.min_sites)
-        if self.level is not None and self.progress.level is not None:
-            self.level.load_state_dict(self.progress.level)
         transport.most = largest(recipe.template.sent)
         self.loggers = list(recipe.loggers)
         for row in self.progress.history:  # each start logs the whole run
             log_round(self.loggers, row)
-        self.roster = Roster(self.progress, terms, self.settings, recipe.data.batch_size, self.level)
+        self.roster = Roster(self.progress, terms, recipe)
 
     def _check(self) -> None:
         """Refuse, by a ValueError, what cannot be deployed."""

@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ from pytorch_lightning.loggers import Logger
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.rounds import batch_indices
+from perada.core.rounds import RoundPlan, batch_indices, make_plan
 from perada.core.states import State, send, stack, to_device
 from perada.data.batches.samples import make_store
 from perada.data.batches.transforms import Preparation
-from perada.deploy.protocol import Answer, Failure, Refused, Spec, Transport, digest, header_of, unpack
+from perada.deploy.protocol import STEPS, Answer, Failure, Refused, Spec, Terms, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
-from perada.deploy.server.progress import Member, Record, Roster
+from perada.deploy.state import Member, Progress, Record
 from perada.federation.metrics import Metric, spread
 from perada.federation.server import RoundReport, Server, look_at
 from perada.server import Updates
@@ -30,7 +30,95 @@ Facts = Mapping[str, Any]
 PAUSE = 0.5
 """Seconds between two attempts."""
 
+PASSING = ("late", "unreachable", "crashed", "busy")
+"""Codes after which a site may be asked again in the same round."""
+REPEAT = 10
+"""Rounds after which a site that could not be let in is asked once more; one that did not answer, in the next."""
+
 log = logging.getLogger("perada.deploy")
+
+
+class Roster:
+    """The sites of a run, whose numbers are their places in ``progress.roster``; ``outside`` are those not in it."""
+
+    def __init__(self, progress: Progress, terms: Terms, recipe: Recipe) -> None:
+        self.progress, self.terms = progress, terms
+        self.settings, self.batch_size, self.level = recipe.settings(), recipe.data.batch_size, recipe.level(terms)
+        if self.level is not None and progress.level is not None:
+            self.level.load_state_dict(progress.level)
+        self._turned_away: dict[str, int] = {}  # the round in which a site was last not let in
+        self.outside: dict[str, str] = {}  # why a site that is connected has not joined
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each site."""
+        return {member.name: number for number, member in enumerate(self.progress.roster)}
+
+    def newcomers(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that are to be asked to join now."""
+        known, done = set(self.numbers), self.progress.done
+        if len(known) >= self.terms.min_sites:
+            known |= {name for name, round in self._turned_away.items() if round <= done < round + REPEAT}
+        return sorted(set(names) - known)
+
+    def admit(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
+        """Let those of the newcomers join who answered as they should."""
+        progress = self.progress
+        for name in sorted({*answers, *failed}):
+            if reason := failed.get(name) or self._objection(answers[name]):
+                if reason not in PASSING:
+                    self._turned_away[name] = progress.done
+                self.outside[name] = reason
+                log.warning("site %s does not join: %s", name, reason)
+            else:
+                self.outside.pop(name, None)
+                progress.labels = answers[name].facts["labels"]
+                progress.roster.append(Member(name, answers[name].facts.get("size"), progress.done))
+
+    def _objection(self, answer: Answer) -> str:
+        """Why a site is not let in; empty if it is."""
+        labels, size = answer.facts.get("labels"), answer.facts.get("size")
+        if labels is None or self.progress.labels not in ("", labels):
+            return "it has other classes than the recipe, or the sites before it"
+        if size is None:
+            weighted = self.settings.weighting == "samples"
+            return "weighting='samples' needs its size, which it does not send" if weighted else ""
+        steps = sum(make_plan(0, [0], [size], self.settings.phases, self.batch_size).lengths) if size else 0
+        return "" if 0 < steps <= STEPS else f"it says that it has {size} images, which cannot be"
+
+    def eligible(self, names: Sequence[str]) -> list[int]:
+        """Numbers of the sites that may be asked, of those that are connected."""
+        roster, last = self.progress.roster, self.progress.done - 1
+        present = [number for number, member in enumerate(roster) if member.name in names and not member.left]
+        if self.level is not None:
+            present = self.level.affordable(present)
+        ready = [number for number in present if last < 0 or roster[number].late != last]
+        return ready if self.terms.late == "skip" and len(ready) >= self.terms.min_sites else present
+
+    def plan(self, clients: Sequence[int]) -> RoundPlan:
+        """A round of so many of the sites; those that do not say their size count as one image."""
+        sizes = [member.size or 1 for member in self.progress.roster]
+        return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
+
+    def lengths(self, clients: Sequence[int]) -> list[int]:
+        """Steps of each phase of the longest of ``clients``, if all of them say their sizes."""
+        sizes = [self.progress.roster[client].size for client in clients]
+        if self.settings.privacy is not None or any(size is None for size in sizes):
+            return []
+        return list(self.plan(clients).lengths)
+
+    def note(self, record: Record, got: Mapping[int, Answer]) -> None:
+        """Write down who took part, who was late and who is not to be asked any more."""
+        for client, answer in got.items():
+            member = self.progress.roster[client]
+            member.rounds += 1
+            member.epsilon = answer.facts.get("epsilon", member.epsilon)
+        for member in self.progress.roster:
+            code = record.failed.get(member.name)
+            if code in ("exhausted", "unapproved"):
+                member.left = code
+            if code in ("late", "busy"):
+                member.late = record.round
 
 
 def ask(

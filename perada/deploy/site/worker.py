@@ -25,9 +25,14 @@ from perada.deploy.protocol import (
 )
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
-from perada.deploy.site.state import Book, RunState
+from perada.deploy.state import Book, RunState
 from perada.federation.metrics import Scores
 from perada.privacy.protection import Protection
+
+SPENT = (
+    "another round would pass the largest ε that the recipe allows in this run, or the site in all runs together "
+    "(limits: max_epsilon; by default that of one whole run)"
+)
 
 
 class SiteWorker:
@@ -119,8 +124,10 @@ class SiteWorker:
         phases = len(client.settings.phases)
         refuse(len(order.lengths) not in (0, phases), f"{len(order.lengths)} lengths for {phases} phases")
         protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
-        sampling = self._check_limits(client, order, state, protection)
-        costs = client.costs(order, protection)
+        sampling = self._check_limits(state, protection)
+        costs = client.costs(order, protection, total)
+        if costs is None:
+            raise Refused(SPENT, "exhausted")
         done = client.train(order, given, state, protection)
         trained, facts = done.trained, {}
         if protection.images is None:
@@ -155,7 +162,7 @@ class SiteWorker:
         book.commit(state, total, book.rounds + 1, sampling)
         return reply
 
-    def _check_limits(self, client: Client, order: Order, state: RunState, protection: Protection) -> str | None:
+    def _check_limits(self, state: RunState, protection: Protection) -> str | None:
         """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
         rounds, runs, limits, sampling = self.book.rounds, self.book.runs, self.limits, self.book.sampling
         spent = limits.max_rounds is not None and rounds >= limits.max_rounds
@@ -167,11 +174,6 @@ class SiteWorker:
             mixed = sampling not in (None, drawn)
             refuse(mixed, f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}", "exhausted")
             sampling = drawn
-        text = (
-            "another round would pass the largest ε that the recipe allows in this run, or the site in all runs "
-            "together (limits: max_epsilon; by default that of one whole run)"
-        )
-        refuse(not client.affordable(order, protection, self.book.total), text, "exhausted")
         return sampling
 
     def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:

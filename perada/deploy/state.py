@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parties keep on their disks: a file of nested values and tensors each, written all at once.
+
+A site's has its personal state, its ledgers and its last reply; the server's its states, the sites that take part, and
+what happened in each round.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from perada.algorithms import Stacks
+from perada.core.files import FolderLock, write_atomic
+from perada.core.states import State
+from perada.deploy.protocol import header_of, pack
+from perada.privacy.accounting import Ledger
+
+SITE_STATE, SITE_FORMAT = "state.safetensors", 3
+SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 2, "metrics.csv"
+KeptT = TypeVar("KeptT")
+_TENSOR, _BYTES, _NUMBER = "$tensor", "$bytes", "$number"
+"""Keys of what stands in the header for what JSON does not know."""
+
+
+def write_kept(path: Path, kept: object, version: int, former: Path | None = None) -> None:
+    """Write a file that only its owner may read.
+
+    Args:
+        path: The file.
+        kept: Dictionaries, lists and dataclasses of numbers, texts, bytes and tensors.
+        version: Of its format.
+        former: Where the file that is replaced is kept; nowhere by default.
+    """
+    tensors: State = {}
+    header = {"format": version, "kept": _plain(kept, tensors)}
+    write_atomic(path, pack(header, tensors), private=True, former=former)
+
+
+def read_kept(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
+    """What ``build`` makes of the dictionary that :func:`write_kept` wrote, given as keywords.
+
+    Raises:
+        ValueError: If the file is damaged, or of another version's format.
+    """
+    content = path.read_bytes()
+    try:
+        header = header_of(content, len(content))
+        if header["format"] != version:
+            raise KeyError(f"format {header['format']}, this version reads {version}")
+        return build(**_kept(header["kept"], load(content)))
+    except Exception as error:  # whatever a damaged file gives
+        raise ValueError(
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: nothing else says "
+            "what was trained and spent"
+        ) from error
+
+
+def _plain(value: Any, tensors: State) -> Any:  # noqa: ANN401  # any of those
+    """A value in JSON's types; its tensors are added to those that there are."""
+    if isinstance(value, Tensor | bytes):
+        name = str(len(tensors))
+        tensors[name] = (
+            value if isinstance(value, Tensor) else torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
+        )
+        return {_TENSOR if isinstance(value, Tensor) else _BYTES: name}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NUMBER: str(value)}
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: _plain(one, tensors) for key, one in value.items()}
+    return [_plain(one, tensors) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _kept(value: Any, tensors: State) -> Any:  # noqa: ANN401  # likewise
+    """What :func:`_plain` made a value of; dataclasses are dictionaries."""
+    if isinstance(value, list):
+        return [_kept(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TENSOR}:
+        return tensors[value[_TENSOR]]
+    if value.keys() == {_BYTES}:
+        return tensors[value[_BYTES]].numpy().tobytes()
+    return float(value[_NUMBER]) if value.keys() == {_NUMBER} else {k: _kept(one, tensors) for k, one in value.items()}
+
+
+@dataclass
+class RunState:
+    """Where a site is in a run."""
+
+    run: str  # its id
+    recipe: str = ""  # its digest
+    client: int | None = None  # the site's number in it; None before it is known
+    round: int = -1  # the last that was trained, or one more than there are after the fine-tuning; -1 before the first
+    trained: int = 0  # how many rounds were
+    message: str = ""  # digest of what was last asked
+    reply: bytes = b""  # what was answered to it
+    account: dict[str, Any] | None = None  # state of the run's ledgers; None where training is not private
+    kept: Stacks | None = None  # what the client keeps, (1, ...) by role; None before the first round
+    tuned: Stacks | None = None  # what it fine-tuned after the last one, likewise
+    shared: State = field(default_factory=dict)  # the global state that the last round made; empty before it was told
+    scored: int = -1  # the last round after which it scored models; -1 before the first
+    score: str = ""  # digest of what was asked then
+    scores: bytes = b""  # what was answered to it
+    transport: str = ""  # what the transport called the run last, such as Flower's id
+
+
+class Book:
+    """The state folder of a site.
+
+    ``state.safetensors`` holds the run that was last trained, and what all runs together spent. A change is one
+    renaming: after a crash the file is the one before or the one after. ``runs/`` has the former runs.
+
+    Args:
+        folder: Is made for its owner alone, and locked.
+
+    Attributes:
+        total: What all runs have spent, as client 0; a round without privacy is one step without noise.
+        rounds: How many all runs have trained.
+        sampling: How private batches were drawn; None before the first.
+
+    Raises:
+        OSError: If another worker uses the folder, or others may write to it.
+        ValueError: If its file is not what was written, or is gone while those of former runs are there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = FolderLock(folder, "worker")
+        self.folder, self.total, self.rounds = folder, Ledger(), 0
+        self.sampling: str | None = None
+        self._run: str | None = None
+        try:
+            self.current()
+        except ValueError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._lock.close()
+
+    def current(self) -> RunState | None:
+        """The run that was last trained, whose totals are taken over; None if there is none."""
+        path = self.folder / SITE_STATE
+        if not path.exists():
+            if self._lock.marked or (self.folder / "runs").exists():
+                raise ValueError(
+                    f"{str(self.folder)!r} has lost its {SITE_STATE}, which says what was spent on these images; "
+                    "restore it from a copy"
+                )
+            return None
+        state, header = read_state(path)
+        self.total.load_state_dict(header["total"])
+        self.rounds, self.sampling, self._run = header["rounds"], header["sampling"], state.run
+        return state
+
+    def load(self, run: str) -> RunState:
+        """Where the site is in a run; at its beginning if it does not know it."""
+        current = self.current()
+        if current is not None and current.run == run:
+            return current
+        former = self.folder / "runs" / f"{run}.safetensors"
+        state = read_state(former)[0] if former.exists() else RunState(run)
+        if state.run != run:
+            raise ValueError(f"{str(former)!r} holds the run {state.run}; restore it from a copy")
+        return state
+
+    @property
+    def runs(self) -> list[str]:
+        """Ids of all runs that the site has trained in."""
+        former = {path.stem for path in (self.folder / "runs").glob("*.safetensors")}
+        return sorted(former if self._run is None else {*former, self._run})
+
+    def commit(self, state: RunState, total: Ledger, rounds: int, sampling: str | None) -> None:
+        """Write a run's state and the totals, all at once."""
+        former = None
+        if self._run not in (None, state.run):
+            (self.folder / "runs").mkdir(exist_ok=True, mode=0o700)
+            former = self.folder / "runs" / f"{self._run}.safetensors"
+        kept = {"state": state, "total": total.state_dict(), "rounds": rounds, "sampling": sampling}
+        write_kept(self.folder / SITE_STATE, kept, SITE_FORMAT, former)
+        self._lock.mark()
+        self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
+
+
+def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
+    """A run's state, and the ``total``, ``rounds`` and ``sampling`` of all runs; a ValueError if it is damaged."""
+
+    def build(state: dict[str, Any], **all_runs: Any) -> tuple[RunState, dict[str, Any]]:
+        Ledger().load_state_dict(all_runs["total"])
+        return RunState(**state), {name: all_runs[name] for name in ("total", "rounds", "sampling")}
+
+    return read_kept(path, SITE_FORMAT, build)
+
+
+@dataclass
+class Member:
+    """A site of the roster; its place there is its number in the run."""
+
+    name: str  # as the transport knows it
+    size: int | None  # training images; None where the site does not say
+    joined: int  # the first round that it could take part in
+    left: str = ""  # why it takes part no more; empty if it does
+    late: int = -1  # the last round in which it did not answer in time
+    rounds: int = 0  # that it took part in
+    epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
+
+
+@dataclass
+class Record:
+    """What happened in a round; sites go by their names."""
+
+    round: int  # counted from 0
+    asked: list[str] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)  # of whom the answer counted
+    failed: dict[str, str] = field(default_factory=dict)  # code of each other site
+    far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
+    outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined
+    void: str = ""  # why the global state stayed as it was; empty if it moved
+    seconds: float = 0.0  # from the first message to the new state
+    up: float = 0.0  # megabytes of replies
+    down: float = 0.0  # and of messages
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    run: str  # its id
+    recipe: str  # its digest
+    rounds: int
+    done: int = 0  # rounds that are over
+    tuned: bool = False  # whether the fine-tuning after them is
+    scored: int = -1  # the round after which models were last scored
+    roster: list[Member] = field(default_factory=list)  # all sites that ever joined, in the order of their numbers
+    labels: str = ""  # digest of the classes that all sites have
+    records: list[Record] = field(default_factory=list)  # of each round
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
+    asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
+    lengths: list[int] = field(default_factory=list)  # its phases' steps
+    plain: bool = False  # whether the tensors of the global state are laid out row by row
+    level: dict[str, Any] | None = None  # state of the privacy of whole clients
+
+
+def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
+    """Write the states of the server and how far it is, all at once, and the metrics beside them."""
+    if progress.history:  # first: a run that was killed in between writes them again
+        write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
+    write_kept(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
+
+
+def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
+    """What :func:`write_progress` wrote.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is damaged.
+    """
+    path = folder / SERVER_STATE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds no deployed run: it has no {SERVER_STATE}; give the folder of one"
+        )
+
+    def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
+        progress["roster"] = [Member(**member) for member in progress["roster"]]
+        progress["records"] = [Record(**record) for record in progress["records"]]
+        return Progress(**progress), states
+
+    return read_kept(path, SERVER_FORMAT, build)
+
+
+def _csv(history: list[dict[str, float]]) -> str:
+    """The rounds as a simulation's ``metrics.csv`` has them."""
+    text, names = io.StringIO(), sorted({name for row in history for name in row} - {"round", "step"})
+    writer = csv.DictWriter(text, ["epoch", "round", "step", *names], restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in history:
+        shown = {name: value for name, value in row.items() if not math.isnan(value)}
+        writer.writerow({"epoch": int(row["round"]), **shown})
+    return text.getvalue()
