@@ -139,7 +139,7 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     run = perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
     assert run.metrics == call(rounds=2, logger=False).metrics
     (saved,) = (tmp_path / "lightning_logs" / "version_0" / "checkpoints").glob("*.ckpt")
-    assert torch.load(saved, weights_only=True)["perada"]["history"] == run.metrics["rounds"]
+    assert torch.load(saved, weights_only=True)["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
     with pytest.raises(ValueError, match="has a FederatedLoop already"):
         perada.finetune(tiny.net(), tiny.data(), trainer=trainer, **options)
     with pytest.raises(ValueError, match=r"\['precision'\] cannot be used beside trainer="):

@@ -282,20 +282,20 @@ def test_results_of_a_comparison_do_not_reach_the_terminal_as_they_are(tmp_path,
 
 
 PARTS = {
-    "history/0": "../x",
-    "history/0/round": "../x",
+    "metrics/rounds/0": "../x",
+    "metrics/rounds/0/round": "../x",
     "step": "4",
-    "per_client": "<script>",
+    "metrics/clients": {"personal/local_test": "<script>"},
     "shifted": "x",
-    "measured": 3,
+    "metrics": 3,
     "federation": "x",
     "federation/rounds_done": "x",
     "federation/server": [1],
     "federation/clients": None,
     "federation/clients/rows": 5,
     "belongs": [],
-    "measured/by_round": {"round": 1},
-    "measured/by_round/0/round": "x",
+    "metrics/by_round": {"round": 1},
+    "metrics/by_round/0/round": "x",
     "belongs/adapter": torch.full((3, 3), torch.nan),
 }
 

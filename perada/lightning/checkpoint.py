@@ -329,5 +329,5 @@ def grown(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[st
             "noise and its ledgers are of these clients; start anew, or let the others join by perada personalize"
         )
     federation = saved["federation"] | {"tuned": None, "numbers": numbers}
-    nothing: dict[str, Any] = {key: {} for key in ("scores", "per_client", "per_class", "shifted", "measured")}
-    return saved | {"federation": federation} | nothing
+    metrics = {"rounds": saved["metrics"]["rounds"], "clients": {}}
+    return saved | {"federation": federation, "metrics": metrics, "scores": {}, "shifted": {}}

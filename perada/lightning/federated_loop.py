@@ -209,10 +209,9 @@ class FederatedLoop(pl.Callback):
         """Continue where a checkpoint ended."""
         with restoring():
             self.parts.federation.load_state_dict(saved["federation"])
-            known = saved["measured"]  # nothing where clients were added
-            self.measured.initial, self.measured.by_round = known.get("initial", {}), known.get("by_round", [])
             scoring.restore_scores(self.parts, saved)
-        self.history, self._step = saved["history"], saved["step"]
+        self.measured.restore(saved["metrics"])
+        self.history, self._step = saved["metrics"]["rounds"], saved["step"]
         self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
 
     on_validation_start = _begin
@@ -309,18 +308,14 @@ class FederatedLoop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Save the states of server and clients, and what they belong to."""
-        parts, module = self.parts, self.parts.module
+        parts = self.parts
         run_folder.journal_rounds_to_come(parts)
         checkpoint[CHECKPOINT_KEY] = {
             "federation": parts.federation.state_dict(),
-            "history": self.history,
+            "metrics": scoring.metrics_of(parts, self.history, self.measured),
             "step": self._step,
-            "scores": module.scores,
-            "per_client": module.per_client,
-            "measured": self.measured.state_dict()
-            | dict(details=module.details, partition=scoring.class_counts(parts)),
-            "per_class": module.per_class,
-            "shifted": module.shifted,
+            "scores": parts.module.scores,
+            "shifted": parts.module.shifted,
             "info": scoring.run_info(parts),
         } | checkpoints.described(parts)
 

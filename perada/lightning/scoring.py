@@ -21,6 +21,8 @@ from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import write_fitted
 
 History = list[dict[str, float]]
+DETAILS = ("predictions", "global/local_test")
+"""What :meth:`perada.federation.evaluation.Evaluation.details` gives."""
 
 
 @dataclass
@@ -45,9 +47,9 @@ class Measured:
         if parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step):
             self.initial = {name: _rounded(values) for name, values in evaluation.result()[1].items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {"initial": self.initial, "by_round": self.by_round}
+    def restore(self, metrics: dict[str, Any]) -> None:
+        """Continue where a checkpoint ended; with nothing where clients were added."""
+        self.initial, self.by_round = metrics.get("initial", {}), metrics.get("by_round", [])
 
     def write(self, parts: Parts, history: History) -> None:
         """Keep what each client scored, and write all there is so far into the run's folder, whatever loggers write."""
@@ -81,7 +83,8 @@ def metrics_of(parts: Parts, history: History, measured: Measured) -> dict[str, 
         "clients": clients | parts.federation.protection.epsilons(parts.data.num_clients),
         "per_class": {name: scores.tolist() for name, scores in module.per_class.items()},
         "shifts": module.shifted.get("kinds"),
-        **measured.state_dict(),
+        "initial": measured.initial,
+        "by_round": measured.by_round,
         "partition": class_counts(parts),
         **module.details,
     }
@@ -159,13 +162,19 @@ def score_shifts(parts: Parts) -> bool:
 
 def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
     """Take over the scores of a checkpoint, but for those of shifts where the data has others by now."""
-    module, shifted = parts.module, saved["shifted"]
-    module.per_class, module.details = saved["per_class"], saved["measured"].get("details", {})
-    forgotten = {} if shifted.get("of") == _described(parts) else shifted
-    for kind in ("scores", "per_client"):
-        own = forgotten.get(kind, {})
-        setattr(module, kind, {name: value for name, value in saved[kind].items() if name not in own})
-    module.shifted = {} if forgotten else shifted
+    module, metrics, shifted = parts.module, saved["metrics"], saved["shifted"]
+    current = shifted.get("of") == _described(parts)
+    others = {} if current else {**shifted.get("scores", {}), **shifted.get("per_client", {})}
+    module.scores = {name: value for name, value in saved["scores"].items() if name not in others}
+    module.per_client = {
+        name: torch.tensor(values, dtype=torch.double)
+        for name, values in metrics["clients"].items()
+        if name not in others and not name.startswith("privacy/")
+    }
+    classes = metrics.get("per_class", {})
+    module.per_class = {name: torch.tensor(values, dtype=torch.double) for name, values in classes.items()}
+    module.details = {name: metrics[name] for name in DETAILS if name in metrics}
+    module.shifted = shifted if current else {}
 
 
 def _described(parts: Parts) -> dict[str, str]:

@@ -38,12 +38,8 @@ PREVIOUS = "last.previous.ckpt"
 _RESTORING = "while a checkpoint's content took its place"
 _OTHER = "give another, or 'last' for the newest that is whole"
 _KINDS: dict[str, type | tuple[type, ...]] = {
-    "federation": dict,
-    "history": list,
     "step": int,
-    "scores": dict,
-    "per_client": dict,
-    **dict.fromkeys(("belongs", "measured", "per_class", "shifted", "info", "options"), dict),
+    **dict.fromkeys(("federation", "metrics", "scores", "shifted", "belongs", "info", "options"), dict),
 }
 
 
@@ -121,13 +117,16 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
     if saved is None:
         raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
     whole = isinstance(saved, dict) and all(isinstance(saved.get(name), kind) for name, kind in _KINDS.items())
-    whole = whole and all(isinstance(values, torch.Tensor) for values in saved["per_client"].values())
-    rows = saved["history"] if whole else []
-    whole = whole and all(isinstance(row, dict) and {"round", "step"} <= row.keys() for row in rows)
-    whole = whole and all(isinstance(value, int | float) for row in rows for value in row.values())
-    scored = saved["measured"].get("by_round", []) if whole else []
-    one_each = isinstance(scored, list) and all(isinstance(row, dict) for row in scored)
-    if not whole or not one_each or not all(isinstance(row.get("round"), int) for row in scored):
+    metrics = saved["metrics"] if whole else {}
+    rows: Any = metrics.get("rounds")
+    scored, clients = metrics.get("by_round", []), metrics.get("clients", ())
+    for listed in (rows, scored):
+        whole = whole and isinstance(listed, list) and all(isinstance(row, dict) for row in listed)
+    whole = whole and isinstance(clients, dict) and all(isinstance(values, list) for values in clients.values())
+    whole = whole and all({"round", "step"} <= row.keys() for row in rows) and "privacy" in saved["info"]
+    numbers = [*(row.values() for row in rows), *clients.values()] if whole else []
+    whole = whole and all(isinstance(value, int | float) for values in numbers for value in values)
+    if not whole or not all(isinstance(row.get("round"), int) for row in scored):
         raise ValueError(f"the checkpoint does not hold what perada writes; {_OTHER}")
     return cast(dict[str, Any], saved)
 
@@ -230,8 +229,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
             raise ValueError(f"{str(path)!r} was written with other {what}; {remedy}")
     with plain_data(str(path)):
         federation = _federation(path, saved, spec, adapted, algorithm)
-        metrics = _metrics(saved)
-    return Restored(adapted, *states_of(federation), federation.num_clients, metrics, info)
+    return Restored(adapted, *states_of(federation), federation.num_clients, saved["metrics"], info)
 
 
 def _spec(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> ModelSpec:
@@ -274,25 +272,6 @@ def _federation(
     find_clients(saved["federation"], path)
     federation.load_state_dict(saved["federation"] | {"privacy": None})
     return federation
-
-
-def _metrics(saved: dict[str, Any]) -> dict[str, Any]:
-    """``Run.metrics`` as of the checkpoint."""
-    measured, privacy = saved["measured"], saved["info"]["privacy"] or {}
-    clients = {name: values.tolist() for name, values in saved["per_client"].items()}
-    if "sample" in privacy:
-        clients |= {f"privacy/{ledger}_epsilon": privacy["sample"][ledger] for ledger in ("server", "release")}
-    if "client" in privacy:
-        clients["privacy/client_epsilon"] = privacy["client"]["epsilon"]
-    kept: dict[str, Any] = {
-        "rounds": saved["history"],
-        "clients": clients,
-        "per_class": {name: scores.tolist() for name, scores in saved["per_class"].items()},
-        "shifts": saved["shifted"].get("kinds"),
-        **{name: measured.get(name) for name in ("initial", "by_round", "partition")},
-        **measured.get("details", {}),
-    }
-    return {name: value for name, value in kept.items() if value or name in ("rounds", "clients")}
 
 
 def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None) -> Backbone:

@@ -117,7 +117,7 @@ def test_ckpt_path_last_goes_on_bit_for_bit(folder):
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--ckpt_path", "last"])
     paths = version(folder / "whole", 0), version(folder, 1)
     whole, resumed = (torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)["perada"] for path in paths)
-    assert whole["history"] == resumed["history"]
+    assert whole["metrics"] == resumed["metrics"]
     kept, other = whole["federation"]["clients"]["rows"], resumed["federation"]["clients"]["rows"]
     assert kept
     assert kept.keys() == other.keys()
@@ -135,7 +135,7 @@ def test_lightnings_default_checkpoint_is_found_too(folder):
     with pytest.warns(UserWarning, match="The dirpath has changed"):
         main(["fit", "--config", "tiny.yaml", "--ckpt_path=last", *checkpoint])
     saved = torch.load(version(folder, 1) / "checkpoints" / "epoch=1-step=4.ckpt", weights_only=True)
-    assert [record["round"] for record in saved["perada"]["history"]] == [0, 1]
+    assert [record["round"] for record in saved["perada"]["metrics"]["rounds"]] == [0, 1]
     main(["export", "lightning_logs/version_1", "--output", "out"])
     assert perada.Run.load("out").num_clients == 4
 

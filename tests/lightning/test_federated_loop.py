@@ -190,7 +190,7 @@ def test_checkpoint_holds_safe_types_and_no_backbone(tiny, tmp_path):
     assert saved["state_dict"] == {}
     assert saved["perada"]["federation"]["global"].keys() == {"7.weight", "7.bias"}
     assert len(saved["perada"]["federation"]["clients"]["rows"]) == 2
-    assert run.metrics["rounds"] == saved["perada"]["history"]
+    assert run.metrics["rounds"] == saved["perada"]["metrics"]["rounds"]
 
 
 def strip_weights(path):
@@ -283,7 +283,7 @@ def test_rounds_between_evaluations_and_one_at_the_end(tiny, tmp_path):
     assert rows(run_folder(tmp_path))[3]["global/global_test"] == pytest.approx(final)
     assert "global/global_test" not in rows(run_folder(tmp_path))[0]
     saved = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
-    assert saved["perada"]["history"] == run.metrics["rounds"]
+    assert saved["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
 
 
 def test_a_round_stopped_in_the_middle_counts_as_not_begun(tiny, tmp_path):

@@ -130,6 +130,6 @@ def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
     saved = torch.load(checkpoint, weights_only=True)
     del saved["perada"]["info"]["privacy"]
     torch.save(saved, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match=r"checkpoint' does not hold what perada writes \(KeyError: 'privacy'\)"):
+    with pytest.raises(ValueError, match="the checkpoint does not hold what perada writes"):
         main(["export", str(tmp_path / "checkpoint"), *out, "--format", "safetensors"])
     assert not (tmp_path / "out").exists()
