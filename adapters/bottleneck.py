@@ -7,8 +7,7 @@ from typing import Literal, cast
 from peft import PeftConfig
 from torch import nn
 
-from .added import AddedLayer, AddingModel
-from .blocks import check_last_blocks, reached
+from .added import AddedLayer, AddingModel, check_last_blocks, reached
 
 
 @dataclass

@@ -9,8 +9,7 @@ from typing import Any, Literal, cast
 from peft import PeftConfig
 from torch import nn
 
-from .added import AddedLayer, AddingModel
-from .blocks import check_last_blocks, own_modules, reached
+from .added import AddedLayer, AddingModel, check_last_blocks, own_modules, reached
 
 
 @dataclass

@@ -9,7 +9,7 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from .blocks import check_last_blocks, reached
+from .added import check_last_blocks, reached
 
 
 @dataclass

@@ -2,7 +2,6 @@
 """Federated algorithms, each a small class that says one client's math and the server's rule."""
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from perada.algorithms.perada import Ditto, PerAda
 from perada.algorithms.pfedme import PFedMe
 from perada.algorithms.sharing import FedAlt, FedBN, FedRep, FedSim, LGFedAvg, PartialSharing
 from perada.algorithms.standalone import Standalone
+from perada.core.checks import check_known
 
 __all__ = [
     "APFL",
@@ -88,11 +88,7 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
         return name
     if not isinstance(name, str):
         raise ValueError(f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm")
-    if name not in ALGORITHMS:
-        longer = [known for known in ALGORITHMS if name and known.startswith(f"{name}_")]
-        close = longer or get_close_matches(name, ALGORITHMS, 1)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(ALGORITHMS)}"
-        raise ValueError(f"algorithm={name!r} is unknown; {hint}")
+    check_known("algorithm", name, ALGORITHMS)
     try:
         return ALGORITHMS[name](**options)
     except TypeError as error:

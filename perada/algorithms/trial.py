@@ -79,7 +79,9 @@ def try_rounds(
         if update:
             weights = client_weights("uniform", some)
             turn = round, some, num_clients, slot, 0, global_state, Updates(update), weights, server_state
-            server = ServerStep(*turn, _TriedRule(rule), lambda student, *_: student, partial(_predicted, num_classes))
+            server = ServerStep(
+                *turn, _TriedRule(rule), lambda student, *_, **__: student, partial(_predicted, num_classes)
+            )
             made = run("server_step", algorithm.server_step, server)
             _check_state(f"{name}.server_step", made, initial, partial=True)
             global_state, server_state = global_state | made, server.state

@@ -10,7 +10,8 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import UnionType
@@ -131,6 +132,21 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}{_ending(hint)}")
 
 
+def check_known(name: str, value: object, known: Iterable[str], also: str = "") -> None:
+    """Refuse a name that is not ``known``: a ValueError with the names that are close, or else all of them.
+
+    >>> check_known("algorithm", "perda", ["perada", "ditto"])
+    Traceback (most recent call last):
+    ValueError: algorithm='perda' is unknown; did you mean 'perada'?
+    """
+    if value in (names := list(known)):
+        return
+    longer = [one for one in names if value and one.startswith(f"{value}_")]
+    close = longer or get_close_matches(str(value), names, 1)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(names)}{also}"
+    raise ValueError(f"{name}={value!r} is unknown; {hint}")
+
+
 def check_name(name: str, value: object, optional: bool = False) -> None:
     """Refuse, by a ValueError, what is not text of at least one letter (a path will do), or ``None`` if optional.
 
@@ -152,14 +168,9 @@ def _range(least: float | None, above: float | None, most: float | None, below: 
 
 
 def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:
-    leave = ", or leave it out" if optional else ""
-    raise ValueError(f"{name}={_short(value)} cannot be used; give {what}{leave}{_ending(hint)}")
-
-
-def _short(value: object) -> str:
-    """A value as it is written, cut off where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}…"
+    leave, text = ", or leave it out" if optional else "", repr(value)
+    short = text if len(text) <= 80 else f"{text[:60]}…"
+    raise ValueError(f"{name}={short} cannot be used; give {what}{leave}{_ending(hint)}")
 
 
 def _ending(hint: str) -> str:

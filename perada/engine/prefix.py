@@ -34,9 +34,7 @@ class Prefix:
     Attributes:
         shapes: Output of each constant module for one image, by path.
         needed: Paths of those whose outputs are the features.
-        image: Shape of one image.
         share: Share of a forward pass's floating-point operations that features save.
-        size: F.
         spoil: Whether outputs that nobody should look at are NaN, and blank images, while that is tried out.
     """
 
@@ -203,7 +201,7 @@ def _stand_for(prefix: Prefix, module: nn.Module, features: Tensor, x_R: Tensor)
 
 
 class _Output(NamedTuple):
-    """What a module gave in a pass: its shape, one number (R,) and the norm (R,) of each row, whether it may change."""
+    """What a module gave in a pass: its shape, one number and the norm of each row, whether it may change."""
 
     shape: torch.Size
     number: Tensor

@@ -13,7 +13,7 @@ from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
 from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
-from perada.adapters.blocks import check_last_blocks, plain_name, reached
+from perada.adapters.added import check_last_blocks, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.batches import ImageConfig

@@ -4,12 +4,11 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number, whole_share
+from perada.core.checks import check_known, check_number, whole_share
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, Mean, ServerRule, client_weights, mean
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
@@ -272,18 +271,12 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
 
 
 def make_rule(name: str | ServerRule) -> ServerRule:
-    """The rule called ``name`` with its default options. A :class:`ServerRule` is returned as it is.
-
-    Raises:
-        ValueError: If there is no such rule.
+    """The rule called ``name`` with its default options; a :class:`ServerRule` is returned as it is.
 
     >>> make_rule("trimmed_mean").trim
     0.1
     """
     if isinstance(name, ServerRule):
         return name
-    if not isinstance(name, str) or name not in SERVER_RULES:
-        close = get_close_matches(str(name), SERVER_RULES, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(SERVER_RULES)}, or a ServerRule"
-        raise ValueError(f"server_rule={name!r} is unknown; {hint}")
+    check_known("server_rule", name, SERVER_RULES, ", or a ServerRule")
     return SERVER_RULES[name]()

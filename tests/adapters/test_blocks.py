@@ -5,7 +5,7 @@ import pytest
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from perada.adapters import ResidualConfig
-from perada.adapters.blocks import reached
+from perada.adapters.added import reached
 from perada.core.states import trained_keys
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
