@@ -114,20 +114,16 @@ def shown(found: Inspection) -> str:
     """An inspection as text: a table, what there is, what must be fixed, what else is worth knowing."""
     lists = {
         "Cannot be read": found.broken,
-        "In the test split and in training": _pairs(found.leaks),
-        "Several clients have it": _pairs(found.shared),
-        "One client has it twice": _pairs(found.repeated),
+        "In the test split and in training": [" is ".join(pair) for pair in found.leaks],
+        "Several clients have it": [" is ".join(pair) for pair in found.shared],
+        "One client has it twice": [" is ".join(pair) for pair in found.repeated],
         "Only one client has it": [f"class {name}: {client}" for name, client in found.of_one_client],
         "Worth knowing": _notes(found),
     }
     template = (Path(__file__).parent / "inspection.txt.jinja").read_text(encoding="utf-8")
     made = jinja2.Environment(trim_blocks=True).from_string(template)
-    sizes = [
-        (name, values.min(), values.max(), f"{np.median(values):g}")
-        for name, values in zip(("width", "height"), found.sizes.T, strict=True)
-        if len(values)
-    ]
-    return made.render(found=found, table=_table(found), lists=lists, sizes=sizes, most=NAMES, printable=printable)
+    given = {"table": _table(found), "lists": lists, "most": NAMES, "printable": printable, "median": np.median}
+    return made.render(given, found=found)
 
 
 def _table(found: Inspection) -> str:
@@ -145,20 +141,21 @@ def _table(found: Inspection) -> str:
     if len(found.clients) > ROWS:
         rows.append([f"… {len(found.clients) - ROWS} more", *[""] * (len(header) - 1)])
     rows.append(row("all", *(part.sum(0).tolist() for part in (found.train, found.test, found.images))))
-    return f"{table(header, rows)}\n\nEach cell: training images / test images."
+    return table(header, rows)
 
 
 def _notes(found: Inspection) -> list[str]:
     """What does not stand in the way of a run."""
-    few = [name for name, (train, _) in zip(found.clients, found.images, strict=True) if train < FEW]
-    untested = [name for name, (_, test) in zip(found.clients, found.images, strict=True) if not test]
-    rare = [name for name, train in zip(found.classes, found.train.sum(0), strict=True) if train < FEW_OF_CLASS]
-    notes = list(found.notes)
-    if len(found.classes) == 1 and not found.several_labels:
-        notes.append(f"all images are of the class {found.classes[0]}: a run needs two classes at least")
-    notes += [f"fewer than {FEW_OF_CLASS} training images of the class: {some(rare, NAMES)}"] * bool(rare)
-    notes += [f"fewer than {FEW} training images: {some(few, NAMES)}"] * bool(few)
-    return notes + [f"no test images: {some(untested, NAMES)}"] * bool(untested)
+    one = len(found.classes) == 1 and not found.several_labels
+    notes = [f"all images are of the class {found.classes[0]}: a run needs two classes at least"] if one else []
+    for what, names, scarce in (
+        (f"fewer than {FEW_OF_CLASS} training images of the class", found.classes, found.train.sum(0) < FEW_OF_CLASS),
+        (f"fewer than {FEW} training images", found.clients, found.images[:, 0] < FEW),
+        ("no test images", found.clients, found.images[:, 1] == 0),
+    ):
+        if scarce.any():
+            notes.append(f"{what}: {some(np.array(names)[scarce].tolist(), NAMES)}")
+    return found.notes + notes
 
 
 def draw(found: Inspection, output: Path) -> None:
@@ -175,7 +172,3 @@ def draw(found: Inspection, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output):
         figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)
-
-
-def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"{one} is {other}" for one, other in pairs]

@@ -9,10 +9,10 @@ import io
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,13 +25,13 @@ from perada.core.text import some
 from perada.data.batches.transforms import WHOLE_SCALE, to_image
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
-from perada.data.sets.base import ImageSet
+from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
 
 
 @dataclass
 class Inspection:
-    """What was found.
+    """What was found; ``leaks`` and the like hold the names of two images that are the same to the last byte.
 
     Attributes:
         clients: Names of the clients, or their numbers.
@@ -42,9 +42,9 @@ class Inspection:
         sizes: Width and height (N, 2) of each image that can be read.
         modes: Numbers of images by Pillow's mode, such as ``RGB`` or ``I;16``, or by number of channels.
         broken: What is wrong with each file that cannot be read.
-        leaks: Test images that are training images too, to the last byte: the names of both.
-        shared: Training images of one client that another one has too, likewise.
-        repeated: Training images that a client has more than once, likewise.
+        leaks: Test images that are training images too.
+        shared: Training images of one client that another one has too.
+        repeated: Training images that a client has more than once.
         notes: What else was noticed.
         several_labels: Whether an image may have several labels.
     """
@@ -78,10 +78,11 @@ class Inspection:
 
 
 class _Seen(NamedTuple):
-    """One image: a hash of it, its width and height and its mode, or why it cannot be read."""
+    """One image: its name, a hash of it, its width and height and its mode, or why it cannot be read."""
 
-    digest: bytes
-    size: tuple[int, int] | None = None
+    name: str
+    digest: bytes = b""
+    size: tuple[int, int] = (0, 0)
     mode: str = ""
     error: str = ""
     frames: int = 1  # pictures in the file
@@ -115,8 +116,17 @@ def inspect_division(division: Division) -> Inspection:
     found = Inspection(clients, classes, tables[0], tables[1], images, np.empty((0, 2), np.int64))
     found.several_labels = any(part.labels is not None and part.labels.ndim == 2 for part in sets)
     found.notes = list(dict.fromkeys(" ".join(str(one.message).split()) for one in caught))
-    owners = [_owners(clients_of, len(part)) for part, clients_of in zip(sets, rows_of, strict=True)]
-    _read(found, sets, owners)
+    seen: list[list[_Seen]] = []
+    for part in sets:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            looked = pool.map(partial(_look, part), range(len(part)))
+            seen.append(list(tqdm(looked, total=len(part), desc="reading", leave=False, disable=None)))
+    found.broken = [one.error for one in chain(*seen) if one.error]
+    fine = [one for one in chain(*seen) if not one.error]
+    found.modes = Counter(one.mode for one in fine)
+    found.sizes = np.array([one.size for one in fine], dtype=np.int64).reshape(-1, 2)
+    found.notes += _of_files(fine, getattr(sets[0], "full_scale", None) or WHOLE_SCALE)
+    _compare(found, seen[0], seen[1], {row: client for client, rows in enumerate(rows_of[0]) for row in rows})
     return found
 
 
@@ -127,46 +137,22 @@ def _counts(part: ImageSet, rows: list[int], width: int) -> Array:
     return np.bincount(labels, minlength=width) if labels.ndim == 1 else labels.sum(0).astype(np.int64)
 
 
-def _owners(clients: list[list[int]], size: int) -> Array:
-    """The client (N,) of each image; -1 where it is nobody's."""
-    owners = np.full(size, -1)
-    for client, rows in enumerate(clients):
-        owners[rows] = client
-    return owners
+def _compare(found: Inspection, train: list[_Seen], test: list[_Seen], owners: dict[int, int]) -> None:
+    """Find images that are the same to the last byte; ``owners`` are the clients of the training images."""
+    known: dict[bytes, list[tuple[str, int | None]]] = defaultdict(list)  # names and owners of equal training images
+    for row, one in enumerate(train):
+        alike = known[one.digest]
+        if alike and not one.error:
+            same = owners.get(row) in {owner for _, owner in alike}
+            (found.repeated if same else found.shared).append((one.name, alike[0][0]))
+        alike.append((one.name, owners.get(row)))
+    found.leaks = [(one.name, known[one.digest][0][0]) for one in test if not one.error and one.digest in known]
 
 
-def _read(found: Inspection, sets: list[ImageSet], owners: list[Array]) -> None:
-    """Look at every image of the training and the test split."""
-    sizes = []
-    deep: list[int] = []
-    several: list[str] = []
-    known: dict[bytes, list[tuple[int, int, str]]] = defaultdict(list)  # split, owner and name of equal images
-    for split, (part, of) in enumerate(zip(sets, owners, strict=True)):
-        names = part.manifest.paths if isinstance(part, ImageFiles) else None
-        for row, seen in enumerate(_look(part)):
-            if seen.size is None:
-                found.broken.append(seen.error)
-                continue
-            sizes.append(seen.size)
-            found.modes[seen.mode] += 1
-            deep += [seen.brightest] * bool(seen.brightest)
-            several += [names[row]] if names and seen.frames > 1 else []
-            name = names[row] if names else f"{'training' if split == 0 else 'test'} image {row}"
-            known[seen.digest].append((split, int(of[row]), name))
-    found.notes += _of_files(deep, getattr(sets[0], "full_scale", None), several)
-    found.sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-    for alike in known.values():
-        train = [one for one in alike if one[0] == 0]
-        found.leaks += [(one[2], train[0][2]) for one in alike if one[0] == 1 and train]
-        for place, one in enumerate(train[1:], 1):
-            same = any(other[1] == one[1] for other in train[:place])
-            (found.repeated if same else found.shared).append((one[2], train[0][2]))
-
-
-def _of_files(deep: list[int], full_scale: float | None, several: list[str]) -> list[str]:
+def _of_files(fine: list[_Seen], white: float) -> list[str]:
     """What to say of images of more than 8 bits, and of files with several pictures."""
     notes = []
-    white = WHOLE_SCALE if full_scale is None else full_scale
+    deep, several = [one.brightest for one in fine if one.brightest], [one.name for one in fine if one.frames > 1]
     if deep and 2 * max(deep) < white:
         fits = 2 ** max(deep).bit_length() - 1
         notes.append(
@@ -178,33 +164,28 @@ def _of_files(deep: list[int], full_scale: float | None, several: list[str]) -> 
     return notes
 
 
-def _look(part: ImageSet) -> Iterable[_Seen]:
-    """Every image of a split, in order."""
-    look = partial(_look_at_file, part) if isinstance(part, ImageFiles) else partial(_look_at_item, part)
-    names: Iterable[Any] = part.manifest.paths if isinstance(part, ImageFiles) else range(len(part))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from tqdm(pool.map(look, names), total=len(part), desc="reading", leave=False, disable=None)
-
-
-def _look_at_file(part: ImageFiles, path: str) -> _Seen:
+def _look(part: ImageSet, row: int) -> _Seen:
+    """One image of a split."""
+    if not isinstance(part, ImageFiles):
+        item = part[row]
+        image = to_image(item[0] if isinstance(item, tuple) else item)
+        if image.ndim != 3:
+            raise ValueError(
+                f"{type(part).__name__} has no images, and only images can be looked at; give a set of images"
+            )
+        channels, height, width = image.shape
+        digest, mode = _digest(image.contiguous().view(torch.uint8).numpy().tobytes()), f"{channels} channel"
+        return _Seen(f"{split_of(part)}, image {row}", digest, (width, height), mode + "s" * (channels > 1))
+    name = part.manifest.paths[row]
     try:
-        part.read(path)
-        content = part.content(path)
-        with Image.open(io.BytesIO(content)) as image:
-            brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
-            return _Seen(_digest(content), image.size, image.mode, "", getattr(image, "n_frames", 1), brightest)
+        part.read(name)
+        content = part.content(name)
+        with Image.open(io.BytesIO(content)) as picture:
+            brightest = int(np.asarray(picture).max()) if picture.mode.startswith("I") else 0
+            frames = getattr(picture, "n_frames", 1)
+            return _Seen(name, _digest(content), picture.size, picture.mode, "", frames, brightest)
     except (OSError, ValueError) as error:
-        return _Seen(b"", error=str(error))
-
-
-def _look_at_item(part: ImageSet, row: int) -> _Seen:
-    item = part[row]
-    image = to_image(item[0] if isinstance(item, tuple) else item)
-    if image.ndim != 3:
-        raise ValueError(f"{type(part).__name__} has no images, and only images can be looked at; give a set of images")
-    content = image.contiguous().view(torch.uint8).numpy().tobytes()
-    channels, height, width = image.shape
-    return _Seen(_digest(content), (width, height), f"{channels} channel{'s' * (channels > 1)}")
+        return _Seen(name, error=str(error))
 
 
 def _digest(content: bytes) -> bytes:

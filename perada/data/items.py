@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from perada.core.text import some
 from perada.data.batches.datasets import as_labels, isolated_randomness, length, read_item, tensor_source
 from perada.data.federated import SCAN_LIMIT, FederatedData
 from perada.data.sets.base import ImageSet
@@ -31,7 +32,7 @@ class Pairs(Dataset[Any]):
         self,
         dataset: Dataset[Any],
         who: str,
-        keys: tuple[str, str | None] | None,
+        keys: tuple[str, ...] | None,
         numbers: dict[str, int] | None = None,
     ) -> None:
         self.dataset, self.who, self.keys, self.numbers = dataset, who, keys, numbers
@@ -41,37 +42,30 @@ class Pairs(Dataset[Any]):
         return length(self.dataset)
 
     def __getitem__(self, index: int) -> Any:  # noqa: ANN401 - an image, or an image and its label
-        image, label = self._entries(index)
-        if self.keys is not None and self.keys[1] is None:
-            return image
-        return image, label if self.numbers is None else self.number(label)
-
-    def label(self, index: int) -> Any:  # noqa: ANN401 - whatever the dataset gives
-        """One label as the dataset has it."""
-        return self._entries(index)[1]
+        image, *label = self.entries(index)
+        return (image, *(label if self.numbers is None else map(self.number, label))) if label else image
 
     def number(self, word: Any) -> int:  # noqa: ANN401
         """The class of a word; a ValueError if it is none of those known."""
         assert self.numbers is not None
         if not isinstance(word, str) or word not in self.numbers:
-            some = ", ".join(map(repr, list(self.numbers)[:5]))
             raise ValueError(
-                f"{self.who} has the label {word!r}, and the classes are {some}"
-                f"{', …' if len(self.numbers) > 5 else ''}: correct the label, or name all classes in classes"
+                f"{self.who} has the label {word!r}, and the classes are {some(list(map(repr, self.numbers)))}: "
+                "correct the label, or name all classes in classes"
             )
         return self.numbers[word]
 
-    def _entries(self, index: int) -> tuple[Any, Any]:
+    def entries(self, index: int) -> tuple[Any, ...]:
+        """An image, and its label as the dataset has it."""
         item = self.dataset[index]
         if self.keys is None:
             return item[0], item[1]
-        wanted = [key for key in self.keys if key is not None]
-        if not isinstance(item, Mapping) or not all(key in item for key in wanted):
+        if not isinstance(item, Mapping) or not all(key in item for key in self.keys):
             raise ValueError(
                 f"{self.who}, sample {index}: the item is {_shown(item)}, and the first one is a dict with "
-                f"{' and '.join(map(repr, wanted))}: give all items the same keys"
+                f"{' and '.join(map(repr, self.keys))}: give all items the same keys"
             )
-        return item[wanted[0]], item[wanted[1]] if len(wanted) > 1 else None
+        return tuple(item[key] for key in self.keys)
 
 
 @dataclass
@@ -81,13 +75,13 @@ class _Part:
     who: str
     dataset: Dataset[Any]
     labelled: bool
-    keys: tuple[str, str | None] | None = None
+    keys: tuple[str, ...] | None = None
     label: Any = None
     labels: list[Any] | None = None
 
-    @property
-    def pairs(self) -> Pairs:
-        return Pairs(self.dataset, self.who, self.keys)
+    def label_at(self, index: int) -> Any:  # noqa: ANN401 - whatever the dataset gives
+        """One label as the dataset has it."""
+        return Pairs(self.dataset, self.who, self.keys).entries(index)[1]
 
 
 def check_datasets(data: FederatedData) -> None:
@@ -103,17 +97,16 @@ def check_datasets(data: FederatedData) -> None:
                 f"FederatedData.{name} is a {type(sets).__name__}, and no list: give a list with one dataset per client"
             )
     for part in parts_of(data):
-        kind, base = type(part.dataset).__name__, _base(part.dataset)
+        base: Any = _base(part.dataset)
+        wrong = ""
         if isinstance(base, DataLoader):
-            raise TypeError(f"{part.who} is a {kind}, which has batches and no items: give its .dataset")
-        if isinstance(base, Mapping):
-            raise TypeError(f"{part.who} is a {kind} with {_keys(base)}, and no dataset: give one of its entries")
-        numbered = hasattr(type(base), "__len__") and hasattr(type(base), "__getitem__")
-        if not numbered or isinstance(base, IterableDataset):
-            raise TypeError(
-                f"{part.who} is a {kind}, whose items have no numbers: give a dataset with len() and [index], such as "
-                "a list of its items"
-            )
+            wrong = "which has batches and no items: give its .dataset"
+        elif isinstance(base, Mapping):
+            wrong = f"with {_keys(base)}, and no dataset: give one of its entries"
+        elif isinstance(base, IterableDataset) or not {"__len__", "__getitem__"} <= {*dir(type(base))}:
+            wrong = "whose items have no numbers: give a dataset with len() and [index], such as a list of its items"
+        if wrong:
+            raise TypeError(f"{part.who} is a {type(part.dataset).__name__}, {wrong}")
 
 
 def as_pairs(data: FederatedData, num_classes: int | None = None) -> FederatedData:
@@ -135,12 +128,9 @@ def as_pairs(data: FederatedData, num_classes: int | None = None) -> FederatedDa
         if first is None and all(part.keys is None for part in parts):
             return data
         for part in parts:
-            part.labels = _declared(part.dataset, part.keys and part.keys[1]) if part.labelled else None
-        if first is None:
-            classes = data.classes or _names(parts, num_classes or data.num_classes)
-        else:
-            _check_words(parts, first)
-            classes = data.classes or _words(parts)
+            part.labels = _declared(part.dataset, part.keys[-1] if part.keys else None) if part.labelled else None
+        words = None if first is None else _words(parts, first, read=not data.classes)
+        classes = data.classes or (_names(parts, num_classes or data.num_classes) if words is None else words)
     numbers = None if first is None else {word: number for number, word in enumerate(classes or ())}
     made = iter([_made(part, numbers) for part in parts])
     train, test = ([next(made) for _ in sets] for sets in (data.train, data.test))
@@ -152,10 +142,8 @@ def parts_of(data: FederatedData) -> list[_Part]:
     """All datasets, in the order of the fields."""
     parts = [_Part(f"client {client}: the training set", one, True) for client, one in enumerate(data.train)]
     parts += [_Part(f"client {client}: the test set", one, True) for client, one in enumerate(data.test)]
-    parts += [] if data.public is None else [_Part("the public set", data.public, False)]
-    return parts + (
-        [] if (one := data.server_validation) is None else [_Part("the server's validation set", one, True)]
-    )
+    server = ("the public set", data.public, False), ("the server's validation set", data.server_validation, True)
+    return parts + [_Part(who, one, labelled) for who, one, labelled in server if one is not None]
 
 
 def _base(dataset: Any) -> Any:  # noqa: ANN401
@@ -169,17 +157,15 @@ def _look(part: _Part) -> None:
         return
     item: Any = read_item(part.dataset, 0, part.who)
     if isinstance(item, Mapping):
-        label = _key(part.who, item, "label", LABEL_KEYS) if part.labelled else None
-        part.keys = _key(part.who, item, "image", IMAGE_KEYS), label
-    elif not part.labelled:
-        return
-    elif not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
+        part.keys = tuple(_key(part.who, item, what) for what in ("image", "label")[: 1 + part.labelled])
+    elif part.labelled and (not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2):
         raise TypeError(f"{part.who}, sample 0: the item is {_shown(item)}: give (image, label), or a dict of both")
-    part.label = part.pairs.label(0) if part.labelled else None
+    part.label = part.label_at(0) if part.labelled else None
 
 
-def _key(who: str, item: Mapping[str, Any], what: str, usual: tuple[str, ...]) -> str:
+def _key(who: str, item: Mapping[str, Any], what: str) -> str:
     """The key of an image or of a label."""
+    usual = IMAGE_KEYS if what == "image" else LABEL_KEYS
     here = [key for key in usual if key in item]
     if len(here) != 1:
         has = f"more than one {what}, {' and '.join(map(repr, here))}" if here else f"no {what}"
@@ -213,22 +199,21 @@ def _declared(dataset: Any, key: str | None) -> list[Any] | None:  # noqa: ANN40
     return None if values is None or len(values) != length(dataset) else list(values[:])
 
 
-def _check_words(parts: list[_Part], first: _Part) -> None:
-    """Refuse labels that are numbers at some and words at others."""
+def _words(parts: list[_Part], first: _Part, read: bool) -> list[str]:
+    """All words in their order; read sample by sample, within SCAN_LIMIT, where they are not declared.
+
+    Labels that are numbers at some and words at others are refused.
+    """
+    parts = [part for part in parts if part.labelled and length(part.dataset)]
     for part in parts:
-        if part.labelled and length(part.dataset) and not isinstance(part.label, str):
-            label = "" if part.label is None else f" such as {part.label!r}"
+        if not isinstance(part.label, str):
             raise ValueError(
-                f"{part.who} has labels that are not words{label}, and {first.who} has words such as {first.label!r}: "
-                "give words to all, or numbers to all"
+                f"{part.who} has labels that are not words, such as {part.label!r}, and {first.who} has words such as "
+                f"{first.label!r}: give words to all, or numbers to all"
             )
         if part.labels is not None and not all(isinstance(label, str) for label in part.labels):
             part.labels = None  # targets are not what the items have
-
-
-def _words(parts: list[_Part]) -> list[str]:
-    """All words in their order; read sample by sample, within SCAN_LIMIT, where they are not declared."""
-    unknown = [part for part in parts if part.labelled and part.labels is None]
+    unknown = [part for part in parts if part.labels is None and read]
     count = sum(length(part.dataset) for part in unknown)
     if count > SCAN_LIMIT:
         raise ValueError(
@@ -236,12 +221,11 @@ def _words(parts: list[_Part]) -> list[str]:
             "all: give classes, or the datasets an attribute targets"
         )
     for part in unknown:
-        part.labels = [part.pairs.label(index) for index in range(length(part.dataset))]
-    given = [(part.who, label) for part in parts for label in part.labels or ()]
-    wrong = next(((who, label) for who, label in given if not isinstance(label, str)), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong[0]} has the label {wrong[1]!r} among words: give a word to every sample")
-    return sorted({label for _, label in given})
+        part.labels = [part.label_at(index) for index in range(length(part.dataset))]
+        wrong = next((label for label in part.labels if not isinstance(label, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{part.who} has the label {wrong!r} among words: give a word to every sample")
+    return sorted({label for part in parts for label in part.labels or ()})
 
 
 def _names(parts: list[_Part], num_classes: int | None) -> list[str] | None:
@@ -250,7 +234,7 @@ def _names(parts: list[_Part], num_classes: int | None) -> list[str] | None:
     for part in parts:
         features = getattr(_base(part.dataset), "features", None)
         if part.labelled and part.keys is not None and isinstance(features, Mapping):
-            names = getattr(features.get(part.keys[1]), "names", None)
+            names = getattr(features.get(part.keys[-1]), "names", None)
             found += [] if names is None else [(part.who, list(names))]
     for who, names in found:
         if names != found[0][1]:

@@ -300,7 +300,8 @@ def test_tensors_are_found_behind_subsets_of_subsets():
 
 
 def test_names_say_what_was_asked_for():
-    assert repr(CIFAR10("x")) == "CIFAR10(root='x', train=True)"
+    assert repr(CIFAR10("x")) == "CIFAR10(root='x')"
+    assert repr(ImageFolder("x", size=8).with_split(False)) == "ImageFolder(root='x', size=8, train=False)"
 
 
 @pytest.mark.parametrize(("indices", "wrong"), [([0, 4], 4), ([1, -5], -5)])

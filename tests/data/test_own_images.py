@@ -266,7 +266,7 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
             r"has the field \{klass\}, which is unknown; did you mean \{class\}\?",
         ),
         (["a/b/1.jpg"], "{client}/*", ValueError, r"has no \{class\}: say where the class stands"),
-        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, "twice"),
+        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, r"the field \{class\}, twice; put \*"),
         (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not have the layout '\{class\}/\*'"),
         ([], "{class}/*", FileNotFoundError, "has no images: give a folder with .jpg"),
         (["x/a/1.jpg"], "{split}/{class}/*", ValueError, r"x/a/1\.jpg: the split 'x' is none of train, training, test"),

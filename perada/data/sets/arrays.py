@@ -83,13 +83,12 @@ class Downloadable(ImageSet):
             self._kind(self.root or "data", download=True)
 
     def _found(self) -> Path:
-        folder = self._folder()
-        if folder is None:
-            raise FileNotFoundError(
-                f"{type(self).__name__} is not in {' or '.join(map(str, self._places()))}: set root to the folder with "
-                "its files, or set download: true where there is a network"
-            )
-        return folder
+        if folder := self._folder():
+            return folder
+        raise FileNotFoundError(
+            f"{type(self).__name__} is not in {' or '.join(map(str, self._places()))}: set root to the folder with its "
+            "files, or set download: true where there is a network"
+        )
 
 
 class MNIST(Downloadable):
@@ -112,11 +111,7 @@ class MNIST(Downloadable):
 class FashionMNIST(MNIST):
     """Fashion-MNIST, 60,000 and 10,000 gray images of clothing, 28×28 (https://github.com/zalandoresearch/fashion-mnist).
 
-    Args:
-        root: Folder with the four idx files (.gz or not), or one that torchvision downloaded to. None: where Debian's
-            package dataset-fashion-mnist puts them, then ``data``.
-        download: Fetch the files to ``root`` if they are missing.
-        train: The training split, or else the test split.
+    Without ``root`` the files are where Debian's package dataset-fashion-mnist puts them, or in ``data``.
     """
 
     classes = tuple(published.FashionMNIST.classes)
@@ -213,10 +208,9 @@ class STL10(Downloadable):
     def _load(self) -> tuple[Tensor, Tensor | None]:
         folder, source = self._found(), self._kind.url
         part, count = ("train", 5000) if self.train else ("test", 8000)
-        if self.unlabelled:
-            return map_array(folder / "unlabeled_X.bin", (100_000, 3, 96, 96), source).mT, None
+        part, count = ("unlabeled", 100_000) if self.unlabelled else (part, count)
         images = map_array(folder / f"{part}_X.bin", (count, 3, 96, 96), source).mT  # columns come first
-        return images, map_array(folder / f"{part}_y.bin", (count,), source).long() - 1
+        return images, None if self.unlabelled else map_array(folder / f"{part}_y.bin", (count,), source).long() - 1
 
 
 class _TestSet(ImageSet):
@@ -293,8 +287,7 @@ class CIFAR10C(_TestSet):
         rows = slice(None) if self.severity is None else slice((self.severity - 1) * 10_000, self.severity * 10_000)
         labels = self._array(folder / "labels.npy", 50_000)[rows]
         images = torch.empty(len(files) * len(labels), 3, 32, 32, dtype=torch.uint8)
-        torch.cat([file[rows] for file in files], out=images)
-        return images, labels.repeat(len(files))
+        return torch.cat([file[rows] for file in files], out=images), labels.repeat(len(files))
 
 
 class Photographs(ImageSet):

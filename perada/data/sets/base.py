@@ -91,15 +91,18 @@ class ImageSet(Dataset[Any], ABC):
         """Return the training or the test split of the same set: what the class makes of the same arguments."""
         if train == self.train:
             return self
-        given = inspect.signature(type(self)).bind(*self._given[0], **self._given[1])
-        rest = [name for name, one in given.signature.parameters.items() if one.kind is one.VAR_KEYWORD]
-        if rest and "train" not in given.signature.parameters:  # it is an option of the class below
-            given.arguments[rest[0]] = given.arguments.get(rest[0], {}) | {"train": train}
-        else:
-            given.arguments["train"] = train
+        given = self._arguments()
+        inside = given.arguments
+        if "train" not in given.signature.parameters:  # it is an option of the class below
+            rest = [name for name, one in given.signature.parameters.items() if one.kind is one.VAR_KEYWORD]
+            inside = given.arguments.setdefault(rest[0], {}) if rest else {}
+        inside["train"] = train
         other = type(self)(*given.args, **given.kwargs)
         other.train = train  # of a class that has no such argument
         return other
+
+    def _arguments(self) -> inspect.BoundArguments:
+        return inspect.signature(type(self)).bind(*self._given[0], **self._given[1])
 
     def _in_memory(self) -> Tensor:
         if self.images is None:
@@ -117,14 +120,9 @@ class ImageSet(Dataset[Any], ABC):
         return image if self.labels is None else (image, self.labels[index])
 
     def __repr__(self) -> str:
-        taken = [
-            name
-            for kind in type(self).__mro__
-            if "__init__" in vars(kind)
-            for name in inspect.signature(vars(kind)["__init__"]).parameters
-        ]
-        given = [f"{name}={getattr(self, name)!r}" for name in dict.fromkeys(taken) if name in vars(self)]
-        return f"{type(self).__name__}({', '.join(given)})"
+        given = self._arguments()
+        shown = [f"{name}={value!r}" for name, value in (given.arguments | given.kwargs).items() if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Manifest:
         classes: Names of the classes, or of the labels that an image may have, in the order of their numbers.
         columns: Further facts (N,) by name, such as ``client``, ``group`` and ``domain``.
         split: ``train``, ``test`` or ``val`` (N,); ``None`` where the source does not say.
-        num_classes: Number of classes; by default that of their names.
+        num_classes: Number of classes that have no names.
         identities: A word (N,) that stands for each image, or for its group, by which it is set aside.
     """
 
@@ -148,10 +146,6 @@ class Manifest:
     split: Array | None = None
     num_classes: int | None = None
     identities: Array | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_classes is None and self.classes is not None:
-            object.__setattr__(self, "num_classes", len(self.classes))
 
     def rows(self, rows: Array) -> "Manifest":
         """Some of the images, in the order of ``rows``, as a set of its own."""
@@ -310,4 +304,4 @@ def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
         )
     places = np.array([list(classes).index(name) for name in found.classes], dtype=np.int64)
     labels = places[found.labels] if found.labels.ndim == 1 else found.labels @ np.eye(len(classes), dtype="f")[places]
-    return replace(found, labels=labels, classes=tuple(classes), num_classes=len(classes))
+    return replace(found, labels=labels, classes=tuple(classes))

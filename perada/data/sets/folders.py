@@ -141,12 +141,11 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
     for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):
         if part.startswith("{"):
             name = part[1:-1]
-            if name not in FIELDS:
+            if name not in FIELDS or name in fields:
                 close = get_close_matches(name, FIELDS, 1)
                 hint = f"did you mean {{{close[0]}}}?" if close else f"fields are {', '.join(FIELDS)}"
-                raise ValueError(f"layout={layout!r} has the field {part}, which is unknown; {hint}")
-            if name in fields:
-                raise ValueError(f"layout={layout!r} has {part} twice; put * in one of the places")
+                wrong = "twice; put * in one of the places" if name in fields else f"which is unknown; {hint}"
+                raise ValueError(f"layout={layout!r} has the field {part}, {wrong}")
             fields.append(name)
             pattern += f"(?P<{name}>[^/]+?)"
         else:
@@ -184,15 +183,13 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
     """
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
-    found, unread = [], Counter[str]()
+    files: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX")) and not _loops(folder, name)]
         inside = Path(folder).relative_to(above or root)
-        for name in names:
-            if not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS):
-                found.append((inside / name).as_posix())
-            elif not name.startswith(".") and name.lower().endswith(UNREAD):
-                unread[Path(name).suffix.lower()] += 1
+        files += [(inside / name).as_posix() for name in names if not name.startswith(".")]
+    found = sorted(file for file in files if file.lower().endswith(IMG_EXTENSIONS))
+    unread = Counter(Path(file).suffix.lower() for file in files if file.lower().endswith(UNREAD))
     if unread:
         kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
         warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
@@ -201,7 +198,7 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
         if any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
             hint = f"it is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root}"
         raise FileNotFoundError(f"{root} has no images: {hint}")
-    return sorted(found)
+    return found
 
 
 def _loops(folder: str, name: str) -> bool:

@@ -81,10 +81,13 @@ class ImageFiles(ImageSet):
     def digest(self, path: str) -> str:
         """A digest of a file's content, whatever it is called; of the path if it cannot be read."""
         try:
-            state = os.stat(path)
-            return _digest(path, state.st_size, state.st_mtime_ns)
+            return self._digest(path)
         except OSError:
             return hashlib.sha256(path.encode()).hexdigest()
+
+    def _digest(self, path: str) -> str:
+        state = os.stat(path)
+        return _of_file(path, state.st_size, state.st_mtime_ns)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         labels = self.manifest.labels
@@ -107,7 +110,7 @@ class ImageFiles(ImageSet):
     @property
     def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
         """Number of classes, or of labels that an image may have; None where there are no labels."""
-        return self.manifest.num_classes
+        return self.manifest.num_classes if self.classes is None else len(self.classes)
 
     @property
     def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # known from the files
@@ -306,15 +309,19 @@ class ListedImages(OwnImages):
     def row(self, place: int) -> str:
         """What a message calls a row."""
 
-    def column(
-        self, option: str, name: str, remedy: str = "fill it in, or take the row out", gaps: bool = False
-    ) -> list[Any]:
-        """The column that an option names, which must be there, and have no gaps."""
+    def named(self, option: str, name: str) -> str:
+        """The name of a column that an option gives, which must be there."""
         if name not in self.names:
             close = get_close_matches(name, self.names, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, self.names))}"
             raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
-        values = self.values(name)
+        return name
+
+    def column(
+        self, option: str, name: str, remedy: str = "fill it in, or take the row out", gaps: bool = False
+    ) -> list[Any]:
+        """The values of a column, which must have no gaps."""
+        values = self.values(self.named(option, name))
         empty = [place for place, one in enumerate(values) if one in ("", None) and not gaps]
         self.refuse(empty, f"{name} is empty", remedy)
         return values
@@ -328,15 +335,12 @@ class ListedImages(OwnImages):
     def facts(self) -> dict[str, Array]:
         """The columns of the set."""
         named = {name: getattr(self, name) or name for name in ("client", "group", "domain")}
-        return {
-            name: np.array(list(map(str, self.column(name, column))))
-            for name, column in named.items()
-            if column != name or name in self.names
-        }
+        there = [name for name in named if getattr(self, name) or name in self.names]
+        return {name: np.array(list(map(str, self.column(name, named[name])))) for name in there}
 
 
 @lru_cache(maxsize=2**20)
-def _digest(path: str, size: int, changed: int) -> str:
+def _of_file(path: str, size: int, changed: int) -> str:
     """Of the content of a file that has so many bytes, and was changed then."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -165,8 +165,8 @@ class OpenImage(ImageFiles):
             rng = np.random.default_rng(derive_seed(self.seed, "open_image"))
             test = of_each_stratum(clients, self.test_share, rng)
         numbers = labels.astype(np.int64)
-        kept = {"split": split_at(len(paths), test), "num_classes": int(numbers.max()) + 1}
-        return Manifest(paths, numbers, None, {"client": clients}, **kept)
+        count = int(numbers.max()) + 1
+        return Manifest(paths, numbers, None, {"client": clients}, split_at(len(paths), test), num_classes=count)
 
 
 def split_at(size: int, test: Array) -> Array:

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
-from perada.data.sets.base import Manifest, numbered, ordered
+from perada.data.sets.base import Manifest, numbered
 from perada.data.sets.manifest import SPLITS, ListedImages
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class ImageTable(ListedImages):
         counts = Counter(files)
         twice = [place for place, file in enumerate(files) if counts[file] > 1]
         self.refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
-        paths = [_place(self.root, file) for file in files]
+        paths = [os.path.join(self.root, file) for file in files]
+        # Windows writes backslashes.
+        paths = [path if os.path.exists(path) else path.replace("\\", "/") for path in paths]
         missing = [place for place, path in enumerate(paths) if not os.path.isfile(path)]
         self.refuse(
             missing, f"{paths[missing[0]] if missing else ''} does not exist", "correct the path, or set folder"
@@ -101,11 +104,8 @@ class ImageTable(ListedImages):
             return numbered(self._of_columns(self.label), tuple(self.label))
         column = self.column("label", self.label, gaps=True)
         if self.separator is not None or any(isinstance(cell, list) for cell in column):
-            cells = [cell.split(self.separator) if isinstance(cell, str) and cell else cell or [] for cell in column]
-            words = [[part.strip() for part in cell if part.strip()] for cell in cells]
-            if not any(words):
-                raise ValueError(f"{self.table}: {self.label} is empty in every row; give labels")
-            return numbered(words)
+            cells = [cell.split(self.separator) if isinstance(cell, str) else cell for cell in column]
+            return numbered([[part.strip() for part in cell if part.strip()] for cell in cells])
         parted = _separator_of(column)
         several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
         self.column("label", self.label, "give a label, or take the row out" + several)
@@ -115,31 +115,25 @@ class ImageTable(ListedImages):
                 f"hold several labels, set separator={parted!r}",
                 stacklevel=2,
             )
-        self._refuse_measured(column)
-        return numbered(column)
-
-    def _of_columns(self, names: list[str]) -> list[list[str]]:
-        """The labels of each image, where each has a column of zeros and ones."""
-        known = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1}
-        columns = {name: self.column("label", name) for name in names}
-        for name, cells in columns.items():
-            wrong = [place for place, cell in enumerate(cells) if cell.lower() not in known]
-            what = f"{name} is {cells[wrong[0]]!r}, neither 0 nor 1" if wrong else ""
-            self.refuse(wrong, what, "correct it, or take the row out")
-        rows = zip(*columns.values(), strict=True)
-        return [[name for name, cell in zip(names, cells, strict=True) if known[cell.lower()]] for cells in rows]
-
-    def _refuse_measured(self, column: list[str]) -> None:
-        """Refuse numbers with fractions of which most occur once: these are measured, and no classes."""
         values = {*column}
-        if 2 * len(values) <= len(column) or not all(map(_NUMBER.fullmatch, values)):
-            return
-        broken = next((value for value in column if float(value) % 1), None)
-        if broken is not None:
+        broken = next((one for one in column if _NUMBER.fullmatch(one) and float(one) % 1), None)
+        if broken is not None and 2 * len(values) > len(column) and all(map(_NUMBER.fullmatch, values)):
             raise ValueError(
                 f"{self.table}: {self.label} holds {len(values)} different numbers in {len(column)} rows, such as "
                 f"{broken}, and no classes; name another column, or divide the numbers into ranges"
             )
+        return numbered(column)
+
+    def _of_columns(self, names: list[str]) -> list[list[str]]:
+        """The labels of each image, where each has a column of zeros and ones."""
+        known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+        labels: list[list[str]] = [[] for _ in self._table[1]]
+        for name in names:
+            for place, cell in enumerate(self.column("label", name)):
+                if cell.lower() not in known:
+                    self.refuse([place], f"{name} is {cell!r}, neither 0 nor 1", "correct it, or take the row out")
+                labels[place] += [name] * known[cell.lower()]
+        return labels
 
 
 class HuggingFace(ListedImages):
@@ -216,15 +210,14 @@ class HuggingFace(ListedImages):
     def _only(self, option: str, fitting: list[str], what: str) -> str:
         """The column that an option names, or the only one that fits."""
         given: str | None = getattr(self, option)
-        if given is None and len(fitting) != 1:
+        if given is not None:
+            return self.named(option, given)
+        if len(fitting) != 1:
             there = f"several ({', '.join(fitting)})" if fitting else "none"
             raise ValueError(
-                f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.names)}; name it in "
-                f"{option}"
+                f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.names)}; name it"
             )
-        if given is not None and given not in self.names:
-            self.column(option, given)
-        return fitting[0] if given is None else given
+        return fitting[0]
 
     @cached_property
     def _images(self) -> dict[str, "Dataset"]:
@@ -246,12 +239,8 @@ class HuggingFace(ListedImages):
             raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
 
-    def digest(self, path: str) -> str:
-        """A digest of the image ``split[row]`` as it is stored; of its place if there is none."""
-        try:
-            return hashlib.sha256(self.content(path)).hexdigest()
-        except OSError:
-            return hashlib.sha256(path.encode()).hexdigest()
+    def _digest(self, path: str) -> str:
+        return hashlib.sha256(self.content(path)).hexdigest()
 
     def read(self, path: str) -> Tensor:
         """Read the image ``split[row]`` as uint8 (Ch, size, size), as image files are read."""
@@ -282,28 +271,20 @@ class HuggingFace(ListedImages):
         values = self.column("label", column)
         several = kind is not self._features[column]
         rows = values if several else [[value] for value in values]
+        classes = None
         if isinstance(kind, ClassLabel):
-            numbers = [*range(len(kind.names))]
-            wrong = [place for place, own in enumerate(rows) if not {*own} <= {*numbers}]
-            self.refuse(wrong, f"{column} is none of the {len(numbers)} classes", "take the row out")
-            found = {one for own in rows for one in own}
-            classes = tuple(name for number, name in enumerate(kind.names) if number in found)
+            numbers = {one for own in rows for one in own}
+            if not numbers <= {*range(len(kind.names))}:
+                raise ValueError(f"label: {self.name} has classes in {column} that have no name; take their rows out")
+            classes = tuple(name for number, name in enumerate(kind.names) if number in numbers)
             rows = [[kind.names[one] for one in own] for own in rows]
-        else:
-            rows = [[str(one) for one in own] for own in rows]
-            classes = ordered({word for own in rows for word in own})
-        return numbered(rows if several else [own[0] for own in rows], classes)
+        words = [[str(one) for one in own] for own in rows]
+        return numbered(words if several else [own[0] for own in words], classes)
 
 
 def _load(name: str, config: str | None, revision: str | None) -> dict[str, "Dataset"]:
     """All splits of a set."""
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{name} is read with datasets, which is not installed ({error}); pip install 'perada[datasets]'"
-        ) from error
-    folder = Path(name)
+    datasets, folder = _installed("datasets", name, "datasets"), Path(name)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             found = datasets.load_from_disk(name)
@@ -318,6 +299,16 @@ def _load(name: str, config: str | None, revision: str | None) -> dict[str, "Dat
     return dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
 
 
+def _installed(module: str, what: object, extra: str) -> Any:  # noqa: ANN401  # a module
+    """A library of an extra."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{what} is read with {module}, which is not installed ({error}); pip install 'perada[{extra}]'"
+        ) from error
+
+
 def _separator_of(column: list[str]) -> str | None:
     """What seems to part several labels in a cell: its parts are labels of other cells, too."""
     cells = {*column}
@@ -326,14 +317,6 @@ def _separator_of(column: list[str]) -> str | None:
         if together and all(part.strip() in cells for parts in together for part in parts):
             return mark
     return None
-
-
-def _place(root: str, file: str) -> str:
-    """Where a file is; a path with backslashes, as Windows writes them, is read with slashes if nothing is there."""
-    path = os.path.join(root, file)
-    if "\\" in file and not os.path.exists(path):
-        return os.path.join(root, file.replace("\\", "/"))
-    return path
 
 
 def read_table(path: Path, again: str = "correct the table") -> tuple[dict[str, Array], Array]:
@@ -380,12 +363,7 @@ def _text(path: Path) -> tuple[list[str], list[Array], list[int]]:
 
 def _parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
     """The same of a Parquet file."""
-    try:
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is read with pyarrow, which is not installed ({error}); pip install 'perada[tables]'"
-        ) from error
+    parquet = _installed("pyarrow.parquet", path, "tables")
     content = parquet.ParquetFile(path).read()
     columns = [np.fromiter(map(_as_text, one.to_pylist()), dtype=object) for one in content.columns]
     return content.column_names, columns, [*range(1, len(content) + 1)]
