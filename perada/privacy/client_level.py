@@ -101,15 +101,6 @@ def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: t
     return 0.5 + float(with_noise(votes.sum(dtype=torch.float64), count_noise, generator)) / len(norms)
 
 
-def next_norm(max_norm: float, share: float, quantile: float, lr: float) -> float:
-    """S · exp(−lr · (share − quantile)), the geometric update of Andrew et al. (NeurIPS 2021, section 2.2).
-
-    >>> next_norm(2.0, share=0.5, quantile=0.5, lr=0.2)
-    2.0
-    """
-    return max_norm * math.exp(-lr * (share - quantile))
-
-
 def floor_variances(state: State) -> State:
     """``state`` with running variances that noise took below 0 set to 0; post-processing, which costs nothing."""
     return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
@@ -191,7 +182,8 @@ class ClientLevel(Budget):
             source = None if secure else generator(self._seed, "client privacy/count", round)
             share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
             share = ranks.gather(share)[0]  # a secure generator draws another on each rank
-            self.norm = next_norm(self.norm, share, self.options.quantile, self.options.clip_lr)
+            # the geometric update of Andrew et al. (NeurIPS 2021, section 2.2)
+            self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
         return result
 
     def epsilons(self, clients: Sequence[int] | None = None) -> dict[int, float]:
