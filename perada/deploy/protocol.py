@@ -33,7 +33,6 @@ Code = Literal[
     "past",  # the round is over for the site
     "future",  # the recipe has fewer rounds
     "other",  # another message came for this round before, or the site has another number in this run
-    "busy",  # the site works on another message
     "broken",  # its training became NaN or infinite, or a sample could not be read
     "malformed",  # the message is not what the recipe asks for
     "failed",  # anything else; the site's log says what

@@ -11,11 +11,11 @@ from perada.algorithms import Algorithm, Slot
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
-from perada.core.states import State, clone, expand, megabytes, numel, prefix, stack, unstack
+from perada.core.states import State, clone, expand, megabytes, prefix, stack, unstack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
-from perada.federation.server import Progress, RoundReport, Server, look_at
+from perada.federation.server import Progress, RoundReport, Server, look_at, parameter_counts
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.store import SharedStore
 from perada.privacy.protection import Protection
@@ -137,17 +137,8 @@ class Federation:
         # Every client is sent all models where it compares them, and takes one.
         many = settings.algorithm.compares
         received = self.global_state if many else {key: value[0] for key, value in cohort.received.items()}
-        trained = {
-            (role, name)
-            for role, state in full.items()
-            for phase in settings.phases
-            for name in settings.algorithm.trained(role, phase.name, self.slot)
-            if name in state
-        }
         sent = {key: value[0] for key, value in sent.items()}
-        metrics = {
-            "params/trained": float(sum(full[role][name][0].numel() for role, name in trained)),
-            "params/sent": float(numel({key: value for key, value in sent.items() if key in self.slot.parameters})),
+        metrics = parameter_counts(settings.algorithm, settings.phases, self.slot, full, sent) | {
             "comm/up_mb": megabytes(expand(sent, clients)),
             "comm/down_mb": megabytes(expand(received, clients)) if settings.algorithm.sends else 0.0,
         }

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan
+from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import State, clone, expand, is_finite, to_device
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales
@@ -204,6 +204,23 @@ class Server:
         device = self.device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
+
+
+def parameter_counts(
+    algorithm: Algorithm, phases: Sequence[Phase], slot: Slot, opened: Stacks, sent: State
+) -> dict[str, float]:
+    """Parameters that a client trains, of all that it opened, (C, ...) by role, and of what it sends."""
+    trained = {
+        (role, name)
+        for role, state in opened.items()
+        for phase in phases
+        for name in algorithm.trained(role, phase.name, slot)
+        if name in state
+    }
+    return {
+        "params/trained": float(sum(opened[role][name][0].numel() for role, name in trained)),
+        "params/sent": float(sum(value.numel() for key, value in sent.items() if key in slot.parameters)),
+    }
 
 
 def look_at(

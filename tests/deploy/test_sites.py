@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -557,8 +559,15 @@ def test_runs_that_take_turns_keep_their_states(site):
 
 def test_a_worker_answers_one_message_at_a_time(site):
     message = train(site)
-    with site._busy:
-        assert code(site.answer(message, ""), message) == "busy"
+    with site._turn, ThreadPoolExecutor(2) as pool:
+        replies = [pool.submit(site.answer, message, "") for _ in range(2)]
+        time.sleep(0.3)
+        assert not any(reply.done() for reply in replies)
+        site._turn.release()
+        first, second = (reply.result() for reply in replies)
+        site._turn.acquire()
+    assert first == second and code(first, message) == "ok"
+    assert site.book.rounds == 1
 
 
 def test_one_client_of_many_is_served_as_in_a_simulation(tiny):

@@ -19,7 +19,7 @@ from perada.deploy.protocol import STEPS, Answer, Failure, Refused, Spec, Terms,
 from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
 from perada.federation.metrics import Metric, spread
-from perada.federation.server import RoundReport, Server, look_at
+from perada.federation.server import RoundReport, Server, look_at, parameter_counts
 from perada.server import Updates
 from perada.server.distill import ServerData
 
@@ -30,7 +30,7 @@ Facts = Mapping[str, Any]
 PAUSE = 0.5
 """Seconds between two attempts."""
 
-PASSING = ("late", "unreachable", "crashed", "busy")
+PASSING = ("late", "unreachable", "crashed")
 """Codes after which a site may be asked again in the same round."""
 REPEAT = 10
 """Rounds after which a site that could not be let in is asked once more; one that did not answer, in the next."""
@@ -117,7 +117,7 @@ class Roster:
             code = record.failed.get(member.name)
             if code in ("exhausted", "unapproved"):
                 member.left = code
-            if code in ("late", "busy"):
+            if code == "late":
                 member.late = record.round
 
 
@@ -211,22 +211,10 @@ def _row(recipe: Recipe, got: Got, client: int) -> State:
 
 def measured(recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts]) -> dict[str, float]:
     """Metrics of a round, from the facts of the sites that count in it."""
-    template, algorithm, slot = recipe.template, recipe.loop.algorithm, recipe.module.slot
-    trained = {
-        (role, name)
-        for role, state in template.opened.items()
-        for phase in recipe.loop.phases
-        for name in algorithm.trained(role, phase.name, slot)
-        if name in state
-    }
-    found = {
-        "params/trained": float(sum(template.opened[role][name][0].numel() for role, name in trained)),
-        "params/sent": float(sum(value.numel() for key, value in template.sent.items() if key in slot.parameters)),
-        "comm/up_mb": record.up,
-        "comm/down_mb": record.down,
-        "deploy/asked": float(len(record.asked)),
-        "deploy/answered": float(len(record.answered)),
-    }
+    template, loop = recipe.template, recipe.loop
+    found = parameter_counts(loop.algorithm, loop.phases, recipe.module.slot, template.opened, template.sent)
+    found |= {"comm/up_mb": record.up, "comm/down_mb": record.down}
+    found |= {"deploy/asked": float(len(record.asked)), "deploy/answered": float(len(record.answered))}
     for role in template.opened:
         losses = [fact["losses"][role] for fact in facts if role in fact.get("losses", {})]
         if losses and len(losses) == len(facts):

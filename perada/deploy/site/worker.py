@@ -56,7 +56,7 @@ class SiteWorker:
     ) -> None:
         self.book, self.clients, self.may_send, self.limits = book, dict(clients), set(may_send), limits or Limits()
         self.log = log or logging.getLogger("perada.site")
-        self._busy = threading.Lock()
+        self._turn = threading.Lock()
 
     @property
     def most(self) -> int:
@@ -77,18 +77,15 @@ class SiteWorker:
             run: What the transport calls the run; it is written to the log alone.
         """
         answers, run = digest(message), printable(run)
-        if not self._busy.acquire(blocking=False):
-            return _reply("busy", answers)
         try:
-            return self._answer(message, answers, run)
+            with self._turn:
+                return self._answer(message, answers, run)
         except Refused as refusal:
             self.log.warning("run %s: refused (%s): %s", run, refusal.code, refusal)
             return _reply(refusal.code, answers)
         except Exception:
             self.log.exception("run %s: failed", run)
             return _reply("failed", answers)
-        finally:
-            self._busy.release()
 
     def _answer(self, message: bytes, answers: str, run: str) -> bytes:
         order = Order.read(header_of(message))
