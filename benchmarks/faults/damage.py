@@ -20,7 +20,7 @@ from perada.compare.results import Results
 from perada.core.files import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
-from perada.results.record import Record, read_records
+from perada.results.report import Record, read_records
 
 Read = Callable[[Path], Any]
 """Reads a copy of the folder in which a file was damaged; what it gives is compared."""

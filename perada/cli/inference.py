@@ -12,10 +12,10 @@ from jsonargparse import ArgumentParser
 
 from perada.algorithms import Algorithm
 from perada.cli.parser import with_own_classes
+from perada.results.cards import privacy_lines
 from perada.results.clients import check_none_lost, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
-from perada.results.privacy_card import privacy_lines
 from perada.results.run import Run
 from perada.results.run_file import holds_adapters
 

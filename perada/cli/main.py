@@ -155,7 +155,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     if given.output is None:
         print("\n\n".join((f"{path}\n\n" if len(given.runs) > 1 else "") + _tables(path) for path in given.runs))
         return
-    from perada.results.record import read_records
+    from perada.results.report import read_records
     from perada.studies.report.page import check_page, write_page
 
     check_page(given.output)

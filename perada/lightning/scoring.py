@@ -18,7 +18,7 @@ from perada.data.shifts import Condition
 from perada.federation.evaluation import Evaluation, ShiftedEvaluation, ShiftedScores, sample_clients
 from perada.lightning.parts import Parts, warn_broken
 from perada.results.report import SHIFTS_FILE
-from perada.results.run_file import write_fitted
+from perada.results.run_file import RunFile, write_run
 
 History = list[dict[str, float]]
 DETAILS = ("predictions", "global/local_test")
@@ -59,14 +59,15 @@ class Measured:
             self.by_round = [*kept, {"round": history[-1]["round"], "personal/local_test": _rounded(scores)}]
         folder = parts.folder()
         if folder is not None:
-            content = {
-                "num_clients": parts.data.num_clients,
-                "train_sizes": list(parts.data.train_sizes),
-                "command": [] if parts.settings.test_mode else self.command,
-                "info": run_info(parts),
-                "metrics": metrics_of(parts, history, self),
-            }
-            write_fitted(folder, content)
+            content = RunFile(
+                parts.data.num_clients,
+                run_info(parts),
+                metrics_of(parts, history, self),
+                in_checkpoints=True,
+                train_sizes=list(parts.data.train_sizes),
+                command=[] if parts.settings.test_mode else self.command,
+            )
+            write_run(folder, content)
 
 
 def _rounded(scores: torch.Tensor) -> list[float]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from perada.core.states import State
+from perada.results.cards import joined_record
 from perada.results.inference import client_index
-from perada.results.privacy_card import joined_record
 from perada.results.run_file import RUN_FILE, finish, read_run, write_run
 
 ABSENT = {"privacy/client_epsilon": 0.0}

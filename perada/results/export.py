@@ -3,31 +3,32 @@
 
 import copy
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from perada.core.files import Scratch, check_sums
 from perada.core.states import State, get_state, set_state, trained_keys
 from perada.models.adapted import is_adapter_key, plain_names
 from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
 from perada.models.weight_files import LITE0, SHIPPED
-from perada.results.privacy_card import of_nobody, of_one
+from perada.results.cards import of_nobody, of_one
 from perada.results.run_file import RunFile
 
 BACKBONE_FILE = "backbone.safetensors"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CARD_FILE = "README.md"
 NAMES_FILE = "config.json"
-_CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
+_CARD = "---\nlibrary_name: peft\n---\n"
 
 
 class PeftLayout:
@@ -36,62 +37,58 @@ class PeftLayout:
     Attributes:
         tensors: The tensors of a folder by the names that PEFT gives them, those of the model's own adapter.
         keys: Their names in a state; those that are in no state, such as fixed projections, are left out.
-        complete: Whether each tensor of a folder is one of a state, and the other way round.
-        config: The text of the configuration; empty unless ``texts`` are asked for.
-        card: That of PEFT's model card, likewise.
     """
 
-    def __init__(self, adapted: AdaptedModel, base: str | None = None, texts: bool = False) -> None:
+    def __init__(self, adapted: AdaptedModel, base: str | None = None) -> None:
+        self._adapted, self._base = adapted, base
         self.tensors = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
         full = adapted.model.state_dict()
         own = {full[key].data_ptr(): key for key in trained_keys(adapted.model)}
         self.keys = {name: own[value.data_ptr()] for name, value in self.tensors.items() if value.data_ptr() in own}
-        self.complete = self.keys.keys() == self.tensors.keys() and set(self.keys.values()) == set(own.values())
-        self.config = self.card = ""
-        if texts:
-            adapted.peft_model.peft_config["default"].base_model_name_or_path = base
-            with Scratch() as folder:
-                card = folder / CARD_FILE
-                card.write_text("---\nlibrary_name: peft\n---\n", encoding="utf-8")  # else a template is compiled
-                adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
-                self.card = card.read_text(encoding="utf-8")
-                self.config = (folder / CONFIG_FILE).read_text(encoding="utf-8")
+
+    @cached_property
+    def config(self) -> str:
+        """The text of the configuration, which names the backbone as ``base``."""
+        self._adapted.peft_model.peft_config["default"].base_model_name_or_path = self._base
+        with Scratch() as folder:
+            (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")  # else a template is compiled
+            self._adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+            return (folder / CONFIG_FILE).read_text(encoding="utf-8")
 
 
 def save_adapter(
     adapted: AdaptedModel,
     state: State,
     folder: Path,
-    section: str = "",
     classes: Sequence[str] | None = None,
-    base: str | None = None,
     layout: PeftLayout | None = None,
 ) -> None:
     """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
 
     Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The model's own
-    adapter is left as it was. ``section`` is Markdown for the model card, as in :func:`write_section`. The names of
-    the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
-    configuration has no place for them. ``base`` names the backbone in PEFT's configuration. Who saves many gives the
-    ``layout`` of all.
+    adapter is left as it was. The names of the classes are ``id2label`` and ``label2id`` in ``config.json``, as
+    transformers writes them: PEFT's own configuration has no place for them. Who saves many gives the ``layout`` of
+    all.
     """
-    layout = layout or PeftLayout(adapted, base, texts=True)
+    layout = layout or PeftLayout(adapted)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: state[layout.keys[name]] if name in layout.keys else own for name, own in layout.tensors.items()}
-    # Safetensors takes neither views nor two names of one tensor.
-    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    save_file(whole, folder / WEIGHTS_FILE, {"format": "pt"})
+    _save(tensors, folder / WEIGHTS_FILE)
     (folder / CONFIG_FILE).write_text(layout.config, encoding="utf-8")
-    card = folder / CARD_FILE
-    if not card.is_file():
-        card.write_text(layout.card, encoding="utf-8")
+    if not (folder / CARD_FILE).is_file():
+        (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")
     if adapted.beside:
         save_backbone(adapted, folder, state)
-    write_section(card, section)
     if classes:
         names = {str(number): name for number, name in enumerate(classes)}
         content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
         (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors; safetensors takes neither views nor two names of one tensor."""
+    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(whole, path, {"format": "pt"})
 
 
 def own_weights(info: Mapping[str, Any]) -> bool:
@@ -111,21 +108,6 @@ def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
     if config is None:
         return None
     return (config.get("hf_hub_id") if pretrained is True else None) or name
-
-
-def write_section(path: Path, section: str) -> None:
-    """Put a section of Markdown, or none, at the end of a file, as :func:`with_section` does."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    new = with_section(text, section)
-    if new != text:
-        path.write_text(new, encoding="utf-8")
-
-
-def with_section(text: str, section: str) -> str:
-    """A text with a section of Markdown, or none, at its end, instead of what an earlier call put there."""
-    ours = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
-    rest = "\n\n".join(filter(None, ours.split(text)))
-    return f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip() if section else rest
 
 
 def load_adapter(
@@ -150,29 +132,25 @@ def load_adapter(
     except Exception as error:  # safetensors raises types of its own
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it again") from error
-    expected = layout.tensors
-    for name in sorted({*weights, *expected}):
-        if name not in weights:
+    for name in sorted({*weights, *layout.tensors}):
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (weights, layout.tensors)]
+        if shapes[0] is None:
             raise ValueError(f"{foreign}: it lacks {name!r}; {remedy}")
-        if name not in expected:
-            raise ValueError(f"{foreign}: it has {name!r}, which the model has not; {remedy}")
-        shapes = tuple(weights[name].shape), tuple(expected[name].shape)
         if shapes[0] != shapes[1]:
             raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
         if not weights[name].isfinite().all():
             raise ValueError(
                 f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it again"
             )
-    if layout.complete:
-        return {key: weights[name].to(expected[name].dtype) for name, key in layout.keys.items()}
-    before = get_state(adapted.model)
-    try:
-        set_peft_model_state_dict(adapted.peft_model, weights)
-        if adapted.beside:
-            _load_tensors(adapted, folder / BACKBONE_FILE, set(adapted.beside))
-        return get_state(adapted.model)
-    finally:
-        set_state(adapted.model, before)
+    state = get_state(adapted.model)
+    state |= {key: weights[name].to(state[key].dtype) for name, key in layout.keys.items()}
+    for name in layout.tensors.keys() - layout.keys:
+        layout.tensors[name].copy_(weights[name])
+    if adapted.beside:
+        tensors = _read_backbone(adapted, folder / BACKBONE_FILE, set(adapted.beside))
+        set_state(adapted.model, {key: value for key, value in tensors.items() if key not in state})
+        state |= {key: tensors[key].to(state[key].dtype) for key in adapted.beside}
+    return state
 
 
 def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
@@ -226,8 +204,7 @@ def save_backbone(adapted: AdaptedModel, folder: Path, state: State | None = Non
     trained = {*trained_keys(adapted.model)}
     # Frozen tensors of the adapter itself, such as random projections, which not every method saves.
     own = {key: key for key in model if is_adapter_key(key) and key not in trained}
-    tensors = {plain: model[key].detach().cpu().contiguous().clone() for plain, key in (names | own).items()}
-    save_file(tensors, folder / BACKBONE_FILE, {"format": "pt"})
+    _save({plain: model[key] for plain, key in (names | own).items()}, folder / BACKBONE_FILE)
 
 
 def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:
@@ -240,26 +217,28 @@ def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_ba
         adapted = insert_adapter(backbone, config, train_backbone=train_backbone)
     path = folder / BACKBONE_FILE
     if path.is_file():
-        _load_tensors(adapted, path, set(adapted.model.state_dict()) - set(trained_keys(adapted.model)))
+        frozen = set(adapted.model.state_dict()) - set(trained_keys(adapted.model))
+        set_state(adapted.model, _read_backbone(adapted, path, frozen))
     return adapted
 
 
-def _load_tensors(adapted: AdaptedModel, path: Path, expected: set[str]) -> None:
-    """Read ``expected`` tensors of the model from a file."""
+def _read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
+    """The tensors of a file by their names in the model, with those that are ``needed`` among them."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
-    what = f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}"
     try:
-        names = plain_names(adapted)
-        tensors = {names.get(key, key): value for key, value in load_file(path).items()}
-        lost = sorted(expected - set(tensors))
-        set_state(adapted.model, tensors)
+        tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error}; save the run anew") from error
-    except (KeyError, RuntimeError) as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())}; load it with the one it was made with") from error
-    if lost:
-        raise ValueError(f"{what}: it lacks {lost[0]!r}; load it with the one it was made with")
+    names, full = plain_names(adapted), adapted.model.state_dict()
+    found = {names.get(key, key): value for key, value in tensors.items()}
+    wrong = [key for key, value in found.items() if key not in full or value.shape != full[key].shape]
+    for key in [*wrong, *sorted(needed - found.keys())]:
+        raise ValueError(
+            f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}: {key!r} is missing in one of them, or of "
+            "another shape; load it with the one it was made with"
+        )
+    return found
 
 
 _OF_CLIENTS = ("_worst", "_p10", "_client")
@@ -286,7 +265,7 @@ def shared_part(
             {name: value for name, value in row.items() if not name.endswith(_OF_CLIENTS)}
             for row in (metrics["rounds"] if scores else [])
         ]
-        return RunFile(kept, {"rounds": rounds, "clients": {}}, num_clients, 1, True)
+        return RunFile(num_clients, kept, {"rounds": rounds, "clients": {}}, shared=True)
     names = info.get("clients")
     kept["clients"] = [names[client]] if names else None
     kept["adapter_of"] = info.get("adapter_of", names[client] if names else str(client))
@@ -294,7 +273,7 @@ def shared_part(
         kept["privacy"] = of_one(kept["privacy"], client)
     kept |= {"joined": [record | {"client": 0} for record in info.get("joined", []) if record["client"] == client]}
     own = {name: [values[client]] for name, values in metrics["clients"].items()} if scores else {}
-    return RunFile(kept, {"rounds": [], "clients": own}, 1, 1, True)
+    return RunFile(1, kept, {"rounds": [], "clients": own}, shared=True)
 
 
 def push(write: Callable[[Path], None], repo: str, what: str, private: bool, token: str | None) -> str:

@@ -17,10 +17,9 @@ from torch.export import Dim
 
 from perada.core.checks import check_choice
 from perada.data.sets.arrays import Photographs
+from perada.results.cards import privacy_card, rendered
 from perada.results.clients import joined_clients
-from perada.results.export import write_section
 from perada.results.models import Ensemble
-from perada.results.privacy_card import privacy_card
 from perada.results.run import Run
 from perada.results.run_file import together
 
@@ -28,14 +27,6 @@ Format = Literal["onnx", "safetensors", "torch-export"]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "safetensors": "model.safetensors", "torch-export": "model.pt2"}
 TOLERANCE = 1e-4
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
-_USE: dict[Format, str] = {
-    "onnx": "`onnxruntime.InferenceSession` runs `model.onnx`: input `images`, output `logits`. Its metadata are in "
-    "`get_modelmeta().custom_metadata_map`.",
-    "safetensors": "`safetensors.torch.load_file` reads `model.safetensors`. Its metadata are in "
-    "`safetensors.safe_open(...).metadata()`.",
-    "torch-export": '`torch.export.load("model.pt2").module()` is the model. Its metadata are in the extra file '
-    "`metadata.json`.",
-}
 
 
 def export_model(run: Run, client: int | str | None, form: Format, folder: Path) -> str:
@@ -98,26 +89,22 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
                 f"than {TOLERANCE}, and is not written; choose another format"
             )
         said = f"{merged} Its logits on {len(x)} samples differ by {difference:.1e} at most from the run's."
-        (stage / "README.md").write_text(_readme(run, client, form, said), encoding="utf-8")
-        write_section(stage / "README.md", _privacy(run, number))
+        text = rendered(
+            "model",
+            form=form,
+            client=client,
+            info=run.info,
+            shape=run.preprocessing.shape,
+            said=said,
+            prepared=json.dumps(run.preprocessing.record() | {"classes": run.info.get("classes")}, indent=2),
+            privacy=privacy_card(
+                run.info.get("privacy"),
+                number if number is not None and run.own(number) else None,
+                joined_clients(run.info),
+            ),
+        )
+        (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")
     return said
-
-
-def _readme(run: Run, client: int | str | None, form: Format, said: str) -> str:
-    """What is in the folder, how it is read, and how images are prepared for it."""
-    multilabel = "a sigmoid of each" if run.info["multilabel"] else "a softmax over the classes"
-    shape = ", ".join(map(str, run.preprocessing.shape))
-    return (
-        f"# {'The global model' if client is None else f'The model of client {client}'} of a run of perada\n\n"
-        f"{_USE[form]}\n\nThe model maps images (B, {shape}), prepared as below, to logits (B, "
-        f"{run.info['num_classes']}); {multilabel} makes probabilities of them. {said}\n\n"
-        f"```json\n{json.dumps(run.preprocessing.record() | {'classes': run.info.get('classes')}, indent=2)}\n```\n"
-    )
-
-
-def _privacy(run: Run, client: int | None) -> str:
-    own = client if client is not None and run.own(client) else None
-    return privacy_card(run.info.get("privacy"), own, joined_clients(run.info))
 
 
 def _samples(run: Run) -> Tensor:

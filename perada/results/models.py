@@ -60,7 +60,7 @@ class Models:
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
-            as :mod:`perada.results.privacy_card` describes it; the names of ``classes`` and of ``clients``, lists, or
+            as :mod:`perada.results.cards` describes it; the names of ``classes`` and of ``clients``, lists, or
             ``None`` where there are none. Of one client's adapter alone, from the Hub, ``adapter_of`` says whose it is;
             it is client 0's here, and there is no global one.
     """

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what a run measured, as Markdown."""
+"""What a run measured: read from what it left on disk, without its adapters, and shown as tables of Markdown.
 
+Nothing large is imported. A run's folder has ``run.json``, and ``metrics.csv`` alone before the first evaluation;
+``perada compare`` writes one JSON file of many runs, each with its scores and without its clients.
+"""
+
+import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
+from perada.core.files import check_sealed
 from perada.core.text import SPREADS, printable
-from perada.results.record import read_records, rounds_of_csv
+from perada.results.run_file import RUN_FILE, RunFile, naming, read_run
 
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
@@ -28,14 +36,14 @@ CLIENT_EPSILONS = {
 """What the columns of each client's ε are called."""
 ROWS = 20
 """Clients that a table shows."""
+SHIFTS_FILE = "shifts.json"
+"""Scores by kind of corruption and severity, in a run's folder."""
 ROUND_EPSILONS = {
     "privacy/server_epsilon_mean": "ε server",
     "privacy/release_epsilon_mean": "ε release",
     "privacy/client_epsilon_max": "ε client (max)",
 }
 """What the columns of the ε after a round are called."""
-SHIFTS_FILE = "shifts.json"
-"""Scores by kind of corruption and severity, in a run's folder."""
 Kinds = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
 """By shift, kind of corruption and model: the score at each severity."""
 
@@ -127,26 +135,24 @@ def _spread(name: str, values: Sequence[float]) -> str:
 
 
 def run_report(folder: Path) -> str:
-    """The rounds of a run, from its ``metrics.csv`` or, without one, from ``run.json``.
+    """The rounds of a run, and its scores on corrupted images.
 
     Raises:
-        FileNotFoundError: If there is none of them in ``folder``.
-        ValueError: If they hold no rounds.
+        FileNotFoundError: If there is no run in ``folder``.
+        ValueError: If it holds no rounds.
     """
-    path = folder / "metrics.csv"
-    found = rounds_of_csv(path) if path.is_file() else read_records(folder)[0].rounds
-    rounds = {int(row["round"]): row for row in found}
-    names = {name for values in rounds.values() for name in values}
+    (record,) = read_records(folder)
+    names = {name for values in record.rounds for name in values}
     shown = [name for name in (*SCORES, *MODES, *shift_names(names), *ROUND_EPSILONS) if name in names]
     losses = sorted(name for name in names if name.startswith("train/"))
     shown += sorted(name for name in names if name.startswith(THEORY))
     body = [
-        [str(round), *(_cell(name, values[name]) if name in values else "" for name in [*losses, *shown])]
-        for round, values in sorted(rounds.items())
+        [str(int(row["round"])), *(_cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
+        for row in record.rounds
     ]
     header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
     shown_rounds = _noted(table(header, body), "privacy/test_mode" in names)
-    return "\n\n".join([shown_rounds, *shift_tables(_kinds(folder / SHIFTS_FILE))])
+    return "\n\n".join([shown_rounds, *shift_tables(record.shifts)])
 
 
 def shift_names(names: Iterable[str]) -> list[str]:
@@ -176,19 +182,7 @@ def _shift_table(shift: str, model: str, curves: Mapping[str, tuple[Sequence[flo
         known = dict(zip(found, values, strict=True))
         cells = [percent(known.get(severity, math.nan)) for severity in severities]
         rows.append([kind, *cells, percent(fmean(values))])
-    return table([f"{model}/{shift}", *(f"severity {severity}" for severity in severities), "mean"], rows)
-
-
-def _kinds(path: Path) -> Kinds:
-    """What a run's folder holds of corruptions; nothing where there were none."""
-    if not path.is_file():
-        return {}
-    try:
-        kinds: Kinds = json.loads(path.read_text(encoding="utf-8"))
-        shift_tables(kinds)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} is broken ({type(error).__name__}: {error}); delete it") from None
-    return kinds
+    return table([f"{model}/{shift}", *(f"severity {severity:g}" for severity in severities), "mean"], rows)
 
 
 def mode_line(scores: Mapping[str, float]) -> str:
@@ -209,3 +203,201 @@ def _cell(name: str, value: float) -> str:
 def percent(value: float) -> str:
     """A share in percent with two digits; a dash for NaN."""
     return "–" if value != value else f"{100 * value:.2f}"
+
+
+Counts = list[list[int]]
+
+
+@dataclass
+class Record:
+    """One run; what is not known is empty.
+
+    Attributes:
+        name: Of the folder, or of the row of a comparison.
+        folder: Where it was read.
+        info: As :class:`perada.Run` has it.
+        rounds: What each round measured; its ``round`` is counted from 0.
+        clients: The scores of each client (M,), by name.
+        initial: Those before the first round.
+        by_round: For each evaluation its round, and the scores of each client.
+        global_local: The global model's score on the images of each client.
+        partition: Images (M, K) of each client and class, by ``train`` and ``test``.
+        confusion: By model, rows of client, class, predicted class and number of images.
+        calibration: By model, ``count``, ``right`` and mean ``confidence`` of each bin.
+        shifts: By shift, kind of corruption and model, the score at each ``severity``.
+        train_sizes: Training images of each client.
+        command: What was typed, word by word.
+        config: The text of ``config.yaml``.
+        group: What tells a row of a comparison from the others, whose seeds make one row.
+        seed: Of a comparison's run.
+    """
+
+    name: str
+    folder: Path
+    info: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    clients: dict[str, list[float]] = field(default_factory=dict)
+    initial: dict[str, list[float]] = field(default_factory=dict)
+    by_round: list[tuple[int, list[float]]] = field(default_factory=list)
+    global_local: list[float] = field(default_factory=list)
+    partition: dict[str, Counts] = field(default_factory=dict)
+    confusion: dict[str, Counts] = field(default_factory=dict)
+    calibration: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    train_sizes: list[int] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    config: str = ""
+    group: str = ""
+    seed: int | None = None
+
+    @property
+    def client_names(self) -> list[str]:
+        """The names of the clients, or their numbers."""
+        lengths = [len(self.train_sizes), *map(len, self.clients.values())]
+        return self.info.get("clients") or list(map(str, range(max(lengths))))
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, or their numbers."""
+        return self.info.get("classes") or list(map(str, range(self.info.get("num_classes", 0))))
+
+    @property
+    def several_labels(self) -> bool:
+        """Whether an image may have several labels."""
+        return bool(self.info.get("multilabel"))
+
+    def last(self, name: str) -> float:
+        """The last value of a metric; NaN where there is none."""
+        return next((row[name] for row in reversed(self.rounds) if name in row), math.nan)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The run of a folder, or the runs of a comparison's file.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If what is there is not what perada wrote.
+    """
+    if path.is_file():
+        with naming(path):
+            rows = map(check_sealed, json.loads(path.read_text(encoding="utf-8")))
+            records = [_row(path, one) for one in rows if one["stage"] == "run" and "failed" not in one]
+            if not records:
+                raise ValueError("it holds no finished run")
+        return records
+    config, logged, shifts = (path / name for name in ("config.yaml", "metrics.csv", SHIFTS_FILE))
+    if (path / RUN_FILE).is_file():
+        saved = read_run(path)
+        with naming(path / RUN_FILE):
+            record = _record(path, saved)
+    elif logged.is_file():
+        record = Record(path.resolve().name, path)
+    else:
+        inside = sorted(path.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
+        hint = f"the newest run in it is {str(inside[-1].parent)!r}" if inside else "give a run folder, for example "
+        raise FileNotFoundError(
+            f"{str(path)!r} {'holds no metrics.csv' if path.is_dir() else 'is not there'}; {hint}"
+            + ("" if inside else "lightning_logs/version_0, a folder of Run.save, or the JSON file of a comparison")
+        )
+    if config.is_file():
+        record.config = config.read_text(encoding="utf-8", errors="replace")
+    if shifts.is_file() and not record.shifts:
+        with naming(shifts):
+            record.shifts = _shifts(json.loads(shifts.read_text(encoding="utf-8")))
+    if logged.is_file():  # of a run that is under way, or was stopped, the rounds after the last evaluation
+        record.rounds += [row for row in rounds_of_csv(logged) if row["round"] >= len(record.rounds)]
+    return [record]
+
+
+def rounds_of_csv(path: Path) -> list[dict[str, float]]:
+    """The rounds of a ``metrics.csv``, whose rows of one round are joined.
+
+    Raises:
+        ValueError: If it holds no rounds, or no numbers.
+    """
+    rounds: dict[int, dict[str, float]] = {}
+    with path.open(encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        if "epoch" not in (lines.fieldnames or ()):
+            raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
+        for row in lines:
+            number = int(row["epoch"])
+            values = {name: float(value) for name, value in row.items() if value and name not in ("epoch", "round")}
+            rounds.setdefault(number, {"round": number}).update(values)
+    return [values for _, values in sorted(rounds.items())]
+
+
+def _record(folder: Path, saved: RunFile) -> Record:
+    metrics, count, classes = saved.metrics, saved.num_clients, saved.info["num_classes"]
+    predictions = metrics.get("predictions", {})
+
+    def each(values: Any) -> list[float]:  # noqa: ANN401  # whatever a file holds
+        return [round(value, 6) for value in _nested(values, _number, count)]  # as a run writes those by round
+
+    record = Record(
+        folder.resolve().name,
+        folder,
+        saved.info,
+        [_scores(row) for row in metrics["rounds"]],
+        {name: each(values) for name, values in metrics["clients"].items()},
+        {name: each(values) for name, values in metrics.get("initial", {}).items()},
+        [(int(row["round"]), each(row["personal/local_test"])) for row in metrics.get("by_round", [])],
+        each(metrics["global/local_test"]) if "global/local_test" in metrics else [],
+        {part: _nested(rows, _count, count, classes) for part, rows in metrics.get("partition", {}).items()},
+        {who: _nested(one["confusion"], _count, None, 4) for who, one in predictions.items() if "confusion" in one},
+        {who: _columns(one["calibration"], "count", "right", "confidence") for who, one in predictions.items()},
+        _shifts(metrics.get("shifts", {})),
+        _nested(saved.train_sizes, _count, count) if saved.train_sizes else [],
+        [str(word) for word in saved.command],
+        seed=saved.info.get("seed") if type(saved.info.get("seed")) is int else None,
+    )
+    if any(row[0] >= count or max(row[1:3]) >= classes for rows in record.confusion.values() for row in rows):
+        raise ValueError("confusion names a client or a class that does not exist")
+    return record
+
+
+def _row(path: Path, one: dict[str, Any]) -> Record:
+    """A run of a comparison: its curve if it has one, ending in its last scores."""
+    last = _scores(
+        {name: value for name, value in one.items() if name.startswith(("personal/", "global/", "privacy/"))}
+    )
+    curve = [_scores(row) for row in one.get("history", [])]
+    rounds = [row | {"round": row["round"] - 1} for row in curve]  # counted from 1 there
+    if not rounds:
+        rounds = [{"round": 0} | last]
+    rounds[-1] |= last
+    label = " ".join([str(one["label"]), *(str(word) for word in one.get("variant", []))])
+    return Record(str(one["label"]), path, rounds=rounds, group=label, seed=int(one["seed"]))
+
+
+def _nested(values: Any, kind: Callable[[Any], Any], length: int | None, *inner: int) -> list[Any]:  # noqa: ANN401
+    """Values of a kind in a list of such a length (None for any), or in lists within lists."""
+    if not isinstance(values, list) or length not in (None, len(values)):
+        raise TypeError(f"{str(values)[:40]!r} is not a list of {length}")
+    return [_nested(one, kind, *inner) if inner else kind(one) for one in values]
+
+
+def _columns(content: Mapping[str, Any], *needed: str) -> dict[str, list[float]]:
+    """Lists of numbers, as long as the first that is needed."""
+    length = len(content[needed[0]])
+    return {name: _nested(content[name], _number, length) for name in dict.fromkeys((*needed, *content))}
+
+
+def _shifts(content: Mapping[str, Any]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    return {name: {kind: _columns(own, "severity") for kind, own in kinds.items()} for name, kinds in content.items()}
+
+
+def _number(value: Any) -> float:  # noqa: ANN401  # whatever a file holds
+    """A number; JSON knows neither NaN, which is null, nor infinity, which is a word."""
+    return math.nan if value is None else float(value)
+
+
+def _count(value: Any) -> int:  # noqa: ANN401  # whatever a file holds
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{str(value)[:40]!r} is not a count")
+    return value
+
+
+def _scores(row: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a round."""
+    return {str(name): _number(value) for name, value in row.items()}

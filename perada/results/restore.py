@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.federation.store import locate
 from perada.models.adapted import make_slot
 from perada.models.backbones import AdaptedModel, Backbone, ModelSpec, build_backbone, frozen_digest
-from perada.results.export import BACKBONE_FILE, own_weights
+from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights
+from perada.results.run_file import RUN_FILE
 from perada.server import Distillation
 
 CHECKPOINT_KEY = "perada"
@@ -168,15 +169,8 @@ def plain_data(ckpt_path: str | None, trainer: Any = None) -> Iterator[None]:  #
         ) from error
 
 
-class Restored(NamedTuple):
-    """What a :class:`perada.Run` is made of."""
-
-    adapted: AdaptedModel
-    global_states: list[State]
-    personal_state: Callable[[int], State] | None
-    num_clients: int
-    metrics: dict[str, Any]
-    info: dict[str, Any]
+Restored = tuple[AdaptedModel, list[State], Callable[[int], State] | None, int, dict[str, Any], dict[str, Any]]
+"""What a :class:`perada.Run` is made of."""
 
 
 def states_of(federation: Federation) -> tuple[list[State], Callable[[int], State] | None]:
@@ -188,64 +182,76 @@ def states_of(federation: Federation) -> tuple[list[State], Callable[[int], Stat
     return federation.global_models(), personal if federation.personalized else None
 
 
-def checkpoint_in(path: Path) -> Path | None:
-    """A checkpoint file itself, or the newest whole one of a run's folder; None if there is none."""
-    return path if path.is_file() else newest_whole((path / "checkpoints").rglob("*.ckpt"))
-
-
 def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> Restored:
-    """The run whose checkpoint is at ``path``, as it was when that was written.
+    """The run whose checkpoint is at ``path``, or the newest whole one in a fit's folder there, as it was then.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, or the folder.
         algorithm: The run's, where it is not perada's own.
         backbone: The network, where the run was made with one of the caller's own.
 
     Raises:
+        FileNotFoundError: If there is none.
         ValueError: If it cannot be read, or what was given is not the run's.
     """
+    path = _checkpoint(path)
     check_whole_file(path)
     with plain_data(str(path)):
         saved = contents(torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY))
-        info, belongs = saved["info"], saved["belongs"]
+        info = saved["info"]
         algorithm = algorithm_of(info["training"]["algorithm"]) if algorithm is None else algorithm
         spec = _spec(path, info, backbone)
     with plain_data(str(path)) if backbone is None else nullcontext():
         adapted = spec.build()
-    slot = make_slot(adapted.model, adapted.backbone.head)
-    trained = {key: list(adapted.model.state_dict()[key].shape) for key in slot.keys}
+    trained = make_slot(adapted.model, adapted.backbone.head).keys
+    weights = "put the run's weights where it names them"
+    if info["seed"] is None:
+        weights = (
+            "it is of a private run in test mode, and its frozen weights follow from its seed, which is not written; "
+            "save what perada.finetune returned with Run.save, or begin with pretrained weights"
+        )
     for what, remedy, here in (
         ("algorithm", "give the run's own as algorithm=", algorithm.kind),
-        ("trained tensors", "give the run's own network as backbone=, and its weights where it names them", trained),
-        ("frozen weights", "put the run's weights where it names them", frozen_digest(adapted.model)),
+        (
+            "trained tensors",
+            "give the run's own network as backbone=, and its weights where it names them",
+            {key: list(adapted.model.state_dict()[key].shape) for key in trained},
+        ),
+        ("frozen weights", weights, frozen_digest(adapted.model)),
     ):
-        if belongs.get(what) != here:
-            if what == "frozen weights" and info["seed"] is None:
-                raise ValueError(
-                    f"{str(path)!r} is of a private run in test mode, and its frozen weights follow from its seed, "
-                    "which is not written; save what perada.finetune returned with Run.save, or begin with pretrained "
-                    "weights"
-                )
+        if saved["belongs"].get(what) != here:
             raise ValueError(f"{str(path)!r} was written with other {what}; {remedy}")
     with plain_data(str(path)):
         federation = _federation(path, saved, spec, adapted, algorithm)
-    return Restored(adapted, *states_of(federation), federation.num_clients, saved["metrics"], info)
+        return adapted, *states_of(federation), federation.num_clients, saved["metrics"], info
+
+
+def _checkpoint(path: Path) -> Path:
+    """A checkpoint file itself, or the newest whole one of a fit's folder."""
+    found = path if path.is_file() else newest_whole((path / "checkpoints").rglob("*.ckpt"))
+    if found is not None:
+        return found
+    if (path / CONFIG_FILE).is_file() and (path.absolute().parent / RUN_FILE).is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and choose "
+            "the client"
+        )
+    raise FileNotFoundError(
+        f"{str(path)!r} is not a finished run: it has neither adapters beside a {RUN_FILE} nor a whole checkpoint; "
+        "give a folder that `perada fit` or Run.save wrote"
+    )
 
 
 def _spec(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> ModelSpec:
     """What the network of a run was built from."""
-    if info["backbone"] is None and backbone is None:
-        raise ValueError(
-            f"{str(path)!r} is of a run with a network of your own, which is not in it; give one of the same class as "
-            "backbone=, or save what perada.finetune returned with Run.save"
-        )
+    network = _network(path, info, backbone)
     if info["adapter"] is None:
         raise ValueError(
             f"{str(path)!r} is of a run with a PEFT configuration of your own, which is not in it; save what "
             "perada.finetune returned with Run.save"
         )
     return ModelSpec(
-        info["backbone"] if backbone is None else backbone,
+        network,
         info["num_classes"],
         info["pretrained"],
         info["built_for"],
@@ -254,6 +260,17 @@ def _spec(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Model
         info["adapter_options"],
         0 if info["seed"] is None else info["seed"],
     )
+
+
+def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> str | nn.Module:
+    """The name of a run's network, or the caller's own."""
+    network: str | nn.Module | None = info["backbone"] if backbone is None else backbone
+    if network is None:
+        raise ValueError(
+            f"{str(path)!r} is of a run with a network of your own, which is not in it; give one of the same class as "
+            "backbone=, or save what perada.finetune returned with Run.save"
+        )
+    return network
 
 
 def _federation(
@@ -281,18 +298,11 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None) -> B
         FileNotFoundError: If its weights are missing.
         ValueError: If it was one of the caller's own, which was not given.
     """
-    if info["backbone"] is None and backbone is None:
-        raise ValueError(
-            f"the run in {str(folder)!r} was made with a network of your own; pass one of the same class as backbone="
-        )
-    random = not info["pretrained"] or info["backbone"] is None
-    if random and not (folder / BACKBONE_FILE).is_file():
+    network, within = _network(folder, info, backbone), (folder / BACKBONE_FILE).is_file()
+    if not within and (not info["pretrained"] or info["backbone"] is None):
         raise FileNotFoundError(
             f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
             "the whole folder"
         )
-    within = (folder / BACKBONE_FILE).is_file() and own_weights(info)
-    pretrained = False if within else info["pretrained"]
-    network = info["backbone"] if backbone is None else backbone
-    size = info["built_for"] if "built_for" in info else info["image_size"]  # runs of before have one size
-    return build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=size)
+    pretrained = False if within and own_weights(info) else info["pretrained"]
+    return build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["built_for"])

@@ -3,6 +3,7 @@
 
 import shutil
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +12,8 @@ from perada.algorithms import Algorithm
 from perada.core.files import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
+from perada.data.preprocessing import Preprocessing
+from perada.results.cards import UNKNOWN, Subject, check_record, is_test_mode, protection, write_card
 from perada.results.clients import Joined, with_joined
 from perada.results.export import (
     BACKBONE_FILE,
@@ -29,17 +32,16 @@ from perada.results.export import (
     save_backbone,
     shared_part,
 )
-from perada.results.model_card import Subject, write_card
 from perada.results.models import Models
-from perada.results.privacy_card import is_test_mode, protection
 from perada.results.report import TEST_MODE
-from perada.results.restore import checkpoint_in, rebuilt, restored
+from perada.results.restore import rebuilt, restored
 from perada.results.run_file import (
     RUN_FILE,
     RunFile,
     check_files,
     finish,
     holds_adapters,
+    naming,
     read_run,
     together,
     write_run,
@@ -67,7 +69,7 @@ class Run(Models):
 
         return Run(self._adapted, self._global, personal, number + 1, metrics, info)
 
-    def save(self, folder: str | Path, *, client: int | str | None = None, license: str = "unknown") -> Path:
+    def save(self, folder: str | Path, *, client: int | str | None = None, license: str = UNKNOWN) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
@@ -82,83 +84,80 @@ class Run(Models):
         only = None if client is None else self.number(client)
         if this_rank():
             return folder
-        if is_test_mode(self.info.get("privacy")):
-            warnings.warn(f"{str(folder)!r}: {TEST_MODE}", stacklevel=2)
+        self._warn_of_test_mode(folder)
         with together(folder) as stage:
-            files = self._write(stage, folder, only, license)
-            if only is None:
-                self._describe(stage, files)
+            if only is not None:
+                self._write(stage, folder, [(f"client_{only}", only)], license)
+            else:
+                self._describe(stage, self._write(stage, folder, self._folders(), license))
         return folder
-
-    def _write(self, stage: Path, folder: Path, only: int | None, license: str) -> dict[str, str]:
-        """Write the adapters of all or of one client, and the backbone, into a stage for ``folder``; return digests."""
-        adapters: list[tuple[str, int | None]] = []
-        if only is not None:
-            adapters = [(f"client_{only}", only)]
-        else:
-            adapters = [(name, None) for name in _global_folders(len(self._global))]
-            if self._personal is not None or len(self._global) == 1:
-                adapters += [(f"client_{client}", client) for client in self._remaining]
-        if "adapter_of" in self.info:
-            adapters = [("", 0)]  # alone, as on the Hub
-        files, layout = {}, self._layout()
-        for place, (name, client) in enumerate(adapters):
-            state = self._global[place] if client is None else self.state("personal", client)
-            card = folder / name / CARD_FILE
-            if card.is_file() and not (card.is_symlink() or card.parent.is_symlink()):  # what somebody wrote stays
-                (stage / name).mkdir(exist_ok=True)
-                shutil.copyfile(card, stage / name / CARD_FILE)
-            backbone = ".." if name else "."
-            digest = self._export(state, stage / name, client, license, layout, backbone)
-            files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digest
-        if own_weights(self.info):
-            save_backbone(self._adapted, stage)
-            files[BACKBONE_FILE] = digest_of(stage / BACKBONE_FILE)
-        return files
-
-    @property
-    def _base(self) -> str | None:
-        return base_name(self._adapted, self.info["pretrained"])
-
-    def _layout(self) -> PeftLayout:
-        return PeftLayout(self._adapted, self._base, texts=True)
-
-    def _export(
-        self,
-        state: State,
-        folder: Path,
-        client: int | None,
-        license: str,
-        layout: PeftLayout,
-        backbone: str,
-        scores: bool = True,
-    ) -> str:
-        """Write one adapter, its card and digests of all; return that of its tensors.
-
-        The backbone, if it is written, is in the folder ``backbone`` from there.
-        """
-        base, card = self._base, folder / CARD_FILE
-        blank, where = not card.is_file(), f"{backbone}/{BACKBONE_FILE}" if own_weights(self.info) else None
-        where = BACKBONE_FILE if self._adapted.beside else where
-        save_adapter(self._adapted, state, folder, classes=self.info.get("classes"), layout=layout)
-        own = client is not None and self.own(client)
-        subject = Subject(self.info, self.metrics if scores else None, client, own, base, where, license)
-        write_card(card, subject, blank)
-        names = [name for name in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / name).is_file()]
-        return write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])[WEIGHTS_FILE]
 
     def add_client(self, folder: str | Path, client: int | str) -> Path:
         """Write a client that joined into the folder of the run that it joined; no other file but run.json changes."""
-        folder = Path(folder)
+        folder, number = Path(folder), self.number(client)
         if not this_rank():
             with together(folder) as stage:
-                files = self._write(stage, folder, self.number(client), Subject.license)
+                files = self._write(stage, folder, [(f"client_{number}", number)])
                 self._describe(stage, read_run(folder).files | files)
         return folder
 
+    def _folders(self) -> Iterator[tuple[str, int | None]]:
+        """The names of all adapters' folders, with the client or, of a global one, None."""
+        if "adapter_of" in self.info:
+            yield "", 0  # alone, as on the Hub
+            return
+        yield from ((name, None) for name in _global_folders(len(self._global)))
+        if self._personal is not None or len(self._global) == 1:
+            yield from ((f"client_{client}", client) for client in self._remaining)
+
+    def _write(
+        self,
+        stage: Path,
+        former: Path,
+        folders: Iterable[tuple[str, int | None]],
+        license: str = UNKNOWN,
+        scores: bool = True,
+    ) -> dict[str, str]:
+        """Write adapters with their cards and digests, and the backbone; return the digests of all tensors' files.
+
+        What somebody wrote into a card in the folder of before, ``former``, stays.
+        """
+        base, own, adapted = base_name(self._adapted, self.info["pretrained"]), own_weights(self.info), self._adapted
+        files, layout = {}, PeftLayout(adapted, base)
+        if own:
+            save_backbone(adapted, stage)
+        for place, (name, client) in enumerate(folders):
+            state = self._global[place] if client is None else self.state("personal", client)
+            folder, card = stage / name, former / name / CARD_FILE
+            blank = not card.is_file() or card.is_symlink() or card.parent.is_symlink()
+            folder.mkdir(exist_ok=True)
+            if not blank:
+                shutil.copyfile(card, folder / CARD_FILE)
+            save_adapter(adapted, state, folder, self.info.get("classes"), layout)
+            where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
+            subject = Subject(
+                self.info,
+                self.metrics if scores else None,
+                client,
+                client is not None and self.own(client),
+                base,
+                where if own or adapted.beside else None,
+                license,
+            )
+            write_card(folder / CARD_FILE, subject, blank)
+            names = [one for one in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / one).is_file()]
+            digests = write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])
+            files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
+        return files | ({BACKBONE_FILE: digest_of(stage / BACKBONE_FILE)} if own else {})
+
+    def _warn_of_test_mode(self, where: object) -> None:
+        if is_test_mode(self.info.get("privacy")):
+            warnings.warn(f"{str(where)!r}: {TEST_MODE}", stacklevel=3)
+
     def _describe(self, folder: Path, files: dict[str, str]) -> None:
         shared = self._personal is None or "adapter_of" in self.info
-        write_run(folder, RunFile(self.info, self.metrics, self.num_clients, len(self._global), shared, files))
+        content = RunFile(self.num_clients, self.info, self.metrics, len(self._global), shared, files=files)
+        write_run(folder, content)
 
     def push_to_hub(
         self,
@@ -166,7 +165,7 @@ class Run(Models):
         *,
         client: int | str | None = None,
         private: bool = True,
-        license: str = "unknown",
+        license: str = UNKNOWN,
         scores: bool | None = None,
         token: str | None = None,
     ) -> str:
@@ -193,20 +192,18 @@ class Run(Models):
                 private, exists, and is public.
         """
         number = None if client is None else self.number(client)
-        if number is None and not self.info.get("global_model", True):
-            raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
-        state = self.state("global") if number is None else self.state("personal", number)
-
-        def write(folder: Path) -> None:
-            if own_weights(self.info) and not self._adapted.beside:  # which is there already
-                save_backbone(self._adapted, folder)
-            self._export(state, folder, number, license, self._layout(), ".", told)
-            write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number, told))
-
+        if number is None:
+            if not self.info.get("global_model", True):
+                raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
+            self.state("global")  # an error where there are several
         privacy = self.info.get("privacy")
         told = not privacy if scores is None else scores
-        if is_test_mode(privacy):
-            warnings.warn(f"{repo!r}: {TEST_MODE}", stacklevel=2)
+        self._warn_of_test_mode(repo)
+
+        def write(folder: Path) -> None:
+            self._write(folder, folder, [("", number)], license, told)
+            write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number, told))
+
         whose = "the global adapter" if number is None else f"the adapter of client {client}"
         own = number if number is not None and self.own(number) else None
         what = f"{whose}: its weights, {'scores, ' if told else ''}names of classes and how it was trained; no images"
@@ -251,47 +248,32 @@ class Run(Models):
         if folder.is_dir():
             finish(folder)
         if not holds_adapters(folder):
-            return cls(*restored(_checkpoint(folder), algorithm, backbone))
+            return cls(*restored(folder, algorithm, backbone))
         saved = read_run(folder)
-        info, clients, models = saved.info, saved.num_clients, saved.global_models
+        info, metrics, clients = saved.info, saved.metrics, saved.num_clients
+        with naming(folder / RUN_FILE):
+            check_record(info.get("privacy") or {}, clients)
+            if info.get("preprocessing") is not None:
+                Preprocessing.of_record(info["preprocessing"])
         check_files(folder, saved.files)
-        built = rebuilt(folder, info, backbone)
-        if not (folder / f"global_{models - 1}").is_dir() and models > 1:  # before a list of a billion names is made
-            raise FileNotFoundError(f"{str(folder)!r} lacks 'global_{models - 1}'; copy the whole folder")
-        alone = models == 1 and not (folder / "global").is_dir() and (folder / "adapter_config.json").is_file()
-        names = ["."] if alone else _global_folders(models)  # alone, as on the Hub
-        config = read_config(folder / names[0])
+        models, built = saved.global_models, rebuilt(folder, info, backbone)
+        alone = models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()  # as on the Hub
+        config = read_config(folder if alone else folder / next(_global_folders(models)))
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
         layout = PeftLayout(adapted)
-        shared = [load_adapter(adapted, folder / name, config, layout) for name in names]
+
+        def loaded(name: str) -> State:
+            return load_adapter(adapted, folder / name, config, layout)
+
+        shared = [loaded(name) for name in (["."] if alone else _global_folders(models))]
         if "adapter_of" in info:
-            return cls(adapted, shared, lambda _: shared[0], clients, saved.metrics, info)
-        if saved.shared:
-            return cls(adapted, shared, None, clients, saved.metrics, info)
-        gone = {*info.get("forgotten", ())}
-        last = next((client for client in range(clients - 1, -1, -1) if client not in gone), None)
-        if last is not None and not (folder / f"client_{last}").is_dir():  # before a list of a billion is made
-            raise FileNotFoundError(f"{str(folder)!r} lacks 'client_{last}'; copy the whole folder")
-        remaining = [client for client in range(clients) if client not in gone]
-        states = {client: load_adapter(adapted, folder / f"client_{client}", config, layout) for client in remaining}
-        return cls(adapted, shared, states.__getitem__, clients, saved.metrics, info)
+            return cls(adapted, shared, lambda _: shared[0], clients, metrics, info)
+        gone = set(info.get("forgotten", ()))
+        left = range(0 if saved.shared else clients)
+        states = {client: loaded(f"client_{client}") for client in left if client not in gone}
+        return cls(adapted, shared, None if saved.shared else states.__getitem__, clients, metrics, info)
 
 
-def _checkpoint(path: Path) -> Path:
-    """A checkpoint file, or the newest whole one of a fit's folder."""
-    found = checkpoint_in(path)
-    if found is not None:
-        return found
-    if (path / CONFIG_FILE).is_file() and (path.absolute().parent / RUN_FILE).is_file():
-        raise FileNotFoundError(
-            f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and choose "
-            "the client"
-        )
-    raise FileNotFoundError(
-        f"{str(path)!r} is not a finished run: it has neither adapters beside a {RUN_FILE} nor a whole checkpoint; "
-        "give a folder that `perada fit` or Run.save wrote"
-    )
-
-
-def _global_folders(models: int) -> list[str]:
-    return ["global"] if models == 1 else [f"global_{index}" for index in range(models)]
+def _global_folders(models: int) -> Iterator[str]:
+    """One by one: a broken file may name millions, of which the first is missing."""
+    return (f"global_{place}" if models > 1 else "global" for place in range(models))

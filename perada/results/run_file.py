@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file run.json, and files that come into a run's folder together."""
+"""A run's folder: its file ``run.json``, and files that come into it together. Nothing large is imported."""
 
 import errno
 import json
@@ -27,8 +27,6 @@ from perada.core.files import (
     sync_tree,
     write_atomic,
 )
-from perada.data.preprocessing import Preprocessing
-from perada.results.privacy_card import check_record
 
 STAGE, READY = ".perada-saving", ".perada-saved"
 """Folders within the folder: of what is being written, and of what has been written in full and is to be moved."""
@@ -126,12 +124,12 @@ def _move(folder: Path) -> None:
 
 
 RUN_FILE = "run.json"
-IN_CHECKPOINTS = "in_checkpoints"
-"""Entry of the file of a fit, whose states are in its checkpoints."""
 FORMAT = 1
 _OWN = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
 """What perada reads in a folder."""
 _IN_FOLDER = re.compile(r"(\w+/)?\w+\.safetensors")
+_MOST = 10**7
+"""Clients, classes or models of a run at most, so that a broken file does not fill the memory."""
 
 
 @dataclass
@@ -139,39 +137,70 @@ class RunFile:
     """What the file holds.
 
     Attributes:
+        num_clients: M.
         info: What the run was (:class:`perada.Run`).
         metrics: How it went.
-        num_clients: M.
         global_models: States that the global model averages.
         shared: Whether clients have no states of their own.
+        in_checkpoints: Whether the states are in the folder's checkpoints: what a fit leaves.
+        train_sizes: Training images of each client, of a fit.
+        command: What was typed, word by word.
         files: Digests of the tensors' files, by their paths in the folder.
     """
 
+    num_clients: int
     info: dict[str, Any]
     metrics: dict[str, Any]
-    num_clients: int
-    global_models: int
-    shared: bool
+    global_models: int = 1
+    shared: bool = False
+    in_checkpoints: bool = False
+    train_sizes: list[int] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Look at what a file held that anyone may have written; whoever shows the privacy checks that."""
+        info, clients = self.info, self.num_clients
+        for name, number in (("num_clients", clients), ("global_models", self.global_models)):
+            check_whole(name, number, most=_MOST)
+        check_whole("num_classes", info["num_classes"], most=_MOST)
+        check_whole("built_for", info["built_for"], optional=True)
+        for key, count in (("classes", info["num_classes"]), ("clients", clients)):
+            names = info.get(key)
+            if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+                raise TypeError(f"{key} is {names!r}, no list of names")
+            if names is not None and len(names) != count:
+                raise ValueError(f"{key} are {len(names)} names of {count}")
+        numbers = {name: info.get(name, []) for name in ("forgotten", "own_adapters")}
+        numbers["joined"] = [record["client"] for record in info.get("joined", [])]
+        for name, own in numbers.items():
+            for number in own:
+                check_whole(name, number, 0, most=clients - 1)
+        if not isinstance(info.get("adapter_of", ""), str) or not isinstance(info.get("training") or {}, dict):
+            raise TypeError("adapter_of is no name of a client, or training no dictionary")
+        missing = {"backbone", "pretrained", "image_size"} - set(info)
+        if missing:
+            raise KeyError(f"info lacks {sorted(missing)}")
+        for name, digest in self.files.items():
+            if not isinstance(digest, str) or not _IN_FOLDER.fullmatch(name):
+                raise ValueError(f"files names {name!r}, which is not a file of a saved run")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file that does not hold what perada writes, by a ValueError; anyone may have written it."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"{str(path)!r} is broken ({type(error).__name__}: {error}); take a copy that is whole, save it again, or "
+            "delete it"
+        ) from error
 
 
 def write_run(folder: Path, content: RunFile) -> None:
     """Write the file into ``folder``, where it stands in full or not at all."""
-    written = {
-        "format": FORMAT,
-        "num_clients": content.num_clients,
-        "global_models": content.global_models,
-        "shared": content.shared,
-        "info": content.info,
-        "metrics": content.metrics,
-        "files": content.files,
-    }
-    write_json(folder / RUN_FILE, written)
-
-
-def write_fitted(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the file of a fit that is under way or over, whose states are in the folder's checkpoints."""
-    write_json(folder / RUN_FILE, {"format": FORMAT, IN_CHECKPOINTS: True, **content})
+    write_json(folder / RUN_FILE, {"format": FORMAT} | vars(content))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -196,43 +225,21 @@ def read_run(folder: Path) -> RunFile:
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
     check_links(folder, _OWN)
-    try:
-        saved = _content(path)
-        if saved["format"] != FORMAT:
-            raise KeyError(f"format {saved['format']}, this version reads {FORMAT}")
-        metrics = _replace(saved["metrics"], lambda value: math.nan if value is None else _from_json(value))
-        models, shared = saved.get("global_models", 1), saved.get("shared", False)
-        files = dict(saved.get("files", {}))
-        read = RunFile(dict(saved["info"]), metrics, saved["num_clients"], models, shared, files)
-        check_whole("num_clients", read.num_clients, most=10_000_000)
-        check_whole("global_models", read.global_models, most=10_000_000)
-        _check_info(read)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise _broken(path, error) from error
+    with naming(path):
+        content = dict(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
+        if (found := content.pop("format")) != FORMAT:
+            raise KeyError(f"format {found}, this version reads {FORMAT}")
+        read = RunFile(**content)
+        read.metrics = _replace(read.metrics, lambda value: math.nan if value is None else _from_json(value))
+        if read.info.get("privacy"):
+            read.info["privacy"] = _replace(read.info["privacy"], _from_json)
+        read.check()
     return read
-
-
-def _content(path: Path) -> dict[str, Any]:
-    content = check_sealed(json.loads(path.read_text(encoding="utf-8")))
-    if not isinstance(content, dict):
-        raise TypeError(f"it holds a {type(content).__name__}")
-    return content
-
-
-def _broken(path: Path, error: Exception) -> ValueError:
-    what = f"{str(path)!r} is broken ({type(error).__name__}: {error})"
-    return ValueError(f"{what}; save it again, or give a checkpoint of the run")
 
 
 def holds_adapters(folder: Path) -> bool:
     """Whether a folder has a run's adapters as PEFT folders, and not in checkpoints."""
-    path = folder / RUN_FILE
-    if not path.is_file():
-        return False
-    try:
-        return not _content(path).get(IN_CHECKPOINTS)
-    except (ValueError, TypeError) as error:
-        raise _broken(path, error) from error
+    return (folder / RUN_FILE).is_file() and not read_run(folder).in_checkpoints
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -252,34 +259,6 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
                 f"{str(path)!r} was changed or damaged since it was written, or is of another run, as {RUN_FILE} "
                 "shows; take a copy of the folder that is whole, or save the run again"
             )
-
-
-def _check_info(read: RunFile) -> None:
-    info = read.info
-    for name, digest in read.files.items():
-        if not isinstance(digest, str) or not _IN_FOLDER.fullmatch(name):
-            raise ValueError(f"files names {name!r}, which is not a file of a saved run")
-    check_whole("num_classes", info["num_classes"])
-    check_whole("built_for", info.get("built_for"), optional=True)
-    if info.get("privacy"):
-        info["privacy"] = _replace(info["privacy"], _from_json)
-        check_record(info["privacy"], read.num_clients)
-    for key in ("classes", "clients"):
-        names = info.get(key)
-        if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
-            raise TypeError(f"{key} is {names!r}, no list of names")
-    numbers = {name: list(info.get(name, [])) for name in ("forgotten", "own_adapters")}
-    numbers["joined"] = [record["client"] for record in info.get("joined", [])]
-    for name, clients in numbers.items():
-        for number in clients:
-            check_whole(name, number, 0, most=read.num_clients - 1)
-    if not isinstance(info.get("adapter_of", ""), str):
-        raise TypeError(f"adapter_of is {info['adapter_of']!r}, no name of a client")
-    if info.get("preprocessing") is not None:
-        Preprocessing.of_record(info["preprocessing"])
-    missing = {"backbone", "pretrained", "num_classes", "image_size"} - set(info)
-    if missing:
-        raise KeyError(f"info lacks {sorted(missing)}")
 
 
 def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  # any JSON

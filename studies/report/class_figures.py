@@ -7,7 +7,7 @@ Each function gives None where the run does not hold what it would show. Shape s
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perada.results.record import Record
+from perada.results.report import Record
 from perada.studies.report.drawn import (
     COLOURS,
     NAMED,

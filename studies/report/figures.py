@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, quantiles
 
-from perada.results.record import Record
-from perada.results.report import SCORES
+from perada.results.report import SCORES, Record
 from perada.studies.report.drawn import (
     COLOURS,
     NAMED,

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from perada.core.files import writing
 from perada.core.text import cell_text, printable
-from perada.results.record import Record
-from perada.results.report import SCORES, percent
+from perada.results.report import SCORES, Record, percent
 from perada.studies.drawing import check_drawing
 from perada.studies.report.sections import SHOWN, Cell, Section, Table, all_of, sections
 from perada.studies.report.several import comparison
@@ -32,17 +31,11 @@ def check_page(output: Path) -> None:
 
     Raises:
         FileExistsError: If ``output`` is a file.
-        ModuleNotFoundError: If matplotlib or jinja2 is not installed.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"--output {str(output)!r} is a file; give a folder")
     check_drawing("perada report --output", "report")
-    try:
-        import jinja2  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"perada report --output needs jinja2, which is not installed ({error}); pip install 'perada[report]'"
-        ) from error
 
 
 def write_page(output: Path, records: Sequence[Record]) -> Path:

@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from perada.results.cards import check_record, privacy_lines
 from perada.results.clients import joined_clients
-from perada.results.privacy_card import check_record, privacy_lines
-from perada.results.record import Record
-from perada.results.report import SCORES, epsilon_text, shift_names
+from perada.results.report import SCORES, Record, epsilon_text, shift_names
 from perada.studies.report import class_figures, figures
 from perada.studies.report.drawn import Drawn
 from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error, sent

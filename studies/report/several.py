@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from perada.results.record import Record
-from perada.results.report import SCORES, shift_names
+from perada.results.report import SCORES, Record, shift_names
 from perada.studies.report.drawn import (
     COLOURS,
     MARKERS,

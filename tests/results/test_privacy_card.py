@@ -15,7 +15,7 @@ import yaml
 from perada import FederatedLoop
 from perada.cli import main
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.privacy_card import privacy_card, privacy_lines
+from perada.results.cards import privacy_card, privacy_lines
 from tests.recipes import recipe
 
 SERVER, RELEASE, CLIENT = [1.25, 2.0, 4.5, 0.75], [2.5, 3.0, 6.25, 1.5], [0.5, 0.625, 1.0, 0.25]

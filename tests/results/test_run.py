@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.privacy_card import privacy_card
+from perada.results.cards import privacy_card
 from tests.digests import undigested
 
 NAMES = [
@@ -267,7 +267,9 @@ def test_broken_folders_are_named(saved, tiny, tmp_path, damage, message):
 
 
 def test_another_backbone_is_refused(saved, tiny):
-    with pytest.raises(ValueError, match="network of your own; pass one of the same class as backbone="):
+    with pytest.raises(
+        ValueError, match="network of your own, which is not in it; give one of the same class as backbone="
+    ):
         perada.Run.load(saved)
     with pytest.raises(ValueError, match="3"):
         perada.Run.load(saved, backbone=tiny.net(classes=4))

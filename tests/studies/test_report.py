@@ -13,7 +13,7 @@ from scipy.stats import sem, ttest_rel
 
 import perada
 from perada.cli import main
-from perada.results.record import Record, read_records
+from perada.results.report import Record, read_records
 from perada.studies.report.facts import expected_calibration_error, paired
 from perada.studies.report.page import as_csv, write_page
 from perada.studies.report.several import comparison, groups_of
@@ -238,7 +238,7 @@ def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
     content = json.loads((runs[0][0] / "run.json").read_text())
     change(content)
     (tmp_path / "run.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"run.json' is not what perada wrote \(.*\); give another run") as caught:
+    with pytest.raises(ValueError, match=r"run.json' is broken \(.*\); take a copy that is whole") as caught:
         main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
     assert "\n" not in str(caught.value)
 

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written beside adapters: model cards, and what a private run says of its privacy.
+
+The record of privacy is ``Run.info["privacy"]``, in plain types: ``sample`` with the fields of
+:class:`perada.privacy.Privacy` as ``options``, ``noise_multipliers``, ``sample_rates`` and the ε of both ledgers,
+``server`` and ``release``, by client; ``client`` with the fields of :class:`perada.privacy.ClientPrivacy` as
+``options``, ``noise_multiplier`` and ``epsilon`` by client. Either may be missing. Beside a single client's adapter,
+``others`` of each is the largest ε of all others.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCard
+
+from perada.core.text import printable
+from perada.privacy.options import ClientPrivacy, Privacy, options_of
+from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, table
+
+Record = Mapping[str, Any]
+UNKNOWN = "unknown"
+"""Licence of an adapter of which nobody said it."""
+SCORES = {
+    "personal/local_test": "on the client's own test images",
+    "personal/global_test": "on the test images of all clients",
+}
+_LISTS = {"sample": ("noise_multipliers", "sample_rates", "server", "release"), "client": ("epsilon",)}
+_CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
+_WRITTEN = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
+
+
+def code(value: object) -> str:
+    """Any text as a code span, in which nothing is Markdown or HTML.
+
+    >>> code("a`<b>")
+    "`a''b'`"
+    """
+    return f"`{re.sub('[`<>]', chr(39), printable(str(value)))[:100]}`"
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    """A template beside this file, with what it may call."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("perada.results"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"code": code, "repr": repr}
+    made.globals |= {"table": table, "epsilon": epsilon_text, "mean_and_std": mean_and_std, "TEST_MODE": TEST_MODE}
+    return made.get_template(f"{name}.md.j2")
+
+
+def rendered(name: str, **content: Any) -> str:
+    """The text that a template makes, without breaks at its ends."""
+    return re.sub(r"\n{3,}", "\n\n", _template(name).render(content)).strip()
+
+
+def with_section(text: str, section: str) -> str:
+    """A text with a section of Markdown, or none, at its end, instead of what an earlier call put there."""
+    rest = "\n\n".join(filter(None, _WRITTEN.split(text)))
+    return f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip() if section else rest
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a card is of.
+
+    Attributes:
+        info: ``Run.info``.
+        metrics: ``Run.metrics``; None to leave the scores out.
+        client: Number of the client; None for the global adapter.
+        own: Whether the client's adapter is its own, and no copy of the global one.
+        base: What the Hub or timm calls the backbone; None for a network of one's own.
+        backbone: Where the backbone's weights are, seen from the card; None where they can be had elsewhere.
+        license: Of the adapter, as the Hub writes licences.
+    """
+
+    info: Mapping[str, Any]
+    metrics: Mapping[str, Any] | None
+    client: int | None
+    own: bool
+    base: str | None
+    backbone: str | None = None
+    license: str = UNKNOWN
+
+
+def write_card(path: Path, of: Subject, blank: bool) -> None:
+    """Write the card's header and its text into a README.
+
+    Of a file that somebody wrote before (not ``blank``) only the header's fields and what perada wrote are replaced.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
+    headed = _headed(text, json.dumps(header(of)), blank)
+    path.write_text(with_section(headed, card_text(of)), encoding="utf-8")
+
+
+@lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
+def _headed(text: str, fields: str, blank: bool) -> str:
+    """A card with these fields, in JSON, in its header, and without its text if that is ``blank``."""
+    card, new = ModelCard(text, ignore_metadata_errors=True), json.loads(fields)
+    before = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
+    merged = before | new
+    if new["license"] == UNKNOWN:  # nobody said it now
+        merged["license"] = before.get("license", UNKNOWN)
+    if not (merged.get("base_model") and "/" in merged["base_model"]):
+        merged.pop("base_model", None)
+    card.data = type(card.data)(**merged)
+    if blank:
+        card.text = ""
+    return str(card).rstrip() + "\n"
+
+
+def header(of: Subject) -> dict[str, Any]:
+    """The YAML header that the Hub reads; a base model is named where its weights are the Hub's."""
+    base = of.base if of.info["pretrained"] is True and of.base and "/" in of.base else None
+    return {
+        "library_name": "peft",
+        "license": of.license,
+        "pipeline_tag": "image-classification",
+        "tags": ["federated-learning", "perada"],
+    } | ({"base_model": base} if base else {})
+
+
+def card_text(of: Subject) -> str:
+    """The card as Markdown, without the header."""
+    info, client, names = of.info, of.client, of.info.get("clients")
+    images = list((info.get("training") or {}).get("images", []))
+    came = {record["client"]: record["images"] for record in info.get("joined", [])}
+    own_images = images[client] if client is not None and client < len(images) else None
+    called: object = client
+    if client is not None and names and names[client] != str(client):
+        called = code(names[client])
+    elif not names and "adapter_of" in info:
+        called = code(info["adapter_of"])
+    return rendered(
+        "adapter",
+        info={"algorithm": "unknown", "classes": None} | dict(info),
+        client=client,
+        called=called,
+        images=images,
+        own_images=came.get(client, own_images),
+        joined=client in came,
+        scores=_scores(of),
+        base=of.base,
+        backbone=of.backbone,
+        privacy=privacy_card(info.get("privacy"), client if of.own else None, came, called),
+    )
+
+
+def _scores(of: Subject) -> dict[str, float] | None:
+    """Its own scores by what they are on; of the global adapter those on everyone's images; None to leave them out."""
+    if of.metrics is None:
+        return None
+    if of.client is None:
+        last: Mapping[str, Any] = (of.metrics.get("rounds") or [{}])[-1]
+        found = {SCORES["personal/global_test"]: last.get("global/global_test", math.nan)}
+    else:
+        values = of.metrics.get("clients", {})
+        found = {where: values[name][of.client] for name, where in SCORES.items() if name in values}
+    return {where: score for where, score in found.items() if not math.isnan(score)}
+
+
+def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # whatever a file holds
+    """Look at a record that was read from a file, which anyone may have written, before any of it is shown.
+
+    Raises:
+        ValueError, KeyError or TypeError: If it is not the record of a private run of so many clients.
+    """
+    for level, of_each in record.items():
+        lists = [of_each[name] for name in _LISTS[level]]
+        if level == "sample":
+            options_of(Privacy, "privacy", dict(of_each["options"]))
+        else:
+            options_of(ClientPrivacy, "client_privacy", dict(of_each["options"]))
+        if any(not isinstance(values, list) or len(values) != num_clients for values in lists):
+            raise ValueError(f"privacy: {level} has not a value for each of {num_clients} clients")
+        single = [of_each["noise_multiplier"]] if level == "client" else []
+        single += [of_each["others"]] if "others" in of_each else []
+        if any(isinstance(value, bool) or not float(value) >= 0 for values in (*lists, single) for value in values):
+            raise ValueError(f"privacy: {level} has a value that is not a number of 0 or more")
+
+
+def is_test_mode(record: Record | None) -> bool:
+    """Whether any noise followed from the run's seed."""
+    return any(not level["options"]["secure_rng"] for level in (record or {}).values())
+
+
+def joined_record(record: Record, own: Record | None) -> dict[str, Any]:
+    """The record of a run that a client has joined, of which alone ``own`` is.
+
+    The client has sent nothing: nobody learns of it as a whole from the global adapter.
+    """
+    found = {level: dict(content) for level, content in record.items()}
+    for name in _LISTS["sample"] if "sample" in found else ():
+        assert own is not None
+        found["sample"][name] = [*found["sample"][name], *own["sample"][name]]
+    if "client" in found:
+        found["client"]["epsilon"] = [*found["client"]["epsilon"], 0.0]
+    return found
+
+
+def _words(record: Record, client: int | None, joined: Collection[int], called: object = None) -> Any:  # noqa: ANN401  # macros
+    """The texts on a record's numbers, of which ``sent`` are those of the clients that took part in the rounds."""
+    levels: dict[str, Any] = {"sample": None, "client": None}
+    for level, content in record.items():
+        lists = {name: [float(value) for value in content[name]] for name in _LISTS[level]}
+        sent = {name: [one for number, one in enumerate(own) if number not in joined] for name, own in lists.items()}
+        levels[level] = dict(content) | lists | {"sent": sent, "others": _largest_of_others(level, content, client)}
+    return _template("privacy").make_module(
+        {
+            "sample": levels["sample"],
+            "whole": levels["client"],
+            "client": client,
+            "joined": joined,
+            "called": client if called is None else called,
+            "test_mode": is_test_mode(record),
+            "accountants": [level["options"]["accountant"] for level in record.values()],
+        }
+    )
+
+
+def privacy_card(record: Record | None, client: int | None, joined: Collection[int] = (), called: object = None) -> str:
+    """The section "Privacy" of the model card of a client's adapter, or of the global one, as Markdown.
+
+    There is no line break at its end, and nothing at all where training was not private. Clients that ``joined`` when
+    the rounds were over sent nothing. The client is ``called`` something else than its number where that is given.
+    """
+    return str(_words(record, client, joined, called).card()).strip() if record else ""
+
+
+def privacy_lines(record: Record | None, joined: Collection[int] = ()) -> str:
+    """What releasing all adapters of a run costs, a line for each kind of privacy; nothing where there was none."""
+    return str(_words(record, None, joined).lines()).strip() if record else ""
+
+
+def protection(record: Record | None, client: int | None) -> str:
+    """In a few words, what protects those behind one adapter, a client's own or (None) the global one."""
+    if is_test_mode(record):
+        return "with noise that follows from the seed, which protects nothing: use it for tests alone"
+    found = []
+    for level, content in (record or {}).items():
+        if level == "sample":
+            kind, values = "single images", content["server"] if client is None else [content["release"][client]]
+        else:  # which a client's own adapter is not
+            kind, values = "whole clients", content["epsilon"] if client is None else [math.inf]
+        worst = max(map(float, values))
+        if math.isfinite(worst):
+            found.append(f"{kind}: ε at most {epsilon_text(worst)} at δ = {content['options']['delta']:g}")
+    if not found:
+        return "without differential privacy: it may reveal images that it was trained on"
+    return f"with differential privacy of {', and of '.join(found)}, as the card says"
+
+
+def _largest_of_others(level: str, content: Record, client: int | None) -> float | None:
+    """The largest ε of all clients but one; None where there is no other."""
+    values = content["server" if level == "sample" else "epsilon"]
+    others = [float(value) for other, value in enumerate(values) if other != client]
+    return max([*others, float(content["others"])] if "others" in content else others, default=None)
+
+
+def of_one(record: Record, client: int) -> dict[str, dict[str, Any]]:
+    """The record beside the adapter of one client: its own figures, and the largest ε of the others."""
+    found = {}
+    for level, content in record.items():
+        largest = _largest_of_others(level, content, client)
+        found[level] = {name: [value[client]] if isinstance(value, list) else value for name, value in content.items()}
+        found[level] |= {} if largest is None else {"others": largest}
+    return found
+
+
+def of_nobody(record: Record) -> dict[str, dict[str, Any]]:
+    """The record beside the global adapter where it is shared: ε of all clients, and what says whose is whose left out.
+
+    Rates and noise are the extremes that ε was not smaller for, since a rate tells how many images a client has.
+    """
+    found = {level: dict(content) for level, content in record.items()}
+    for level, name in (("sample", "server"), ("sample", "release"), ("client", "epsilon")):
+        if level in found:
+            found[level][name] = sorted(found[level][name], key=float, reverse=True)
+    if "sample" in found:
+        for name, extreme in (("sample_rates", max), ("noise_multipliers", min)):
+            values = found["sample"][name]
+            found["sample"][name] = [extreme(map(float, values))] * len(values)
+    return found
