@@ -317,16 +317,10 @@ def write_sums(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 
 def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()) -> None:
-    """Compare the files of a folder with their digests, if it has any.
+    """Compare the files of a folder with their digests, if it has any; those ``needed`` must have one.
 
-    Args:
-        folder: The folder.
-        needed: Files that must be among those that have a digest.
-        free: Files that people may edit: if they changed, a warning says so.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If one is not what was written.
+    Files that are ``free`` may be edited: if they changed, a warning says so. Of others that is a ValueError, or a
+    FileNotFoundError if one is missing.
     """
     path = folder / SUMS_FILE
     if not path.is_file():

@@ -47,14 +47,10 @@ ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 
 @dataclass
 class Fold:
-    """A folded model.
+    """A folded model, which shares every frozen module with the single one; its ``context`` is set before each pass.
 
-    Attributes:
-        model: Shares every frozen module with the single model.
-        context: To be set before each forward pass.
-        row_keys: State names of parameters that are repeated over each client's rows before the forward pass.
-        missing: ``{module path: class name}`` of modules with trained parameters and no twin; where it is
-            not empty, the model cannot be run stacked.
+    Parameters whose state names are in ``row_keys`` are repeated over each client's rows. ``missing`` are modules with
+    trained parameters and no twin, ``{module path: class name}``: with any, the model cannot be run stacked.
     """
 
     model: nn.Module

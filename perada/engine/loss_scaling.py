@@ -49,11 +49,7 @@ class LossScaling:
 
 
 class LossScales:
-    """The loss scales of C clients while they train; all begin at ``start``, by default the options' initial scale.
-
-    Each has, as (C,), its ``scale``, the ``good_steps`` in a row since that last changed, the number of steps
-    ``skipped``, and whether it ``stepped`` at all.
-    """
+    """The loss scales (C,) of C clients while they train; all begin at ``start``, or the options' initial scale."""
 
     def __init__(self, options: LossScaling, clients: int, start: LossScale | None, device: torch.device) -> None:
         self.options = options
@@ -95,10 +91,9 @@ class LossScales:
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
-        """What the clients of the next round start from: what the one with the smallest scale ended with, on any rank.
+        """What the clients of the next round start from: the smallest scale with which one ended, on any rank.
 
-        Only clients that are ``sound`` (C,), whose training stayed finite, are asked. Those are preferred that took a
-        step: a client that overflows at any scale has no say.
+        Clients that are ``sound`` (C,), whose training stayed finite, are asked, first those that took a step.
         """
         columns = (value[sound].tolist() for value in (self.stepped, self.scale, self.good_steps))
         ends = [end for part in ranks.gather(list(zip(*columns, strict=True))) for end in part]
@@ -107,10 +102,7 @@ class LossScales:
 
 
 class KeptScales:
-    """What the clients and the student of the next round start from: scales that began afresh would cost skipped steps.
-
-    Without ``options`` losses are not scaled.
-    """
+    """What clients and student start the next round from: scales that began afresh would cost skipped steps."""
 
     def __init__(self, options: LossScaling | None) -> None:
         self.options = options

@@ -26,13 +26,9 @@ from perada.engine.frozen_layers import is_small_map, pixel_tap
 class FoldContext:
     """What the twins need to know of the forward pass under way, set by the engine before it.
 
-    Attributes:
-        clients: C.
-        counts: Real rows of each client, the rest being padding; ``None`` when every row is real.
-        streams: The clients' random streams, for dropout.
-        draws: How many layers have drawn from them in this pass.
-        together: Normalise all clients' batches by one call where they are full: two copies more, but not a kernel for
-            each client, which is what a GPU waits for.
+    ``counts`` are the real rows of each of C ``clients``, the rest being padding; ``None`` when every row is real.
+    ``draws`` layers have drawn from the ``streams`` in this pass. ``together`` normalises all clients' batches by one
+    call where they are full: two copies more, but not a kernel for each client, which is what a GPU waits for.
     """
 
     clients: int = 1
@@ -99,10 +95,7 @@ class Twin(nn.Module):
 class OwnerTwin(nn.Module):
     """Base of the twins of layers whose trained parameters are in children that are not layers: it makes them layers.
 
-    Args:
-        original: The layer of the single model.
-        children: What the fold has made of its children; those that are ``held`` are as they were.
-        context: Of the fold.
+    ``children`` are what the fold has made of the original's; those that are ``held`` are as they were.
     """
 
     def __init__(self, original: nn.Module, children: dict[str, nn.Module | None], context: FoldContext) -> None:

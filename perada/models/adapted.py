@@ -133,13 +133,10 @@ INTERNAL = {field.name for field in fields(PeftConfig)}
 
 @dataclass
 class Backbone:
-    """A frozen image classifier.
+    """A frozen image classifier: ``model`` maps images (B, channels, height, width) to logits (B, K).
 
-    Attributes:
-        model: Maps images (B, channels, height, width) to logits (B, K).
-        name: The timm name, ``hf:`` and the transformers name, or the class name.
-        head: Full name of the classification head in ``model``.
-        image: What images must look like; None for a network of the caller's own.
+    ``name`` is the timm name, ``hf:`` and the transformers name, or the class name, ``head`` the full name of the
+    classification head in the model. ``image`` is None for a network of the caller's own.
     """
 
     model: nn.Module
@@ -152,11 +149,8 @@ class Backbone:
 class AdaptedModel:
     """A backbone with its adapter in place.
 
-    Attributes:
-        backbone: Its ``model`` now holds the adapter.
-        peft_model: Only saving and loading need it. The adapter's name in it is "default".
-        config: The adapter's, as it is saved.
-        beside: Trained tensors that PEFT does not save: the backbone's own, where it is trained too.
+    Only saving and loading need ``peft_model``, where the adapter is called "default", and its ``config``. ``beside``
+    are trained tensors that PEFT does not save: the backbone's own, where it is trained too.
     """
 
     backbone: Backbone

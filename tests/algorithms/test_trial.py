@@ -70,6 +70,16 @@ def test_what_fits_is_trained_and_left_as_it_was():
     assert vars(rule) == {}
 
 
+def test_options_of_distillation_may_be_given_by_name():
+    class Distils(Algorithm):
+        def server_step(self, server):
+            average = server.mean(server.updates, server.weights)
+            return server.distill(average, teachers=server.updates, average_from=0.5)
+
+    run = finetune(Distils(), "net-full", rounds=1)
+    assert len(run.metrics["rounds"]) == 1
+
+
 def test_only_classes_from_elsewhere_are_tried():
     assert not any(is_own(make_algorithm(name)) for name in ALGORITHMS)
     assert not is_own(FedAvgM())
