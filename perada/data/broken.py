@@ -78,21 +78,13 @@ def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict
 def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
     """Files that cannot be read, as remembered or as found now."""
     paths = [base.manifest.paths[row] for row in rows]
-    place = _memory(base, paths)
+    place, tried = _memory(base, paths), _Tried(base, rows, type(base).__name__)
     if place is not None and place.is_file():
         with suppress(OSError, ValueError):
             known = json.loads(place.read_text(encoding="utf-8"))
             return {row: str(known[path]) for row, path in zip(rows, paths, strict=True) if path in known}
-
-    def why(path: str) -> str:
-        try:
-            base.read(path)
-        except (OSError, ValueError) as error:
-            return str(error)
-        return ""
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = _reasons(rows, pool.map(why, paths))
+        found = _reasons(rows, pool.map(tried.__getitem__, range(len(rows))))
     if place is not None:
         with suppress(OSError):  # the next run reads them again
             place.parent.mkdir(parents=True, exist_ok=True)

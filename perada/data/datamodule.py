@@ -372,10 +372,8 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> None:
         """From now on, serve features (F,) in place of the images that are always the same.
 
-        Args:
-            encode: Features (B, F) of images (B, ...) as they are stored; None serves images again.
-            size: F.
-            image: Shape of the prepared images that features are of; others are served as they are.
+        ``encode`` makes features (B, F), of F = ``size``, of images (B, ...) as they are stored; None serves images
+        again. ``image`` is the shape of the prepared images that features are of; others are served as they are.
         """
         limit = self.device_cache_mb * 10**6
         self._features = encode and FeatureCache(

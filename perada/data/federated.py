@@ -28,10 +28,6 @@ def public_overlap(train: Store, public: Store) -> tuple[int, int, int] | None:
     images (H, W) and (1, H, W) are alike. What a dataset draws at random is drawn alike for all. A changed copy of an
     image, by as little as one pixel, is another image.
 
-    Args:
-        train: The clients' images.
-        public: The server's images.
-
     Returns:
         The client, the index among its images, and the index among the public ones; None if no image is in both.
     """

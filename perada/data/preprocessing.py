@@ -93,13 +93,14 @@ class Preprocessing:
         if record["kind"] == "uint8":
             sizes = [(*step["size"], step["rounded"]) for step in record["resize"]]
             steps = tuple(Resize(height, width, bool(rounded)) for height, width, rounded in sizes)
+            uneven = [step for step in steps if not step.rounded and step.height != step.width]
             whole += [record["channels"], *(side for step in steps for side in step[:2])]
             for mean, std in zip(record["mean"], record["std"], strict=True):
                 check_number("preprocessing: mean", mean)
                 check_number("preprocessing: std", std, above=0)
             check_choice("preprocessing: interpolation", record["interpolation"], [_INTERPOLATION])
             check_full_scale(record.get("full_scale"))
-            if [len(shape), len(record["mean"])] != [3, shape[0]] or any(_is_uneven(step) for step in steps):
+            if [len(shape), len(record["mean"])] != [3, shape[0]] or uneven:
                 raise ValueError(f"preprocessing: mean={record['mean']} or resize={record['resize']} cannot be used")
         for side in whole:
             check_whole("preprocessing: shape", side)
@@ -152,7 +153,7 @@ class Preprocessing:
 
     @property
     def last_size(self) -> int | None:
-        """Height and width to which images are resized once they are not whole numbers any more, if they are."""
+        """Height and width that images are resized to once they are not whole numbers any more, if they are."""
         return next((height for height, _, rounded in self.resize if not rounded), None)
 
     def _one(self, image: Any) -> Tensor:  # noqa: ANN401
@@ -219,11 +220,6 @@ def _is_float(image: Any) -> bool:  # noqa: ANN401
     )
 
 
-def _is_uneven(step: Resize) -> bool:
-    """Whether it is not to whole numbers, which are resized to squares alone."""
-    return not step.rounded and step.height != step.width
-
-
 def preprocessing_of(data: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
     """What is done to the clients' images of ``data``, but for random changes; ``full_scale`` where files are read."""
     shape, dtype = data.image
@@ -259,13 +255,8 @@ def joining_data(
 ) -> FederatedData:
     """One client's images in memory, prepared as those of a run were, their labels numbered as the run's.
 
-    Args:
-        data: The client alone or, among others, the client called ``name``.
-        name: What the client is to be called; by default what the data call it.
-        preprocessing: Of the run.
-        classes: Names of the run's classes, if they have any.
-        num_classes: The run's number of classes K, or of labels.
-        multilabel: Whether the run's images may have several labels.
+    The data are of the client alone, who is called ``name`` or what they call it, or have it among others. The rest is
+    the run's: names of classes, if they have any, their number K, and whether an image may have several labels.
 
     Raises:
         ValueError: If the client, a class or the kind of labels is not known to the run, or there are no images.

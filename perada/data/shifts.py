@@ -135,11 +135,6 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
 def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: int | None) -> list[Condition]:
     """What the models run on, in order, after checking that it fits.
 
-    Args:
-        shifts: By name.
-        checked: The clients' data.
-        size: Height and width that uint8 images are resized to.
-
     Raises:
         ImportError: If corruptions are asked for and their library is missing.
         ValueError: If there are no test images, or a shift does not fit the clients' images and classes.
@@ -203,16 +198,9 @@ def _labelled(name: str, images: ImageSet, checked: Checked, size: int | None) -
 def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
     """Corrupt an image by ImageNet-C's function and parameters; the library is imagecorruptions-imaug.
 
-    A grey image is corrupted as an RGB one with three equal channels, of which the green one is kept.
-
-    Args:
-        image: uint8 (1 or 3, H, W), on the CPU, with sides of ``SMALLEST`` pixels or more.
-        kind: One of ``MAIN`` or ``EXTRA``.
-        severity: From 1 to 5.
-        seed: All that is drawn follows from it; the global streams stay as they are.
-
-    Returns:
-        uint8, of the same shape.
+    The image is uint8 (1 or 3, H, W), on the CPU, with sides of ``SMALLEST`` pixels or more; a grey one is corrupted as
+    an RGB one with three equal channels, of which the green one is kept. All that is drawn follows from the seed; the
+    global streams stay as they are.
     """
     import cv2
     from imagecorruptions import corruption_dict
@@ -234,8 +222,8 @@ def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
 class CorruptedStore(Samples):
     """The samples of a store, each image corrupted as it is read, on the host.
 
-    The draws follow from the run's ``seed``, the kind, the severity and the image's place among all clients' images.
-    Images uint8 are resized to ``size`` before they are corrupted, unless it is None.
+    The draws follow from the run's seed, the kind, the severity and the image's place among all clients' images.
+    uint8 images are resized to ``size`` before they are corrupted, unless it is None.
     """
 
     by_item = True

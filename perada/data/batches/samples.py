@@ -219,13 +219,9 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
 
 
 class FeatureCache:
-    """Features of as many sets as fit into a limit, in the order in which they are first read.
+    """Features of as many sets as fit into a limit of bytes, four each, in the order in which they are first read.
 
-    Args:
-        encode: Features (B, F) of images (B, ...) as they are read.
-        size: F.
-        limit_bytes: Of all sets together; features count four bytes each.
-        suits: Whether images (1, ...), as they are read, have the shape that features are of.
+    ``encode`` makes features (B, F), of F = ``size``, of images (B, ...) as they are read, if these ``suit``.
     """
 
     def __init__(

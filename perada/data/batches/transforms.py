@@ -234,14 +234,9 @@ class Preparation:
     draws that depend on the seed, the round, the client and the step alone; for private training also on the stream.
     Padding stays zero.
 
-    Args:
-        image: What the backbone asks of images.
-        image_size: Height and width to resize to, or None.
-        crop_padding: Shift training images by up to so many pixels; 0 for not.
-        flip: Mirror half of the training images.
-        seed: The run's seed.
-        secure: Augment the images of private training by the operating system's generator instead: the draws go by an
-            image's place in the batch, and whoever knew them could tell from the others whether an image is there.
+    The backbone asks for ``image``; the other options are the data module's, and the run's seed. With ``secure`` the
+    images of private training are augmented by the operating system's generator instead: the draws go by an image's
+    place in the batch, and whoever knew them could tell from the others whether an image is there.
     """
 
     image: ImageConfig | None = None

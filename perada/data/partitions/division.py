@@ -220,11 +220,6 @@ def hold_out(
     or all trained on; where each image is a group, the share is rounded to whole images. Images of one's own are chosen
     by what they are, and not by their number (:func:`.hashed_share`).
 
-    Args:
-        datasets: The clients' training sets.
-        share: From above 0 to below 1.
-        seed: What the draws follow from.
-
     Returns:
         What each client trains on, and what it holds out, in the order that they had.
 

@@ -116,17 +116,9 @@ def rows_of(values: Array, column: Array) -> list[Array]:
 def whole_groups(groups: Array, counts: Sequence[int], rng: np.random.Generator, least: int = 0) -> list[Array]:
     """Draw disjoint parts of about ``counts`` rows, and the rest; the rows of a group are all in one of these.
 
-    Whole groups are drawn, and each part ends where its size comes closest to what was asked for. Groups of one row
-    each give the exact counts.
-
-    Args:
-        groups: The group (N,) of each row.
-        counts: Rows of each part.
-        rng: What is drawn from.
-        least: Groups that each part has at least, the rest too; there must be so many.
-
-    Returns:
-        The rows of each part and of the rest, ascending.
+    Whole groups are drawn, of the group (N,) of each row, and each part ends where its size comes closest to what was
+    asked for; groups of one row each give the exact counts. Each part and the rest have at least ``least`` groups, of
+    which there must be so many. Rows are ascending.
 
     >>> [rows.tolist() for rows in whole_groups(np.array([7, 7, 7, 8]), [2], np.random.default_rng(0), least=1)]
     [[0, 1, 2], [3]]
@@ -141,15 +133,7 @@ def whole_groups(groups: Array, counts: Sequence[int], rng: np.random.Generator,
 
 
 def of_each_stratum(strata: Array, share: float, rng: np.random.Generator) -> Array:
-    """Draw about a share of each stratum's rows: its number is rounded, and never all.
-
-    Args:
-        strata: The stratum (N,) of each row.
-        share: From 0 to below 1.
-        rng: What is drawn from.
-
-    Returns:
-        The rows, ascending.
+    """Draw about a share, below 1, of the rows of each stratum (N,): its number is rounded, and never all; ascending.
 
     >>> len(of_each_stratum(np.repeat([3, 5, 6], [20, 10, 1]), 0.5, np.random.default_rng(0)))
     15
