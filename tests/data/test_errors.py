@@ -87,6 +87,14 @@ def test_image_size_makes_one_shape_of_many_where_images_are_read_one_by_one():
     assert [module.prepare(batch).x.shape for batch in module.val_dataloader()] == [(12, 1, 5, 5)]
 
 
+def test_image_size_makes_one_shape_of_clients_tensors_too():
+    """As if each image was read: tensors of one size would be resized with the batch, as floating-point numbers."""
+    parts = [TensorDataset(torch.full((4, 1, side, side), side, dtype=torch.uint8), torch.arange(4)) for side in (5, 8)]
+    (batch,) = FederatedDataModule(FederatedData(parts), image_size=6, batch_size=4).train_dataloader()
+    assert batch.x.shape == (2, 4, 1, 6, 6)
+    assert [int(image) for client in batch.x for image in client[0].unique()] == [5, 8]
+
+
 def test_a_shape_that_changes_within_a_client_is_named_when_it_is_met():
     mixed = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 6, 6), 0)]
     (batch,) = FederatedDataModule(FederatedData([mixed])).train_dataloader()
