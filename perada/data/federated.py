@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from perada.core.checks import check_whole
 from perada.core.text import some
-from perada.data.batches.datasets import Kind, check_kind, check_label_kind, isolated_randomness, kind, length
+from perada.data.batches.datasets import Kind, check_kind, isolated_randomness, kind, length
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.sets.base import class_names
 
@@ -223,7 +223,11 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     known = [(client, labels) for part in found.values() for client, labels in enumerate(part) if len(labels)]
     first = known[0][1]
     for client, labels in known:
-        check_label_kind(client, labels, first)
+        if labels.ndim > 2 or kind(labels) != kind(first):
+            raise ValueError(
+                f"client {client}: a label is {kind(labels)}, an earlier client's is {kind(first)}: give all an "
+                "integer, or all a float vector of K labels"
+            )
     multilabel = first.ndim == 2
     if data.classes is not None:
         num_classes = num_classes or len(data.classes)

@@ -119,8 +119,8 @@ class Preprocessing:
             ValueError: If a file is not an image, or an image does not fit.
             TypeError: If something is not an image.
         """
-        ready = [self._one(image) for image in images]
-        floats = [x for x, image in zip(ready, images, strict=True) if _is_float(image)]
+        stored = [self.stored(image) for image in images]
+        floats = [x for x in stored if x.is_floating_point()]
         unchanged = set(self.mean) == {0.0} and set(self.std) == {1.0}
         if self.kind == "uint8" and floats and not unchanged and all(0 <= x.min() and x.max() <= 1 for x in floats):
             warnings.warn(
@@ -128,7 +128,9 @@ class Preprocessing:
                 f"them so: give uint8 images, or subtract mean {list(self.mean)} and divide by std {list(self.std)}",
                 stacklevel=3,
             )
-        return torch.stack(ready)
+        channels, height, width = self.shape if self.kind == "uint8" else (0, 0, 0)
+        image = ImageConfig((channels, height, width), self.mean, self.std)
+        return torch.stack([prepare_images(x, image, self.last_size) for x in stored])
 
     def stored(self, image: Any) -> Tensor:  # noqa: ANN401  # whatever is taken for an image
         """An image as training had it in memory: uint8 (channels, height, width), or a sample that is ready.
@@ -155,13 +157,6 @@ class Preprocessing:
     def last_size(self) -> int | None:
         """Height and width that images are resized to once they are not whole numbers any more, if they are."""
         return next((height for height, _, rounded in self.resize if not rounded), None)
-
-    def _one(self, image: Any) -> Tensor:  # noqa: ANN401
-        x = self.stored(image)
-        if x.dtype != torch.uint8:
-            return x
-        channels, height, width = self.shape
-        return prepare_images(x, ImageConfig((channels, height, width), self.mean, self.std), self.last_size)
 
     def _tensor(self, image: Any) -> Tensor:  # noqa: ANN401
         """An image as a tensor: uint8 (Ch, H, W), or what is ready."""
@@ -212,12 +207,6 @@ class Preprocessing:
                 f"the model{hint}"
             )
         return x
-
-
-def _is_float(image: Any) -> bool:  # noqa: ANN401
-    return (isinstance(image, Tensor) and image.is_floating_point()) or (
-        isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating)
-    )
 
 
 def preprocessing_of(data: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:

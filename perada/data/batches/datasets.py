@@ -133,15 +133,6 @@ def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
         )
 
 
-def check_label_kind(client: int, labels: Tensor, first: Tensor) -> None:
-    """Refuse labels of another kind than the first client's: all are classes, or all are vectors of one length."""
-    if labels.ndim > 2 or labels.shape[1:] != first.shape[1:] or labels.dtype != first.dtype:
-        raise ValueError(
-            f"client {client}: a label is {labels.dtype} {tuple(labels.shape[1:])}, an earlier client's is "
-            f"{first.dtype} {tuple(first.shape[1:])}: give all an integer, or all a float vector of K labels"
-        )
-
-
 @contextmanager
 def isolated_randomness() -> Iterator[None]:
     """Set the global random streams of Python, NumPy and torch by :func:`seed_all` of 0, and put them back on exit."""
