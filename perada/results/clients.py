@@ -3,7 +3,7 @@
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,76 +17,52 @@ ABSENT = {"privacy/client_epsilon": 0.0}
 """Of a client that joined, by the name of the metric; it sent nothing. What is not named is NaN."""
 
 
-def with_client(
-    metrics: Mapping[str, Any], scores: Mapping[str, float], before: float | None, counts: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """The metrics of a run with one more client, of which ``scores`` are known, by the name of the metric.
+Change = Callable[[str, list[Any], Any], list[Any]]
+"""Makes another list of one with an entry a client, given what it is of and an entry that says nothing."""
 
-    ``before`` is what the global model scores on its images; ``counts`` are its images of each class, by part.
-    """
-    found = dict(metrics)
-    found["clients"] = {
-        name: [*values, scores.get(name, ABSENT.get(name, math.nan))] for name, values in metrics["clients"].items()
-    }
+
+def _changed(metrics: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    """The metrics of a run with other clients: what has an entry for each is changed, all else stays."""
+
+    def each(content: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
+        return {
+            name: change(kind or name, own, math.nan) if isinstance(own, list) else own for name, own in content.items()
+        }
+
+    def rows(kind: str, filler: float) -> dict[str, Any]:  # (M, K); what is (K,) is of all clients
+        return {
+            name: change(f"{kind}/{name}", own, [filler] * len(own[0])) if isinstance(own[0], list) else own
+            for name, own in metrics[kind].items()
+        }
+
+    found = dict(metrics) | {"clients": each(metrics["clients"])}
     if "initial" in found:
-        found["initial"] = {name: [*values, math.nan] for name, values in found["initial"].items()}
+        found["initial"] = each(found["initial"], "initial")
     if "by_round" in found:
-        found["by_round"] = [_each(row, lambda values: [*values, math.nan]) for row in found["by_round"]]
+        found["by_round"] = [each(row, "by_round") for row in found["by_round"]]
     if "global/local_test" in found:
-        found["global/local_test"] = [*found["global/local_test"], math.nan if before is None else before]
-    if "per_class" in found:
-        found["per_class"] = {name: _more_rows(rows) for name, rows in found["per_class"].items()}
-    if "partition" in found:
-        parts = found["partition"]
-        found["partition"] = {part: [*rows, list(counts.get(part, [0] * len(rows[0])))] for part, rows in parts.items()}
-    return found
+        found |= each({"global/local_test": found["global/local_test"]})
+    return found | {
+        kind: rows(kind, filler) for kind, filler in (("per_class", math.nan), ("partition", 0)) if kind in found
+    }
 
 
-def without_client(metrics: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _without_client(metrics: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The metrics without the values of a client, NaN or zeros instead; its ε stay."""
 
-    def blank(values: Sequence[Any]) -> list[Any]:
-        return [*values[:number], math.nan, *values[number + 1 :]]
+    def blank(name: str, values: list[Any], nothing: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+        return values if name.startswith("privacy/") else [*values[:number], nothing, *values[number + 1 :]]
 
-    found = dict(metrics)
-    found["clients"] = {
-        name: list(values) if name.startswith("privacy/") else blank(values)
-        for name, values in metrics["clients"].items()
-    }
-    if "initial" in found:
-        found["initial"] = _each(found["initial"], blank)
-    if "by_round" in found:
-        found["by_round"] = [_each(row, blank) for row in found["by_round"]]
-    if "global/local_test" in found:
-        found["global/local_test"] = blank(found["global/local_test"])
-    for name, filler in (("per_class", math.nan), ("partition", 0)):
-        if name in found:
-            found[name] = {key: _blank_row(rows, number, filler) for key, rows in found[name].items()}
-    if "predictions" in found:
-        found["predictions"] = {role: _others(told, number) for role, told in found["predictions"].items()}
+    found = _changed(metrics, blank)
+    if "predictions" in found:  # calibration is of all images together
+        found["predictions"] = {
+            role: {
+                name: [row for row in value if row[0] != number] if name == "confusion" else value
+                for name, value in told.items()
+            }
+            for role, told in found["predictions"].items()
+        }
     return found
-
-
-def _each(content: Mapping[str, Any], change: Any) -> dict[str, Any]:  # noqa: ANN401  # lists to lists
-    return {name: change(value) if isinstance(value, list) else value for name, value in content.items()}
-
-
-def _blank_row(rows: list[Any], number: int, filler: float) -> list[Any]:
-    """Rows (M, K) without one; what is (K,) is of all clients."""
-    if not isinstance(rows[0], list):
-        return rows
-    return [*rows[:number], [filler] * len(rows[0]), *rows[number + 1 :]]
-
-
-def _more_rows(rows: list[Any]) -> list[Any]:
-    """Rows (M + 1, K) of (M, K); what is (K,) is of all clients."""
-    return [*rows, [math.nan] * len(rows[0])] if isinstance(rows[0], list) else rows
-
-
-def _others(told: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """What was predicted, without the rows of a client's confusions; calibration is of all images together."""
-    rows = {"confusion": [row for row in told["confusion"] if row[0] != number]} if "confusion" in told else {}
-    return dict(told) | rows
 
 
 @dataclass(frozen=True)
@@ -140,7 +116,10 @@ def with_joined(
         told["own_adapters"] = [*told.get("own_adapters", []), number]
     if told.get("privacy"):
         told["privacy"] = joined_record(told["privacy"], joined.privacy)
-    return told, with_client(metrics, joined.metrics, joined.record["before"], joined.counts)
+    new: dict[str, Any] = ABSENT | joined.metrics | {f"partition/{part}": row for part, row in joined.counts.items()}
+    if joined.record["before"] is not None:
+        new["global/local_test"] = joined.record["before"]
+    return told, _changed(metrics, lambda name, values, nothing: [*values, new.get(name, nothing)])
 
 
 NOT_UNDONE = (
@@ -190,7 +169,7 @@ def forget(folder: Path, client: int | str) -> int:
     for values in ((info.get("training") or {}).get("images"), sample.get("sample_rates")):
         if values and number < len(values):
             values[number] = 0
-    saved.metrics = without_client(saved.metrics, number)
+    saved.metrics = _without_client(saved.metrics, number)
     saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(f"client_{number}/")}
     write_run(folder, saved)
     shutil.rmtree(folder / f"client_{number}", ignore_errors=not (folder / f"client_{number}").exists())

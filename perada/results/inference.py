@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from tqdm.auto import tqdm
 
 from perada.core.checks import check_whole
 from perada.core.files import writing
@@ -21,7 +20,6 @@ from perada.core.text import FORMULA, cell_text, some
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import read_table
-from perada.engine.fold import fold
 
 _TABLES = (".csv", ".tsv", ".parquet")
 
@@ -68,49 +66,15 @@ class Predictions:
         return Path(path)
 
 
-def predict(
-    model: nn.Module,
-    preprocessing: Preprocessing,
-    images: Any,  # noqa: ANN401  # one image of any kind, or several
-    *,
-    classes: Sequence[str],
-    multilabel: bool,
-    batch_size: int = 64,
-    device: torch.device | str = "cpu",
-    progress: bool = False,
-    broken: dict[Any, str] | None = None,
-) -> Predictions:
-    """Predict with one model; only ``batch_size`` images at a time are in memory (see :meth:`.Run.predict`)."""
-    check_whole("batch_size", batch_size)
-    given = as_list(images)
-    if not given:
-        raise ValueError("there are no images; give one at least")
-    model = fold(model.to(_usable(device)), random_only=True).model.eval()  # whose frozen layers are faster
-    rows, known = [], []
-    with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
-        for start in range(0, len(given), batch_size):
-            named = given[start : start + batch_size]
-            batch, named = (
-                (preprocessing.batch(named), named) if broken is None else _read(preprocessing, named, broken)
-            )
-            if batch is not None:
-                logits = model(batch.to(device)).float().cpu()
-                rows.append(logits.sigmoid() if multilabel else logits.softmax(-1))
-            known += named
-            bar.update(len(given[start : start + batch_size]))
-    if not known:
-        raise ValueError(f"none of the {len(given)} images can be read: {'; '.join((broken or {}).values())}")
-    probabilities = torch.cat(rows).clone()  # no inference tensor
-    labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
-    paths = tuple(map(str, known)) if all(isinstance(one, str | Path) for one in known) else None
-    return Predictions(probabilities, labels, tuple(classes), paths)
-
-
-def _read(preprocessing: Preprocessing, images: list[Any], broken: dict[Any, str]) -> tuple[Tensor | None, list[Any]]:
-    """A batch of those that can be read, which are given too; the others go into ``broken``."""
+def readable(
+    preprocessing: Preprocessing, images: list[Any], broken: dict[Any, str] | None
+) -> tuple[Tensor | None, list[Any]]:
+    """A batch of those that can be read, which are given too; the others go into ``broken``, or are an error."""
     try:
         return preprocessing.batch(images), images
     except (OSError, ValueError):  # then one by one
+        if broken is None:
+            raise
         kept = []
         for image in images:
             try:
@@ -120,7 +84,7 @@ def _read(preprocessing: Preprocessing, images: list[Any], broken: dict[Any, str
         return torch.cat([one for one, _ in kept]) if kept else None, [image for _, image in kept]
 
 
-def _usable(device: torch.device | str) -> torch.device:
+def usable(device: torch.device | str) -> torch.device:
     """A device on which there can be tensors."""
     try:
         found = torch.device(device)

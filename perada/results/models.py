@@ -3,17 +3,21 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
+from perada.core.checks import check_whole
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import ensemble
+from perada.engine.fold import fold
 from perada.models.backbones import AdaptedModel
 from perada.models.unwrapping import IMAGE
-from perada.results.inference import Predictions, client_index, predict
+from perada.results.inference import Predictions, as_list, client_index, readable, usable
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -31,18 +35,6 @@ class Ensemble(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, ...) to logits (B, K)."""
         return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
-
-
-def rounds_frame(rounds: Sequence[dict[str, Any]]) -> "DataFrame":
-    """The rounds (see :meth:`perada.Run.history`)."""
-    try:
-        import pandas
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"Run.history needs pandas, which is not installed ({error}); pip install 'perada[report]', or use "
-            "Run.metrics['rounds']"
-        ) from error
-    return pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
 
 
 class Models:
@@ -165,7 +157,15 @@ class Models:
         Raises:
             ModuleNotFoundError: If pandas is not installed.
         """
-        return rounds_frame(self.metrics["rounds"])
+        rounds = self.metrics["rounds"]
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Run.history needs pandas, which is not installed ({error}); pip install 'perada[report]', or use "
+                "Run.metrics['rounds']"
+            ) from error
+        return pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -210,20 +210,30 @@ class Models:
             ValueError: If a file or an image cannot be used, the client does not exist, or there is no global model.
             TypeError: If something is not an image.
         """
-        preprocessing = self.preprocessing
-        number = None if client is None else self.number(client)
-        model = self.global_model() if number is None else self.personal(number)
-        return predict(
-            model,
-            preprocessing,
-            images,
-            classes=self.info.get("classes") or list(map(str, range(self.info["num_classes"]))),
-            multilabel=self.info["multilabel"],
-            batch_size=batch_size,
-            device=device,
-            progress=progress,
-            broken=broken,
-        )
+        check_whole("batch_size", batch_size)
+        preprocessing, multilabel = self.preprocessing, self.info["multilabel"]
+        model = self.global_model() if client is None else self.personal(client)
+        given = as_list(images)
+        if not given:
+            raise ValueError("there are no images; give one at least")
+        model = fold(model.to(usable(device)), random_only=True).model.eval()  # whose frozen layers are faster
+        rows, known = [], []
+        with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
+            for start in range(0, len(given), batch_size):
+                named = given[start : start + batch_size]
+                bar.update(len(named))
+                batch, named = readable(preprocessing, named, broken)
+                if batch is not None:
+                    logits = model(batch.to(device)).float().cpu()
+                    rows.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+                known += named
+        if not known:
+            raise ValueError(f"none of the {len(given)} images can be read: {'; '.join((broken or {}).values())}")
+        probabilities = torch.cat(rows).clone()  # no inference tensor
+        labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
+        paths = tuple(map(str, known)) if all(isinstance(one, str | Path) for one in known) else None
+        classes = self.info.get("classes") or list(map(str, range(self.info["num_classes"])))
+        return Predictions(probabilities, labels, tuple(classes), paths)
 
     @property
     def personalized(self) -> bool:

@@ -118,11 +118,7 @@ def client_table(
     if len(sizes) > ROWS:
         rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
     rows.append(["mean ± std", "", *(_spread(name, values) for name, values in scores.items())])
-    return _noted(table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows), test_mode)
-
-
-def _noted(shown: str, test_mode: bool) -> str:
-    """A table, with a warning below it in the test mode."""
+    shown = table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows)
     return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 
@@ -151,8 +147,8 @@ def run_report(folder: Path) -> str:
         for row in record.rounds
     ]
     header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
-    shown_rounds = _noted(table(header, body), "privacy/test_mode" in names)
-    return "\n\n".join([shown_rounds, *shift_tables(record.shifts)])
+    warned = [TEST_MODE] if "privacy/test_mode" in names else []
+    return "\n\n".join([table(header, body), *warned, *shift_tables(record.shifts)])
 
 
 def shift_names(names: Iterable[str]) -> list[str]:
