@@ -43,6 +43,7 @@ def test_top_level_is_only_perada(wheel):
         ("perada", "models/weights/*.md"),
         ("perada", "py.typed"),
         ("perada", "cli/options.yaml"),
+        ("perada", "results/templates/*.j2"),
     ],
 )
 def test_nothing_is_left_out(wheel, folder, pattern):
