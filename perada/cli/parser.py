@@ -156,8 +156,7 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
     # An algorithm comes before its arguments.
     for name in sorted(FULL_NAMES.keys() & content.keys(), key=lambda name: FULL_NAMES[name].count(".")):
         *sections, last = FULL_NAMES[name].split(".")
-        value = out.pop(name)
-        inner: dict[str, Any] = out
+        value, inner = out.pop(name), out
         for section in sections:
             below: Any = inner.get(section) or {}
             if isinstance(below, str) and section != "algorithm":

@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.api import argument_texts, full_name
-from perada.compare.grid import Point, Sampler, inside, propose, ranged
+from perada.compare.grid import Point, Sampler, inside, points, propose, ranged
 from perada.compare.plan import CHOSEN_BY, ENTRIES, Job, MakeCLI, Plan, Row, words
 from perada.compare.results import NO_POINT, Results, choose, curve_tables, grid_table, score, shown_score, summary
 from perada.compare.running import CarryOut, Result, quiet, runner
@@ -29,14 +29,18 @@ class Comparison:
 
     def run(self) -> int:
         """Run the grid and the table; return how many runs failed."""
-        plan, tuning = self.plan, {row: self.plan.tuning(row) for row in self.plan.rows}
+        plan, first = self.plan, self.plan.seeds[0]
+        tuning = {
+            row: [plan.job(row, first, "tune", point) for point in points(plan.grids[row[1]])] for row in plan.rows
+        }
         self._run(job for jobs in tuning.values() for job in jobs)
         for number in range(plan.trials):  # one of each row at a time: a trial follows from those before
             for row, before in tuning.items():
                 if ranged(plan.grids[row[1]]):
                     before.append(self._trial(row, number, before))
             self._run(jobs[-1] for row, jobs in tuning.items() if ranged(plan.grids[row[1]]))
-        final = plan.final(self._choose(tuning))
+        chosen = self._choose(tuning)
+        final = [plan.job(row, seed, "run", point) for seed in plan.seeds for row, point in chosen.items()]
         self._run(final)
         self.results.arrange([*(job for jobs in tuning.values() for job in jobs), *final])
         return self.failed

@@ -33,7 +33,6 @@ class Range:
     low: float
     high: float
     log: bool  # drawn evenly in the logarithm
-    text: str  # as it was given
 
     def number(self, value: str) -> float:
         """A value as a number; a ValueError if it is none of this kind."""
@@ -117,7 +116,7 @@ def _range(options: Sequence[str], values: Sequence[str], text: str) -> Range | 
         raise ValueError(f"{text!r}: {low} is not below {high}, give the lower end first")
     if log and kind(low) <= 0:
         raise ValueError(f"{text!r}: a logarithmic range begins above zero, raise {low} or add :linear")
-    return Range(kind(low), kind(high), log, values[0])
+    return Range(kind(low), kind(high), log)
 
 
 def ranged(grid: Grid) -> bool:

@@ -177,9 +177,7 @@ class Plan:
         given: The options of ``perada compare``.
         overrides: Options of ``perada fit`` for every run.
 
-    Raises:
-        ValueError: If options contradict one another, or a run's cannot be parsed: nothing has been run by then.
-        ModuleNotFoundError: If there is a range, and not the package that draws from it.
+    Options that contradict one another, or that a run cannot be made of, are refused before anything is run.
     """
 
     def __init__(self, make_cli: MakeCLI, given: Namespace, overrides: Sequence[str]) -> None:
@@ -190,6 +188,11 @@ class Plan:
         vary, self.grids = parse_grid(given.vary, "--vary"), parse_grids(given.tune, algorithms)
         self._check_options(vary)
         self.trials = (given.trials or TRIALS) if any(map(ranged, self.grids.values())) else 0
+        self.asked = ["--paper"] * given.paper + [f"--tune={text}" for text in given.tune]
+        if self.trials:
+            self.asked += [f"--trials={self.trials}", f"--sampler={given.sampler}"]
+        if given.tune and given.choose_by != list(CHOSEN_BY):
+            self.asked.append(f"--choose_by={','.join(given.choose_by)}")
         varied = [tuple(point.items()) for point in points(vary)] or [()]  # the last name's values change fastest
         self.rows: list[Row] = list(dict.fromkeys(product(given.recipes, algorithms, varied)))
         self.signed: list[str] = given.choose_by
@@ -259,7 +262,7 @@ class Plan:
         recipe, algorithm, varied = row
         own, digest = self.recipes[recipe]
         label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
-        given, grid, tunes = [*self.overrides, *words(dict(varied))], self.grids[algorithm], stage == "tune"
+        given, tunes = [*self.overrides, *words(dict(varied))], stage == "tune"
         args = [
             *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
             *(ENTRIES[algorithm].words(own, self.given.paper) if algorithm else ()),
@@ -269,28 +272,13 @@ class Plan:
             *words(point),
             *([VALIDATE] if tunes else []),
         ]
-        variant = ["--paper"] * self.given.paper + given
-        for name, values in grid.items():
-            variant.append(f"--tune={name}={values.text if isinstance(values, Range) else ','.join(values)}")
-        if ranged(grid):
-            variant += [f"--trials={self.trials}", f"--sampler={self.given.sampler}"]
-        if grid and self.given.choose_by != list(CHOSEN_BY):
-            variant.append(f"--choose_by={','.join(self.given.choose_by)}")
         label += named(dict(varied))
-        return Job(label, recipe, seed, stage, point, args, variant, digest, self.signed, dict(varied))
+        return Job(label, recipe, seed, stage, point, args, self.asked + given, digest, self.signed, dict(varied))
 
     def count(self, algorithm: str) -> int:
         """How many settings of an algorithm are tried."""
         grid = self.grids[algorithm]
         return self.trials if ranged(grid) else len(points(grid))
-
-    def tuning(self, row: Row) -> list[Job]:
-        """The runs of the grid for a row; none where it has a range."""
-        return [self.job(row, self.seeds[0], "tune", point) for point in points(self.grids[row[1]])]
-
-    def final(self, chosen: dict[Row, Point]) -> list[Job]:
-        """The runs of the table, for the rows that have a point."""
-        return [self.job(row, seed, "run", point) for seed in self.seeds for row, point in chosen.items()]
 
     def start_label(self, recipe: str) -> str:
         """The row of a recipe's initial model."""

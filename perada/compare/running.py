@@ -86,8 +86,7 @@ def quiet() -> Iterator[None]:
 
 def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     cli = make_cli(args)
-    shorter = same_budget(cli)
-    if shorter:
+    if shorter := same_budget(cli):
         cli = make_cli([*args, *shorter])
     result: Result = {}
     if start:
@@ -130,9 +129,11 @@ def mb_sent(history: Sequence[dict[str, float]], clients: int) -> float:
 
 def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
     """Scores and diagnostics after each round that has some; ``round`` is counted from 1. Nothing if only one has."""
-    scored = [row for row in history if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in row)]
-    kept = [{name: value for name, value in record.items() if name.startswith(SCORED)} for record in scored]
-    rows = [{"round": record["round"] + 1, **_known(own)} for record, own in zip(scored, kept, strict=True)]
+    rows = []
+    for record in history:
+        if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in record):
+            own = {name: value for name, value in record.items() if name.startswith(SCORED)}
+            rows.append({"round": record["round"] + 1, **_known(own)})
     return {"history": rows} if len(rows) > 1 else {}
 
 

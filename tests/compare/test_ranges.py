@@ -42,9 +42,9 @@ def results(name="r"):
 
 def test_what_a_range_is():
     assert parse_grid(["a.lr_server=1e-3..1", "b=0.5..2", "c=0.1..10:log", "d=0,1", "e=../x"]) == {
-        "a.lr_server": Range(1e-3, 1.0, True, "1e-3..1"),
-        "b": Range(0.5, 2.0, False, "0.5..2"),
-        "c": Range(0.1, 10.0, True, "0.1..10:log"),
+        "a.lr_server": Range(1e-3, 1.0, True),
+        "b": Range(0.5, 2.0, False),
+        "c": Range(0.1, 10.0, True),
         "d": ["0", "1"],
         "e": ["../x"],
     }
