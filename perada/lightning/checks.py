@@ -13,6 +13,7 @@ from perada.algorithms import Algorithm
 from perada.algorithms.trial import is_own, try_rounds
 from perada.data import FederatedDataModule
 from perada.engine.engine import check_fold
+from perada.engine.prefix import Prefix
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings, check_rule
 from perada.lightning.parts import Parts
@@ -169,15 +170,15 @@ def try_own(parts: Parts) -> None:
         try_rounds(tried, rule, module.slot, module.initial_state(0), *sizes)
 
 
-def use_features(parts: Parts, image: Tensor) -> bool:
-    """Serve features where that pays, or is asked for; return whether they are served.
+def use_features(parts: Parts, image: Tensor) -> Prefix | None:
+    """Serve features where that pays, or is asked for; return the frozen part that they are of, if they are served.
 
     The frozen part is looked for with a prepared image (channels, height, width). A ValueError if features are asked
     for and no frozen part comes before what is trained.
     """
     data, module = parts.data, parts.module
     if module.cache_features is False:
-        return False
+        return None
     prefix = module.engine.find_prefix(parts.near(image), 0.0 if module.cache_features else LEAST_SHARE)
     if prefix is None and module.cache_features:
         raise ValueError(
@@ -191,7 +192,7 @@ def use_features(parts: Parts, image: Tensor) -> bool:
 
     if prefix is not None:
         data.use_features(encode, prefix.size, tuple(prefix.image))
-    return prefix is not None
+    return prefix
 
 
 def check_next(round: int, parts: Parts) -> None:

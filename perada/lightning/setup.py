@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.algorithms import Algorithm
 from perada.core.batches import CohortBatch
@@ -63,10 +63,15 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
         tried = cohort[: settings.clients_per_chunk or clients]
     batch = data.trial_batch(tried)
     check_first(parts, batch, stage == "fit")
-    features = use_features(parts, batch.x[0, 0])
-    if fresh and settings.privacy is not None and (features or stage != "fit"):  # else images were tried already
+    prefix = use_features(parts, batch.x[0, 0])
+    if fresh and settings.privacy is not None and (prefix or stage != "fit"):  # else images were tried already
         with parts.precision():
-            try_gradients(settings.privacy, parts.module, batch, features)
+            try_gradients(settings.privacy, parts.module, batch, features=prefix is not None)
+    if prefix is not None and stage == "fit" and data.trains_on_features:
+        rank_zero_info(
+            f"the frozen layers before everything trained, {prefix.share:.0%} of a forward pass, run once for each "
+            "image (cache_features)"
+        )
     check_distillation(parts)
     if stage == "fit":
         if not data.val_dataloader():
