@@ -243,8 +243,7 @@ class Models:
     def merged(self, client: int | None) -> nn.Module:
         """A client's model, or the global one (None), with the adapter merged into the backbone's weights by PEFT.
 
-        Raises:
-            NotImplementedError: If the adapter's method has no such thing; PEFT raises other errors too.
+        What PEFT raises where it cannot depends on the method.
         """
         state = self.state("global") if client is None else self.state("personal", client)
         copied = copy.deepcopy(self._adapted.peft_model).to(memory_format=torch.contiguous_format)
@@ -253,11 +252,7 @@ class Models:
         return model.eval()
 
     def adapted(self) -> AdaptedModel:
-        """A copy of the backbone with its adapter, in the global state.
-
-        Raises:
-            ValueError: If there are several global states.
-        """
+        """A copy of the backbone with its adapter, in the global state, of which there must be one."""
         copied = copy.deepcopy(self._adapted)
         set_state(copied.model, self.state("global"))
         return copied
