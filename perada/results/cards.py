@@ -8,7 +8,6 @@ The record of privacy is ``Run.info["privacy"]``, in plain types: ``sample`` wit
 ``others`` of each is the largest ε of all others.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -75,13 +74,11 @@ class Subject:
     """What a card is of.
 
     Attributes:
-        info: ``Run.info``.
-        metrics: ``Run.metrics``; None to leave the scores out.
+        metrics: None to leave the scores out.
         client: Number of the client; None for the global adapter.
         own: Whether the client's adapter is its own, and no copy of the global one.
         base: What the Hub or timm calls the backbone; None for a network of one's own.
         backbone: Where the backbone's weights are, seen from the card; None where they can be had elsewhere.
-        license: Of the adapter, as the Hub writes licences.
     """
 
     info: Mapping[str, Any]
@@ -99,35 +96,30 @@ def write_card(path: Path, of: Subject, blank: bool) -> None:
     Of a file that somebody wrote before (not ``blank``) only the header's fields and what perada wrote are replaced.
     """
     text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
-    headed = _headed(text, json.dumps(header(of)), blank)
+    on_hub = of.info["pretrained"] is True and of.base is not None and "/" in of.base
+    headed = _headed(text, of.license, of.base if on_hub else None, blank)
     path.write_text(with_section(headed, card_text(of)), encoding="utf-8")
 
 
 @lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
-def _headed(text: str, fields: str, blank: bool) -> str:
-    """A card with these fields, in JSON, in its header, and without its text if that is ``blank``."""
-    card, new = ModelCard(text, ignore_metadata_errors=True), json.loads(fields)
+def _headed(text: str, license: str, base: str | None, blank: bool) -> str:
+    """A card with the header that the Hub reads, and without its text if that is ``blank``."""
+    card = ModelCard(text, ignore_metadata_errors=True)
     before = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
-    merged = before | new
-    if new["license"] == UNKNOWN:  # nobody said it now
-        merged["license"] = before.get("license", UNKNOWN)
+    merged = before | {
+        "library_name": "peft",
+        "license": before.get("license", UNKNOWN) if license == UNKNOWN else license,
+        "pipeline_tag": "image-classification",
+        "tags": ["federated-learning", "perada"],
+    }
+    if base is not None:
+        merged["base_model"] = base
     if not (merged.get("base_model") and "/" in merged["base_model"]):
         merged.pop("base_model", None)
     card.data = type(card.data)(**merged)
     if blank:
         card.text = ""
     return str(card).rstrip() + "\n"
-
-
-def header(of: Subject) -> dict[str, Any]:
-    """The YAML header that the Hub reads; a base model is named where its weights are the Hub's."""
-    base = of.base if of.info["pretrained"] is True and of.base and "/" in of.base else None
-    return {
-        "library_name": "peft",
-        "license": of.license,
-        "pipeline_tag": "image-classification",
-        "tags": ["federated-learning", "perada"],
-    } | ({"base_model": base} if base else {})
 
 
 def card_text(of: Subject) -> str:

@@ -206,16 +206,11 @@ class Record:
     Attributes:
         name: Of the folder, or of the row of a comparison.
         folder: Where it was read.
-        info: As :class:`perada.Run` has it.
-        rounds: What each round measured; its ``round`` is counted from 0.
-        clients: The scores of each client (M,), by name.
-        initial: Those before the first round.
+        info, rounds, clients, initial, partition, shifts: As :class:`perada.Run` has them.
         by_round: For each evaluation its round, and the scores of each client.
         global_local: The global model's score on the images of each client.
-        partition: Images (M, K) of each client and class, by ``train`` and ``test``.
         confusion: By model, rows of client, class, predicted class and number of images.
         calibration: By model, ``count``, ``right`` and mean ``confidence`` of each bin.
-        shifts: By shift, kind of corruption and model, the score at each ``severity``.
         train_sizes: Training images of each client.
         command: What was typed, word by word.
         config: The text of ``config.yaml``.
