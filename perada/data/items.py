@@ -17,26 +17,30 @@ IMAGE_KEYS = ("image", "img", "pixel_values")
 LABEL_KEYS = ("label", "labels")
 
 
+@dataclass(eq=False)
 class Pairs(Dataset[Any]):
-    """A dataset whose items are (image, label), made of one whose items are dicts or whose labels are words.
+    """A dataset read as (image, label), whose items may be dicts and whose labels may be words.
 
-    Args:
-        dataset: The one given.
+    Attributes:
         who: What messages call it.
+        dataset: The one given.
+        labelled: Whether labels are looked at.
         keys: Of the image and of the label in a dict; None for items that are pairs. Without a label's key, items are
             images alone.
+        label: That of the first item.
+        labels: All labels as the dataset has them, where they are known.
         numbers: The class of each word; None where labels are numbers.
+        targets: All labels, (N,) or (N, K), where they are known.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        who: str,
-        keys: tuple[str, ...] | None,
-        numbers: dict[str, int] | None = None,
-    ) -> None:
-        self.dataset, self.who, self.keys, self.numbers = dataset, who, keys, numbers
-        self.targets: Tensor | None = None  # all labels, (N,) or (N, K), where they are known
+    who: str
+    dataset: Dataset[Any]
+    labelled: bool
+    keys: tuple[str, ...] | None = None
+    label: Any = None
+    labels: list[Any] | None = None
+    numbers: dict[str, int] | None = None
+    targets: Tensor | None = None
 
     def __len__(self) -> int:
         return length(self.dataset)
@@ -66,22 +70,6 @@ class Pairs(Dataset[Any]):
                 f"{' and '.join(map(repr, self.keys))}: give all items the same keys"
             )
         return tuple(item[key] for key in self.keys)
-
-
-@dataclass
-class _Part:
-    """A dataset, what messages call it, what its first item shows, and all labels, where they are known."""
-
-    who: str
-    dataset: Dataset[Any]
-    labelled: bool
-    keys: tuple[str, ...] | None = None
-    label: Any = None
-    labels: list[Any] | None = None
-
-    def label_at(self, index: int) -> Any:  # noqa: ANN401 - whatever the dataset gives
-        """One label as the dataset has it."""
-        return Pairs(self.dataset, self.who, self.keys).entries(index)[1]
 
 
 def check_datasets(data: FederatedData) -> None:
@@ -132,18 +120,16 @@ def as_pairs(data: FederatedData, num_classes: int | None = None) -> FederatedDa
         words = None if first is None else _words(parts, first, read=not data.classes)
         classes = data.classes or (_names(parts, num_classes or data.num_classes) if words is None else words)
     numbers = None if first is None else {word: number for number, word in enumerate(classes or ())}
-    made = iter([_made(part, numbers) for part in parts])
-    train, test = ([next(made) for _ in sets] for sets in (data.train, data.test))
-    public, validation = (None if one is None else next(made) for one in (data.public, data.server_validation))
-    return replace(data, train=train, test=test, public=public, server_validation=validation, classes=classes)
+    made = [_made(part, numbers) for part in parts]
+    return replace(data.with_datasets(made), classes=classes)
 
 
-def parts_of(data: FederatedData) -> list[_Part]:
+def parts_of(data: FederatedData) -> list[Pairs]:
     """All datasets, in the order of the fields."""
-    parts = [_Part(f"client {client}: the training set", one, True) for client, one in enumerate(data.train)]
-    parts += [_Part(f"client {client}: the test set", one, True) for client, one in enumerate(data.test)]
+    parts = [Pairs(f"client {client}: the training set", one, True) for client, one in enumerate(data.train)]
+    parts += [Pairs(f"client {client}: the test set", one, True) for client, one in enumerate(data.test)]
     server = ("the public set", data.public, False), ("the server's validation set", data.server_validation, True)
-    return parts + [_Part(who, one, labelled) for who, one, labelled in server if one is not None]
+    return parts + [Pairs(who, one, labelled) for who, one, labelled in server if one is not None]
 
 
 def _base(dataset: Any) -> Any:  # noqa: ANN401
@@ -151,7 +137,7 @@ def _base(dataset: Any) -> Any:  # noqa: ANN401
     return _base(dataset.dataset) if type(dataset) is Subset else dataset
 
 
-def _look(part: _Part) -> None:
+def _look(part: Pairs) -> None:
     """Find the keys and the kind of label of a dataset by its first item; tensors and image sets have none of these."""
     if not length(part.dataset) or isinstance(_base(part.dataset), ImageSet) or tensor_source(part.dataset, False):
         return
@@ -160,7 +146,7 @@ def _look(part: _Part) -> None:
         part.keys = tuple(_key(part.who, item, what) for what in ("image", "label")[: 1 + part.labelled])
     elif part.labelled and (not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2):
         raise TypeError(f"{part.who}, sample 0: the item is {_shown(item)}: give (image, label), or a dict of both")
-    part.label = part.label_at(0) if part.labelled else None
+    part.label = part.entries(0)[1] if part.labelled else None
 
 
 def _key(who: str, item: Mapping[str, Any], what: str) -> str:
@@ -199,7 +185,7 @@ def _declared(dataset: Any, key: str | None) -> list[Any] | None:  # noqa: ANN40
     return None if values is None or len(values) != length(dataset) else list(values[:])
 
 
-def _words(parts: list[_Part], first: _Part, read: bool) -> list[str]:
+def _words(parts: list[Pairs], first: Pairs, read: bool) -> list[str]:
     """All words in their order; read sample by sample, within SCAN_LIMIT, where they are not declared.
 
     Labels that are numbers at some and words at others are refused.
@@ -221,14 +207,14 @@ def _words(parts: list[_Part], first: _Part, read: bool) -> list[str]:
             "all: give classes, or the datasets an attribute targets"
         )
     for part in unknown:
-        part.labels = [part.label_at(index) for index in range(length(part.dataset))]
+        part.labels = [part.entries(index)[1] for index in range(length(part.dataset))]
         wrong = next((label for label in part.labels if not isinstance(label, str)), None)
         if wrong is not None:
             raise ValueError(f"{part.who} has the label {wrong!r} among words: give a word to every sample")
     return sorted({label for part in parts for label in part.labels or ()})
 
 
-def _names(parts: list[_Part], num_classes: int | None) -> list[str] | None:
+def _names(parts: list[Pairs], num_classes: int | None) -> list[str] | None:
     """The names that Hugging Face's datasets carry, where they are as many as there are classes."""
     found: list[tuple[str, list[str]]] = []
     for part in parts:
@@ -245,11 +231,12 @@ def _names(parts: list[_Part], num_classes: int | None) -> list[str] | None:
     return found[0][1] if found and num_classes in (None, len(found[0][1])) else None
 
 
-def _made(part: _Part, numbers: dict[str, int] | None) -> Dataset[Any]:
+def _made(part: Pairs, numbers: dict[str, int] | None) -> Dataset[Any]:
     """The dataset as it is where nothing is to be done, or its pairs."""
     if part.keys is None and (numbers is None or not part.labelled):
         return part.dataset
-    pairs = Pairs(part.dataset, part.who, part.keys, numbers if part.labelled else None)
+    part.numbers = numbers if part.labelled else None
     if part.labels is not None:
-        pairs.targets = as_labels(part.labels if numbers is None else [pairs.number(word) for word in part.labels])
-    return pairs
+        part.targets = as_labels(part.labels if numbers is None else [part.number(word) for word in part.labels])
+        part.labels = None  # kept once
+    return part
