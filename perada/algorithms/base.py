@@ -242,8 +242,10 @@ class Algorithm(Options):
     def server_step(self, server: ServerStep) -> State:
         """The new global state, without a client axis: the mean, distilled if the algorithm ``distills``.
 
-        Names that are left out stay as they were.
+        Names that are left out stay as they were: all, where clients send nothing.
         """
+        if not self.sends:
+            return {}
         average = server.mean(server.updates, server.weights)
         return server.distill(average, server.updates) if self.distills else average
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import perada.algorithms as known
-from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Slot, Stacks
 from perada.algorithms.mtl import MTL
 from perada.algorithms.perada import PerAda
 from perada.algorithms.pfedme import PFedMe
@@ -50,10 +50,6 @@ class Joining(Around):
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """Keep what the algorithm keeps, send nothing."""
         return self.base.close(trained, kept, received, slot)[0], {}
-
-    def server_step(self, server: ServerStep) -> State:
-        """Nothing changes."""
-        return {}
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """As the algorithm says."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standalone: every client trains alone."""
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep
-from perada.core.states import State
+from perada.algorithms.base import Algorithm, ClientStep
 
 
 class Standalone(Algorithm):
@@ -17,7 +16,3 @@ class Standalone(Algorithm):
     def client_step(self, step: ClientStep) -> None:
         """A step on the client's own loss."""
         step.descend("personal", step.loss("personal"))
-
-    def server_step(self, server: ServerStep) -> State:
-        """Nothing changes."""
-        return {}
