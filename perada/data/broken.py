@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -72,19 +73,20 @@ def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict
         broken = [] if not source.images.is_floating_point() else (~source.images.flatten(1).isfinite().all(1)).tolist()
         return {row: f"image {row} has NaN or infinity" for row in rows if broken and broken[row]}
     with isolated_randomness():
-        return _reasons(rows, DataLoader(_Tried(base, rows, who), batch_size=None, num_workers=workers))
+        wrong, listed = partial(_wrong, base, who), cast(Dataset[int], rows)  # workers call it
+        return _reasons(rows, DataLoader(listed, batch_size=None, num_workers=workers, collate_fn=wrong))
 
 
 def _of_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
     """Files that cannot be read, as remembered or as found now."""
     paths = [base.manifest.paths[row] for row in rows]
-    place, tried = _memory(base, paths), _Tried(base, rows, type(base).__name__)
+    place = _memory(base, paths)
     if place is not None and place.is_file():
         with suppress(OSError, ValueError):
             known = json.loads(place.read_text(encoding="utf-8"))
             return {row: str(known[path]) for row, path in zip(rows, paths, strict=True) if path in known}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = _reasons(rows, pool.map(tried.__getitem__, range(len(rows))))
+        found = _reasons(rows, pool.map(partial(_wrong, base, type(base).__name__), rows))
     if place is not None:
         with suppress(OSError):  # the next run reads them again
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -112,27 +114,19 @@ def _reasons(rows: list[int], found: Iterable[str]) -> dict[int, str]:
     return {row: _REMEDY.sub("", why) for row, why in zip(rows, shown, strict=True) if why}
 
 
-class _Tried(Dataset[str]):
+def _wrong(dataset: Dataset[Any], who: str, row: int) -> str:
     """Why an item cannot be read, or nothing."""
-
-    def __init__(self, dataset: Dataset[Any], rows: list[int], who: str) -> None:
-        self.dataset, self.rows, self.who = dataset, rows, who
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: int) -> str:
-        try:
-            item = read_item(self.dataset, self.rows[place], self.who)
-        except (UnreadableImageError, MissingImageError) as error:
-            return str(error).removeprefix(f"{self.who}, ")
-        if isinstance(item, Mapping):
-            item = next((item[key] for key in IMAGE_KEYS if key in item), None)
-        with suppress(TypeError, IndexError):  # of another kind than images, which is said later
-            try:  # a picture may be read only now
-                image = to_image(item[0] if isinstance(item, tuple | list) else item)
-            except UNREADABLE as error:
-                return f"sample {self.rows[place]} cannot be read ({' '.join(str(error).split())})"
-            if image.is_floating_point() and not image.isfinite().all():
-                return f"sample {self.rows[place]} is an image with NaN or infinity"
-        return ""
+    try:
+        item = read_item(dataset, row, who)
+    except (UnreadableImageError, MissingImageError) as error:
+        return str(error).removeprefix(f"{who}, ")
+    if isinstance(item, Mapping):
+        item = next((item[key] for key in IMAGE_KEYS if key in item), None)
+    with suppress(TypeError, IndexError):  # of another kind than images, which is said later
+        try:  # a picture may be read only now
+            image = to_image(item[0] if isinstance(item, tuple | list) else item)
+        except UNREADABLE as error:
+            return f"sample {row} cannot be read ({' '.join(str(error).split())})"
+        if image.is_floating_point() and not image.isfinite().all():
+            return f"sample {row} is an image with NaN or infinity"
+    return ""
