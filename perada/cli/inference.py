@@ -116,7 +116,12 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def open_run(path: Path) -> Run:
-    """The run in a folder that ``perada fit`` or ``Run.save`` wrote, or of a checkpoint in one."""
+    """The run in a folder that ``perada fit`` or ``Run.save`` wrote, or of a checkpoint in one.
+
+    Raises:
+        FileNotFoundError: If there is no run, or a file of it is missing.
+        ValueError: If it cannot be read.
+    """
     above = [parent / "config.yaml" for parent in path.absolute().parents][:3] if path.is_file() else []
     config = next((one for one in (path / "config.yaml", *above) if one.is_file()), None)
     own = None if config is None or holds_adapters(path) else _own_algorithm(config)

@@ -162,7 +162,11 @@ def _scores(of: Subject) -> dict[str, float] | None:
 
 
 def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # whatever a file holds
-    """Look at a record that was read from a file, which anyone may have written, before any of it is shown."""
+    """Look at a record that was read from a file, which anyone may have written, before any of it is shown.
+
+    Raises:
+        ValueError, KeyError or TypeError: If it is not the record of a private run of so many clients.
+    """
     for level, of_each in record.items():
         lists = [of_each[name] for name in _LISTS[level]]
         if level == "sample":

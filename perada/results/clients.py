@@ -86,7 +86,11 @@ def joined_clients(info: Mapping[str, Any]) -> set[int]:
 
 
 def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
-    """Refuse to replace a saved run that has clients which joined it by a run that lacks them."""
+    """Refuse to replace a saved run that has clients which joined it by a run that lacks them.
+
+    Raises:
+        ValueError: If there are such clients in ``folder``.
+    """
     if not (folder / RUN_FILE).is_file():
         return
     there = [str(record["name"]) for record in read_run(folder).info.get("joined", [])]
@@ -130,8 +134,14 @@ def forget(folder: Path, client: int | str) -> int:
 
     ``run.json`` is replaced first, in one step, and then the client's folder is deleted: whatever happens in between,
     the run can be read, and the call can be repeated, which deletes what was left. The ε of a private run stay, since
-    they say what the global adapter reveals; of how many images a client had, nothing stays. A folder with checkpoints,
-    which hold the client's state too, is refused. The client's number is returned.
+    they say what the global adapter reveals; of how many images a client had, nothing stays.
+
+    Returns:
+        The client's number.
+
+    Raises:
+        FileNotFoundError: If there is no saved run.
+        ValueError: If there is no such client, or checkpoints are in the folder, which hold the client's state too.
     """
     finish(folder)
     saved = read_run(folder)

@@ -115,8 +115,11 @@ def load_adapter(
 ) -> State:
     """Read a PEFT folder into a state; the model's own adapter is left as it was.
 
-    Who reads many gives the ``layout`` of all. One that is broken, belongs to another backbone or has another
-    configuration than ``config`` is refused.
+    Who reads many gives the ``layout`` of all.
+
+    Raises:
+        FileNotFoundError: If there is no adapter in ``folder``.
+        ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
     """
     foreign = f"the adapter in {str(folder)!r} belongs to another backbone or adapter"
     remedy = "load it with the configuration it was made with"
@@ -167,7 +170,12 @@ def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
 
 
 def read_config(folder: Path) -> PeftConfig:
-    """Read the configuration of a PEFT folder, whose files must be those that were written."""
+    """Read the configuration of a PEFT folder.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it cannot be read, or a file of the folder is not what was written.
+    """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(
@@ -200,7 +208,11 @@ def save_backbone(adapted: AdaptedModel, folder: Path, state: State | None = Non
 
 
 def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:
-    """Insert the adapter of ``config``, and read the frozen tensors if ``folder`` holds any."""
+    """Insert the adapter of ``config``, and read the frozen tensors if ``folder`` holds any.
+
+    Raises:
+        ValueError: If the frozen tensors do not belong to the backbone.
+    """
     with torch.random.fork_rng(devices=[]):
         adapted = insert_adapter(backbone, config, train_backbone=train_backbone)
     path = folder / BACKBONE_FILE
@@ -265,7 +277,11 @@ def shared_part(
 
 
 def push(write: Callable[[Path], None], repo: str, what: str, private: bool, token: str | None) -> str:
-    """Upload what ``write`` puts into a folder, and say on standard error ``what`` leaves; return the address."""
+    """Upload what ``write`` puts into a folder, and say on standard error ``what`` leaves; return the address.
+
+    Raises:
+        ValueError: If the repository is to be private, exists, and is public.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)

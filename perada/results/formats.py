@@ -35,11 +35,18 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
     Where PEFT can merge an adapter into the backbone's weights, it is merged. The file is read again, and its logits
     on photographs are compared with the run's. Until both files are written, what was in ``folder`` stays.
 
+    Args:
+        run: The run.
+        client: Number or name of the client; None for the global model.
+        form: The format.
+        folder: Where the file and the README go.
+
     Returns:
         What became of the adapter, and how far the logits differ at most.
 
     Raises:
         ModuleNotFoundError: If a package is missing that the format needs.
+        OSError: If the files cannot be written.
         ValueError: If the client does not exist, the model cannot be exported, or the file gives other logits.
     """
     check_choice("format", form, list(FILES))

@@ -243,7 +243,8 @@ class Models:
     def merged(self, client: int | None) -> nn.Module:
         """A client's model, or the global one (None), with the adapter merged into the backbone's weights by PEFT.
 
-        What PEFT raises where it cannot depends on the method.
+        Raises:
+            NotImplementedError: If the adapter's method has no such thing; PEFT raises other errors too.
         """
         state = self.state("global") if client is None else self.state("personal", client)
         copied = copy.deepcopy(self._adapted.peft_model).to(memory_format=torch.contiguous_format)
@@ -252,7 +253,11 @@ class Models:
         return model.eval()
 
     def adapted(self) -> AdaptedModel:
-        """A copy of the backbone with its adapter, in the global state, of which there must be one."""
+        """A copy of the backbone with its adapter, in the global state.
+
+        Raises:
+            ValueError: If there are several global states.
+        """
         copied = copy.deepcopy(self._adapted)
         set_state(copied.model, self.state("global"))
         return copied

@@ -131,7 +131,12 @@ def _spread(name: str, values: Sequence[float]) -> str:
 
 
 def run_report(folder: Path) -> str:
-    """The rounds of a run, and its scores on corrupted images."""
+    """The rounds of a run, and its scores on corrupted images.
+
+    Raises:
+        FileNotFoundError: If there is no run in ``folder``.
+        ValueError: If it holds no rounds.
+    """
     (record,) = read_records(folder)
     names = {name for values in record.rounds for name in values}
     shown = [name for name in (*SCORES, *MODES, *shift_names(names), *ROUND_EPSILONS) if name in names]
@@ -258,7 +263,12 @@ class Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The run of a folder, or the runs of a comparison's file."""
+    """The run of a folder, or the runs of a comparison's file.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If what is there is not what perada wrote.
+    """
     if path.is_file():
         with naming(path):
             rows = map(check_sealed, json.loads(path.read_text(encoding="utf-8")))
@@ -291,7 +301,11 @@ def read_records(path: Path) -> list[Record]:
 
 
 def rounds_of_csv(path: Path) -> list[dict[str, float]]:
-    """The rounds of a ``metrics.csv``, whose rows of one round are joined."""
+    """The rounds of a ``metrics.csv``, whose rows of one round are joined.
+
+    Raises:
+        ValueError: If it holds no rounds, or no numbers.
+    """
     rounds: dict[int, dict[str, float]] = {}
     with path.open(encoding="utf-8") as file:
         lines = csv.DictReader(file)

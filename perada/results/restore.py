@@ -111,7 +111,10 @@ def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
 
 
 def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file holds
-    """What perada put into a checkpoint, after checking that the parts are of the kinds that it writes."""
+    """What perada put into a checkpoint, after checking that the parts are of the kinds that it writes.
+
+    A ValueError if they are not.
+    """
     if saved is None:
         raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
     whole = isinstance(saved, dict) and all(isinstance(saved.get(name), kind) for name, kind in _KINDS.items())
@@ -182,7 +185,14 @@ def states_of(federation: Federation) -> tuple[list[State], Callable[[int], Stat
 def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> Restored:
     """The run whose checkpoint is at ``path``, or the newest whole one in a fit's folder there, as it was then.
 
-    :meth:`perada.Run.load` says what ``algorithm`` and ``backbone`` are, and what is refused.
+    Args:
+        path: The checkpoint, or the folder.
+        algorithm: The run's, where it is not perada's own.
+        backbone: The network, where the run was made with one of the caller's own.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it cannot be read, or what was given is not the run's.
     """
     path = _checkpoint(path)
     check_whole_file(path)
@@ -282,7 +292,12 @@ def _federation(
 
 
 def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None) -> Backbone:
-    """The backbone of the run in ``folder``, without adapter; ``backbone`` where it was one of the caller's own."""
+    """The backbone of the run in ``folder``, without adapter; ``backbone`` where it was one of the caller's own.
+
+    Raises:
+        FileNotFoundError: If its weights are missing.
+        ValueError: If it was one of the caller's own, which was not given.
+    """
     network, within = _network(folder, info, backbone), (folder / BACKBONE_FILE).is_file()
     if not within and (not info["pretrained"] or info["backbone"] is None):
         raise FileNotFoundError(

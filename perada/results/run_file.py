@@ -212,7 +212,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_run(folder: Path) -> RunFile:
-    """Read the file in ``folder``, which may have no links to what is outside."""
+    """Read the file in ``folder``.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is not what :func:`write_run` wrote, or the folder has links to what is outside.
+    """
     path = folder / RUN_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
@@ -235,7 +240,11 @@ def holds_adapters(folder: Path) -> bool:
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Compare a run's files of tensors with their digests in ``run.json``; a missing one is named where it is read."""
+    """Compare a run's files of tensors with their digests in ``run.json``; a missing one is named where it is read.
+
+    Raises:
+        ValueError: If a file is not the run's, or the digests beside it are missing.
+    """
     for name, digest in files.items():
         path = folder / name
         if not path.is_file():
