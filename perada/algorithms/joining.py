@@ -86,6 +86,9 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     PerAda's personal adapter, Ditto's and pFedMe's are trained on loss + λ/2 ||v − w||², without what would be sent.
     Where clients share a part, the other one is trained. Where clients have no model of their own, the global one is
     fine-tuned, as FedAvg+FT does. All else trains as its clients did, and sends nothing.
+
+    Raises:
+        ValueError: If there are several global models, so that there is no one state to begin with.
     """
     if algorithm.modes > 1:
         raise ValueError(
@@ -122,6 +125,9 @@ def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
     """The algorithm that :func:`algorithm_record` describes.
 
     Only perada's own are made: a record comes from a file that anyone may have written, and names no code to be run.
+
+    Raises:
+        ValueError: If it is another one, or has other options.
     """
     kind = getattr(known, str(record["class"]), None)
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):

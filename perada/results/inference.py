@@ -106,7 +106,11 @@ def as_list(images: Any) -> list[Any]:  # noqa: ANN401
 
 
 def client_index(client: int | str | None, names: Sequence[str] | None, num_clients: int) -> int:
-    """The number of a client, given as such, as text, or by name; a ValueError if there is none."""
+    """The number of a client, given as such, as text, or by name.
+
+    Raises:
+        ValueError: If there is no such client.
+    """
     if names is not None and client in names:
         return list(names).index(str(client))
     if isinstance(client, str) and not client.isdecimal():
@@ -125,6 +129,11 @@ def find_images(source: Path, column: str = "path") -> tuple[list[str], list[Pat
 
     Returns:
         What each is called (in a folder or a table, relative to it), and where it is; those of a folder in order.
+
+    Raises:
+        FileNotFoundError: If it does not exist, or a folder holds no images.
+        ValueError: If it is not a table (CSV, TSV, Parquet), has no such column, or a row has no path.
+        ModuleNotFoundError: If pyarrow is not installed, and the table is of Parquet.
     """
     if source.is_dir():
         names = list_images(source)

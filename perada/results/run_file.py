@@ -57,8 +57,10 @@ def together(folder: Path) -> Iterator[Path]:
             stage.rename(folder / READY)
         except BaseException as error:
             shutil.rmtree(stage, ignore_errors=True)
-            _name(error, f"{str(folder)!r} could not be written, and was not changed")
-            raise
+            named = _named(error, f"{str(folder)!r} could not be written, and was not changed")
+            if named is None:
+                raise
+            raise named from error
         try:
             sync([folder])
             _move(folder)
@@ -72,14 +74,15 @@ def _busy(folder: Path) -> BlockingIOError:
     return BlockingIOError(errno.EAGAIN, what)
 
 
-def _name(error: BaseException, what: str) -> None:
-    """Raise an error of the disk anew with ``what`` in front; nothing is done about any other error."""
+def _named(error: BaseException, what: str) -> OSError | None:
+    """An error of the disk with ``what`` in front; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, SafetensorError) and (found := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(found[1])
-    if number is not None:
-        reason = error.strerror if isinstance(error, OSError) and error.filename is None else error
-        raise OSError(number, f"{what} ({reason})") from error
+    if number is None:
+        return None
+    reason = error.strerror if isinstance(error, OSError) and error.filename is None else error
+    return OSError(number, f"{what} ({reason})")
 
 
 def finish(folder: Path) -> None:
