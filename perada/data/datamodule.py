@@ -15,16 +15,7 @@ from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan, sample_cohort
 from perada.core.states import send
 from perada.data.batches.datasets import length
-from perada.data.batches.samples import (
-    EvalBatches,
-    FeatureCache,
-    FeatureStore,
-    MapStore,
-    RoundBatches,
-    Samples,
-    Store,
-    loader,
-)
+from perada.data.batches.samples import EvalBatches, FeatureCache, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
@@ -388,11 +379,6 @@ class FederatedDataModule(pl.LightningDataModule):
         self._features = encode and FeatureCache(
             encode, size, limit, suits=lambda images: tuple(self.prepare(images).shape[1:]) == image
         )
-
-    @property
-    def trains_on_features(self) -> bool:
-        """Whether features stand for the training images: they fit, and are not augmented."""
-        return isinstance(self.served(self.checked.train), FeatureStore)
 
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:

@@ -13,6 +13,7 @@ from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
 from perada.core.states import State, expand, get_state
 from perada.data import FederatedDataModule, Phase
+from perada.data.batches.samples import FeatureStore
 from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.settings import Settings
 from perada.lightning.checks import (
@@ -67,7 +68,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     if fresh and settings.privacy is not None and (prefix or stage != "fit"):  # else images were tried already
         with parts.precision():
             try_gradients(settings.privacy, parts.module, batch, features=prefix is not None)
-    if prefix is not None and stage == "fit" and data.trains_on_features:
+    if prefix is not None and stage == "fit" and isinstance(data.served(data.checked.train), FeatureStore):
         rank_zero_info(
             f"the frozen layers before everything trained, {prefix.share:.0%} of a forward pass, run once for each "
             "image (cache_features)"
