@@ -9,8 +9,8 @@ most taps of a kernel fall on padding. Such a convolution is a linear map of the
 position the tap that joins them, or zero. As one matrix product it takes between a quarter and two thirds of the time
 (``python -m benchmarks small_maps``).
 
-**Strided depthwise convolutions in bfloat16.** On a CPU, oneDNN has no fast gradient of their images: it takes up to
-hundreds of times as long as in single precision, in which it is computed here.
+**Strided depthwise convolutions in bfloat16.** On a CPU, torch has no fast gradient of their images, which is computed
+in single precision here.
 """
 
 import itertools
