@@ -26,7 +26,9 @@ class BottleneckConfig(PeftConfig):
         placement: ``"pfeiffer"`` adapts the output of each block's MLP, ``"houlsby"`` also that of its attention.
         target_modules: Modules to adapt instead of those of ``placement``: names (or ends of names), or a regular
             expression of the full name. Each must be, or end in, a linear layer.
-        last_blocks, exclude_modules, modules_to_save: As of :class:`~perada.adapters.ResidualConfig`.
+        last_blocks: As of :class:`~perada.adapters.ResidualConfig`.
+        exclude_modules: Linear layers to leave out of ``target_modules``.
+        modules_to_save: As of :class:`~perada.adapters.ResidualConfig`.
     """
 
     reduction: int = 16
