@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside the library: the papers' small experiments (``perada study NAME``), pre-training, and pages on runs."""
+"""Beside the library: runs side by side (``perada compare``), pages on runs, the papers' studies (``perada study``)."""

@@ -15,7 +15,6 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
 from perada.api import finetune
-from perada.compare.running import quiet
 from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
@@ -23,6 +22,7 @@ from perada.data.batches.transforms import prepare_images
 from perada.data.partitions import Split
 from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
+from perada.studies.compare.running import quiet
 from perada.studies.local_gd_curves import Advance, Counts, Curves
 from perada.studies.local_gd_linear import direction_distance
 

@@ -18,8 +18,8 @@ from perada import algorithms, server
 from perada.algorithms import make_algorithm
 from perada.cli import main
 from perada.cli.recipes import is_comparison
-from perada.compare import command as comparing
 from perada.server import make_rule
+from perada.studies.compare import command as comparing
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]

@@ -30,13 +30,13 @@ MODULES = {
 
 # The packages, top to bottom: a module imports from its own package and from those above it.
 ROOMS = "core engine server algorithms privacy models federation data results lightning".split()
-ROOMS += "api compare studies deploy cli".split()
+ROOMS += "api studies deploy cli".split()
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}
-SEES_LIGHTNING = {"data", "lightning", "api", "compare", "studies", "deploy", "cli"}
+SEES_LIGHTNING = {"data", "lightning", "api", "studies", "deploy", "cli"}
 
 
 def room_of(module: str) -> str:

@@ -16,11 +16,11 @@ import numpy as np
 import perada
 from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
-from perada.compare.results import Results
 from perada.core.files import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
 from perada.results.report import Record, read_records
+from perada.studies.compare.results import Results
 
 Read = Callable[[Path], Any]
 """Reads a copy of the folder in which a file was damaged; what it gives is compared."""

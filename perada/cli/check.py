@@ -22,8 +22,8 @@ from perada.cli.messages import one_line
 from perada.cli.parser import full_names, spelt_out, wrong_option
 from perada.cli.recipes import recipe_files
 from perada.cli.runs import PeradaCLI, make_cli
-from perada.compare.running import quiet
 from perada.core.text import printable
+from perada.studies.compare.running import quiet
 
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
 """What a run ends in where it is refused; any other error is a mistake in the program."""

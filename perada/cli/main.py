@@ -169,7 +169,7 @@ def _tables(path: Path) -> str:
         from perada.results.report import run_report
 
         return run_report(path)
-    from perada.compare.results import Results, curve_tables, summary
+    from perada.studies.compare.results import Results, curve_tables, summary
 
     try:
         records = Results(path).records

@@ -25,12 +25,12 @@ from perada.algorithms import ALGORITHMS, Algorithm
 from perada.api import FULL_NAMES, argument_texts, full_name
 from perada.cli.messages import subclasses
 from perada.cli.recipes import recipe_files
-from perada.compare.plan import spec_of, words_of
 from perada.data import FederatedDataModule, ImageSet, Partition
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SERVER_RULES, Distillation, ServerRule
+from perada.studies.compare.plan import spec_of, words_of
 
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")

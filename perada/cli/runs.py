@@ -196,7 +196,7 @@ def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ())
 
 def compare(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada compare``."""
-    from perada.compare.command import main as command
+    from perada.studies.compare.command import main as command
 
     command(parser, comparison(words), compared)
 

@@ -18,7 +18,7 @@ from perada.cli.messages import one_line
 from perada.cli.parser import spelt_out
 from perada.cli.recipes import find_recipe, recipes
 from perada.cli.runs import make_cli
-from perada.compare import command
+from perada.studies.compare import command
 
 from ..data.miniatures import DOMAINS, HOSPITALS, write_chexpert, write_hospitals, write_office_home
 

@@ -90,7 +90,7 @@ def test_fit_imports_what_its_recipe_names(tmp_path):
     small = ["--trainer.fast_dev_run=true", "--federated.distillation.steps=1", "--federated.local_steps=1"]
     modules = imported(tmp_path, "fit", "--config", "quickstart", *shapes, *small)
     assert {"torch", "timm", "peft", "pytorch_lightning", "perada.studies.shapes"} <= modules
-    others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit", "perada.compare.command"}
+    others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit", "perada.studies.compare.command"}
     others |= {"perada.studies.pretrain", "perada.studies.drawing"}
     assert [name for name in others if find_spec(name) is None] == []
     assert modules & others == set()

@@ -10,7 +10,7 @@ import yaml
 
 from perada.cli import main
 from perada.cli.runs import make_cli
-from perada.compare.grid import Range, corners, inside, parse_grid, propose, ranged
+from perada.studies.compare.grid import Range, corners, inside, parse_grid, propose, ranged
 from tests import recipes
 
 RATE = "model.lr_local+model.lr_personal"
@@ -120,7 +120,7 @@ def of(records, stage, label):
 
 @pytest.mark.parametrize("sampler", ["tpe", pytest.param("random", marks=pytest.mark.slow)])
 def test_each_algorithm_gets_so_many_trials_and_the_file_is_all_that_is_kept(sampler, capsys, monkeypatch):
-    monkeypatch.setattr("perada.compare.running.attempt", quick)
+    monkeypatch.setattr("perada.studies.compare.running.attempt", quick)
     command = [*COMMAND, "--sampler", sampler, "--trials"]
 
     def run(trials, *out):
@@ -190,6 +190,6 @@ def test_what_is_no_range_is_refused_before_anything_runs(words, says, tmp_path)
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("perada.compare.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("perada.studies.compare.plan.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="needs the package 'optuna': pip install perada"):
         main([*COMMAND, *OUT])

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from perada.compare.grid import Point
-from perada.compare.plan import CHOSEN_BY, DIAGNOSED, Job, named
 from perada.core.files import check_sealed, sealed, write_atomic
 from perada.core.text import printable
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table
+from perada.studies.compare.grid import Point
+from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, Job, named
 
 Record = dict[str, Any]
 EPSILONS = {

@@ -19,10 +19,10 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
-from perada.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 from perada.lightning.parts import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
+from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 
 SCORED = ("personal/", "global/", *DIAGNOSED)
 """How the names of scores begin."""

@@ -17,13 +17,13 @@ from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison
 from perada.cli.runs import make_cli
-from perada.compare.command import Comparison
-from perada.compare.grid import parse_grid
-from perada.compare.plan import ENTRIES, Plan
-from perada.compare.results import Results, choose, curve_tables, grid_table, score, summary
-from perada.compare.running import epsilons, runner, same_budget
 from perada.core.files import KEY
 from perada.data import Digits
+from perada.studies.compare.command import Comparison
+from perada.studies.compare.grid import parse_grid
+from perada.studies.compare.plan import ENTRIES, Plan
+from perada.studies.compare.results import Results, choose, curve_tables, grid_table, score, summary
+from perada.studies.compare.running import epsilons, runner, same_budget
 from tests import recipes
 from tests.digests import without
 

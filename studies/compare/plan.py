@@ -17,7 +17,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from perada.algorithms import ALGORITHMS, Algorithm
-from perada.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
+from perada.studies.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
 
 MakeCLI = Callable[[Sequence[str]], Any]
 """Builds trainer, model and data from options of ``perada fit``."""

@@ -12,10 +12,19 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.api import argument_texts, full_name
-from perada.compare.grid import Point, Sampler, inside, points, propose, ranged
-from perada.compare.plan import CHOSEN_BY, ENTRIES, Job, MakeCLI, Plan, Row, words
-from perada.compare.results import NO_POINT, Results, choose, curve_tables, grid_table, score, shown_score, summary
-from perada.compare.running import CarryOut, Result, quiet, runner
+from perada.studies.compare.grid import Point, Sampler, inside, points, propose, ranged
+from perada.studies.compare.plan import CHOSEN_BY, ENTRIES, Job, MakeCLI, Plan, Row, words
+from perada.studies.compare.results import (
+    NO_POINT,
+    Results,
+    choose,
+    curve_tables,
+    grid_table,
+    score,
+    shown_score,
+    summary,
+)
+from perada.studies.compare.running import CarryOut, Result, quiet, runner
 
 
 class Comparison:
