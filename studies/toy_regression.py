@@ -2,7 +2,7 @@
 """Fed-ensemble's toy regression (Shi et al., 2021, section 5, Table 1 and Figure 2), for many re-runs at once.
 
 Clients hold two points each of y = a sin(2πx) + noise. K linear models on fixed Gaussian basis functions are trained,
-each from a random initialisation of its own, by the schedule of :func:`~perada.algorithms.fed_ensemble.mode_schedule`;
+each from a random initialisation of its own, by the schedule of :func:`~perada.algorithms.ensembles.mode_schedule`;
 their mean predicts. The data and the basis are drawn once. Between re-runs the initialisations are drawn anew, and with
 them the strata, the permutations and the sampled clients.
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from perada.algorithms.fed_ensemble import mode_schedule
+from perada.algorithms.ensembles import mode_schedule
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed, generator
 

@@ -5,17 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from perada.algorithms.apfl import APFL
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
-from perada.algorithms.fed_ensemble import FedEnsemble
-from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedProx
-from perada.algorithms.fedbe import FedBE
-from perada.algorithms.feddyn import FedDyn
-from perada.algorithms.mtl import MTL
-from perada.algorithms.perada import Ditto, PerAda
-from perada.algorithms.pfedme import PFedMe
+from perada.algorithms.ensembles import FedBE, FedEnsemble
+from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedDyn, FedProx, Standalone
+from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.sharing import FedAlt, FedBN, FedRep, FedSim, LGFedAvg, PartialSharing
-from perada.algorithms.standalone import Standalone
 from perada.core.checks import check_known
 
 __all__ = [

@@ -1,14 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg (McMahan et al., AISTATS 2017), and three algorithms that add one thing to it."""
+"""FedAvg (McMahan et al., AISTATS 2017), algorithms that add one thing to it, and training alone."""
 
-from perada.algorithms.base import Algorithm, ClientStep
-from perada.algorithms.standalone import Standalone
+import torch
+
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
 from perada.core.checks import check_number
 from perada.core.rounds import Phase
+from perada.core.states import State
 
 
 class FedAvg(Algorithm):
     """Clients train the received global state; the server averages the results. Clients keep nothing."""
+
+
+class Standalone(Algorithm):
+    """Clients train and keep their personal state. They send nothing, and the global state stays as it began."""
+
+    inference = "personal"
+    roles = ("personal",)
+    sends = False
+    global_model = False
+    unsent = frozenset({"personal"})
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the client's own loss."""
+        step.descend("personal", step.loss("personal"))
 
 
 class FedAvgFT(Algorithm):
@@ -51,3 +67,45 @@ class FedDF(Algorithm):
     """
 
     distills = True
+
+
+class FedDyn(Algorithm):
+    """FedAvg with a dynamic regulariser that makes the clients' optima agree with the server's (their Algorithm 1).
+
+    A client minimises loss − <h_m, w_m> + α/2 ||w_m − w||², then takes h_m ← h_m − α (w_m − w). The server takes
+    h ← h − α/M Σ (w_m − w) over the round's clients, then w ← mean(w_m) − h/α. Running statistics of norms are
+    averaged.
+
+    Args:
+        alpha: α, above 0.
+    """
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        check_number("alpha", alpha, above=0, hint="the server divides by it")
+        self.alpha = alpha
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """h_m, zero at first."""
+        return {"gradient": {key: torch.zeros_like(initial[key]) for key in slot.parameters}}
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the regularised loss."""
+        slope = {key: -value for key, value in step.kept["gradient"].items()}
+        step.descend("local", step.loss("local"), pull=(self.alpha, step.received), slope=slope)
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Update h_m, send w_m."""
+        local = trained["local"]
+        gradient = {key: h - self.alpha * (local[key] - received[key]) for key, h in kept["gradient"].items()}
+        return {"gradient": gradient}, local
+
+    def server_step(self, server: ServerStep) -> State:
+        """Update h, and correct the mean by it."""
+        average, alpha = server.mean(server.updates, server.weights), self.alpha
+        before = server.state.get("gradient", {})
+        gradient = {}
+        for key in server.slot.parameters:
+            moved = (server.updates[key] - server.previous[key]).sum(0)
+            gradient[key] = before.get(key, torch.zeros_like(moved)) - alpha / server.num_clients * moved
+        server.state["gradient"] = gradient
+        return average | {key: average[key] - h / alpha for key, h in gradient.items()}

@@ -7,11 +7,9 @@ from typing import Any
 
 import perada.algorithms as known
 from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Slot, Stacks
-from perada.algorithms.mtl import MTL
-from perada.algorithms.perada import PerAda
-from perada.algorithms.pfedme import PFedMe
+from perada.algorithms.fedavg import Standalone
+from perada.algorithms.perada import MTL, PerAda, PFedMe
 from perada.algorithms.sharing import FedSim, PartialSharing
-from perada.algorithms.standalone import Standalone
 from perada.core.rounds import Phase
 from perada.core.states import State
 

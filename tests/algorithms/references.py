@@ -7,7 +7,7 @@ sampled keeps what it started with.
 """
 
 from perada.algorithms import FedAvg, FedEnsemble, FedProx, make_algorithm
-from perada.algorithms.fed_ensemble import mode_schedule
+from perada.algorithms.ensembles import mode_schedule
 
 from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune
 

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import FedEnsemble
-from perada.algorithms.fed_ensemble import mode_schedule
+from perada.algorithms.ensembles import mode_schedule
 from perada.core.states import unstack
 
 from .problems import CLASSES, CLIENTS, SIZES, assert_equal, distance, finetune, network, reference, task

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from perada.algorithms import FedBE
-from perada.algorithms.fedbe import sample_models
+from perada.algorithms.ensembles import sample_models
 
 from .problems import CLIENTS, LR_LOCAL, distance, finetune, reference
 
