@@ -16,15 +16,16 @@ from peft.tuners.lora.dora import DoraConv2dLayer, DoraLinearLayer
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
-from perada.engine.fold import OWNER_TWINS, RANDOM_TWINS, ROW_PARAMETERS, TWINS
-from perada.engine.stacked_layers import (
+from perada.engine.fold import (
+    OWNER_TWINS,
+    RANDOM_TWINS,
+    ROW_PARAMETERS,
+    TWINS,
     FoldContext,
-    OwnerTwin,
     StackedBatchNorm,
     StackedDropout,
-    StackedGroupNorm,
-    StackedLayerNorm,
     StackedLinear,
+    StackedNorm,
     Twin,
 )
 from perada.models.char_lstm import Characters
@@ -86,8 +87,8 @@ class StackedDropPath(StackedDropout):
 
 
 TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
-TWINS[timm.layers.GroupNorm] = StackedGroupNorm
-TWINS[timm.layers.LayerNorm] = StackedLayerNorm
+TWINS[timm.layers.GroupNorm] = StackedNorm
+TWINS[timm.layers.LayerNorm] = StackedNorm
 TWINS[timm.layers.LayerNorm2d] = StackedLayerNorm2d
 TWINS[timm.layers.Linear] = StackedLinear  # of MobileNetV3
 TWINS[LayerScale] = StackedLayerScale
@@ -113,15 +114,23 @@ class StackedScale(Twin):
         return self.affine(x_R, shape, (name, "")).to(x_R.dtype)
 
 
-class _Scaling(OwnerTwin):
-    """A layer of PEFT, with a :class:`StackedScale` for each dictionary of parameters."""
+class OwnerTwin(nn.Module):
+    """A layer of PEFT, with a :class:`StackedScale` for each dictionary of parameters.
+
+    ``children`` are what the fold has made of the original's; the dictionaries, which are ``held``, are as they were.
+    """
 
     dictionaries: ClassVar[frozenset[str]]
 
     def __init__(self, original: nn.Module, children: dict[str, nn.Module | None], context: FoldContext) -> None:
-        super().__init__(original, children, context)
+        super().__init__()
+        self.original: list[Any] = [original]  # in a list: not a child
+        self._modules.update(children)
         for name in self.dictionaries:
             setattr(self, name, StackedScale(getattr(original, name), context))
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # a child, of whatever class it is
+        return super().__getattr__(name)
 
     @classmethod
     def held(cls, original: Any) -> frozenset[str]:  # noqa: ANN401  # a layer of PEFT
@@ -133,12 +142,10 @@ class _Scaling(OwnerTwin):
         return cls.dictionaries if trained and alone and plain else frozenset()
 
 
-class StackedIA3(_Scaling):
+class StackedIA3(OwnerTwin):
     """IA3 (Liu et al., NeurIPS 2022): a scale of a layer's output, or of the input of a feed-forward layer."""
 
     dictionaries = frozenset({"ia3_l"})
-    base_layer: Any
-    ia3_l: Any
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Run the frozen layer on the rows of all clients."""
@@ -149,16 +156,10 @@ class StackedIA3(_Scaling):
         return scaled
 
 
-class StackedVera(_Scaling):
+class StackedVera(OwnerTwin):
     """VeRA (Kopiczko et al., ICLR 2024): frozen random projections A and B, with learned scales behind each."""
 
     dictionaries = frozenset({"vera_lambda_d", "vera_lambda_b"})
-    base_layer: Any
-    vera_A: Any
-    vera_B: Any
-    vera_dropout: Any
-    vera_lambda_d: Any
-    vera_lambda_b: Any
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, ..., D_in) to (R, ..., D_out)."""
