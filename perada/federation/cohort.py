@@ -7,6 +7,7 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 
 import secrets
 from collections import Counter
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -23,28 +24,26 @@ from perada.core.states import State, clone, prefix
 from perada.engine.engine import Engine, client_losses
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import LocalTraining, Settings
-from perada.privacy.protection import Protection
+from perada.privacy.gradients import SampleGradients
+from perada.privacy.protection import PrivateRound, Protection
 
 
 class Site:
-    """Where clients train: what they keep and what reaches them come in, a :class:`Cohort` that trains comes out.
+    """Where clients train: all those of a simulation, or the one client of a site.
 
-    It is the same for all clients of a simulation, and for the one client of a site. Nothing here knows the server's
-    state. The ``protection`` is that of the clients' images, ``scales`` are their loss scales, in float16.
+    Nothing here knows the server's state. The ``protection`` is that of the clients' images, ``scales`` are their loss
+    scales, in float16.
     """
 
     def __init__(self, engine: Engine, slot: Slot, settings: Settings, protection: Protection | None = None) -> None:
         self.engine, self.slot, self.settings, self.protection = engine, slot, settings, protection or Protection()
         self.scales = KeptScales(settings.loss_scaling)
 
-    def open(
-        self, plan: RoundPlan, kept: Stacks, received: State, factor: float = 1.0, tuning: bool = False
-    ) -> "Cohort":
-        """Start local training of the plan's C clients, or the fine-tuning that follows the last round.
-
-        What they ``kept`` and ``received`` from the server is (C, ...); ``factor`` is that of their learning rates.
-        """
-        return Cohort(self, plan, kept, received, factor, tuning)
+    @cached_property
+    def gradients(self) -> SampleGradients:
+        """What private training asks; made for the first round, as by then features may stand for images."""
+        assert self.protection.images is not None
+        return SampleGradients(self.protection.images.options, self.engine, self.settings.training.multilabel)
 
 
 class Chunk:
@@ -123,7 +122,11 @@ class Outcomes(NamedTuple):
 
 
 class Cohort:
-    """The clients of one round while they train at a ``site``, in the plan's order, longest first."""
+    """The plan's C clients while they train at a ``site``, in its order, longest first.
+
+    They train in a round, or in the fine-tuning (``tuning``) that follows the last one. What they ``kept`` and
+    ``received`` from the server is (C, ...); ``factor`` is that of their learning rates.
+    """
 
     def __init__(
         self, site: Site, plan: RoundPlan, kept: Stacks, received: State, factor: float = 1.0, tuning: bool = False
@@ -138,7 +141,8 @@ class Cohort:
             plan,
             factor,
         )
-        self.kept, self.received, self.private = kept, received, site.protection.open(plan, tuning)
+        self.kept, self.received, account = kept, received, site.protection.images
+        self.private = account and PrivateRound(account, site.gradients, settings.seed, plan, tuning)
         device = next(iter(received.values())).device
         self.scales = site.scales.open("clients", clients, device)
         size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients

@@ -77,7 +77,7 @@ class Federation:
             losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.sending(own, self.num_clients, losses)
-        self.cohort = self.site.open(own, self.store.local.gather(own.clients), received, factor)
+        self.cohort = Cohort(self.site, own, self.store.local.gather(own.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
             self._gradients = gradient_norms(self.cohort, settings, map(one_of, loader(own)), shares, self.ranks)
         return self.cohort
@@ -172,7 +172,7 @@ class Federation:
             self.protection.spend(plan, self.ranks, tuning=True)
             own = shares.trained
             received = self.server.sending(own, self.num_clients, algorithm=tuning[0])
-            cohort = self.site.open(own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
+            cohort = Cohort(self.site, own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
             for batch in loader(shares.own):
                 cohort.step(batch)
             trained = cohort.close()

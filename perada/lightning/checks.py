@@ -204,4 +204,4 @@ def check_next(round: int, parts: Parts) -> None:
             "epochs of something else; make a new Trainer"
         )
     if federation.protection.images is not None:
-        federation.protection.images.account.check_data(data.train_sizes, data.batch_size)
+        federation.protection.images.check_data(data.train_sizes, data.batch_size)

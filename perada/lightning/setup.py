@@ -31,7 +31,7 @@ from perada.privacy.account import Account
 from perada.privacy.client_level import ClientLevel, noise_for
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
-from perada.privacy.protection import PrivateTraining, Protection
+from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import Training, check_client_level, rehearse
 
 MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
@@ -245,7 +245,7 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
             return rehearse(algorithm, module.slot, initial, phases, clients, rounds)
 
         tuning = algorithm.personalization()
-        account = Account(
+        images = Account(
             settings.privacy,
             data.train_sizes,
             data.batch_size,
@@ -253,7 +253,6 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
             None if tuning is None else training(tuning[0], (tuning[1],)),
             None if rounds is None else planned,
         )
-        images = PrivateTraining(account, module.engine, module.multilabel, settings.seed)
     level = None
     if settings.client_privacy is not None:
         target = settings.client_privacy.target_epsilon is not None

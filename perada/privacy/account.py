@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any, NamedTuple
 
-from perada.core.rounds import BatchSize, RoundPlan, rows_per_batch, sampling_rate
+from perada.core.rounds import BatchSize, PrivateSampling, RoundPlan, rows_per_batch, sampling_rate
 from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, history_epsilon
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.rehearsal import Training
@@ -157,6 +157,11 @@ class Account(Budget):
     def training(self, tuning: bool) -> Training:
         """What is trained in a round, or after the last one."""
         return self.tuning if tuning else self.rounds
+
+    def sampling(self, tuning: bool = False) -> PrivateSampling:
+        """How batches are drawn."""
+        queries = self.training(tuning).queries
+        return PrivateSampling(tuple(map(tuple, queries)), self.options.sampling, self.options.secure_rng)
 
     def rate(self, client: int) -> float:
         """Probability q of an image of the client to be in a batch."""

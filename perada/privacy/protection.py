@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from torch import Tensor
 
 from perada.core.batches import CohortBatch, one_of
 from perada.core.ranks import Ranks
-from perada.core.rounds import PrivateSampling, RoundPlan
+from perada.core.rounds import RoundPlan
 from perada.core.seeding import Streams, generator
 from perada.core.states import State
-from perada.engine.engine import Engine
 from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.gradients import Query, SampleGradients
@@ -105,37 +103,22 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-class PrivateTraining:
-    """Gives local steps losses whose value is 0 and whose gradient is private."""
-
-    def __init__(self, account: Account, engine: Engine, multilabel: bool, seed: int) -> None:
-        self.account, self.seed, self._engine, self._multilabel = account, seed, engine, multilabel
-
-    @cached_property
-    def gradients(self) -> SampleGradients:
-        """What answers queries; made when it is first asked, as by then features may stand for images."""
-        return SampleGradients(self.account.options, self._engine, self._multilabel)
-
-    def sampling(self, tuning: bool = False) -> PrivateSampling:
-        """How batches are drawn."""
-        options, queries = self.account.options, self.account.training(tuning).queries
-        return PrivateSampling(tuple(map(tuple, queries)), options.sampling, options.secure_rng)
-
-
 class PrivateRound:
-    """The noise of one round, or of the fine-tuning after the last: a stream for each client and stream of batches.
+    """Losses of one round, or of the fine-tuning after the last, whose value is 0 and whose gradient is private.
 
-    With a ``secure`` generator draws must be as unknown as the noise: also dropout's masks, which go by place in the
-    batch.
+    The noise has a stream for each client and stream of batches. With a ``secure`` generator draws must be as unknown
+    as the noise: also dropout's masks, which go by place in the batch.
     """
 
-    def __init__(self, training: PrivateTraining, plan: RoundPlan, tuning: bool) -> None:
-        self.training, self.plan, self.secure = training, plan, training.account.options.secure_rng
-        self._queries = training.account.training(tuning).queries
+    def __init__(
+        self, account: Account, gradients: SampleGradients, seed: int, plan: RoundPlan, tuning: bool = False
+    ) -> None:
+        self.account, self.gradients, self.plan, self.secure = account, gradients, plan, account.options.secure_rng
+        self._queries = account.training(tuning).queries
         self._asked: Counter[tuple[int, str, int]] = Counter()
         purpose = "tuning-noise" if tuning else "noise"
         self._noise = {
-            stream: [generator(training.seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients]
+            stream: [generator(seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients]
             for stream in ({stream for asked in self._queries for stream in asked} if not self.secure else ())
         }
 
@@ -147,7 +130,7 @@ class PrivateRound:
         The clients are those of the round in ``rows``; ``dropout`` are their random streams. A RuntimeError if more
         gradients are asked for than the ledgers count.
         """
-        account, batch = self.training.account, one_of(batches)
+        account, batch = self.account, one_of(batches)
         self._asked[batch.step, stream, rows.start] += 1
         if self._asked[batch.step, stream, rows.start] > self._queries[batch.phase].get(stream, 0):
             raise RuntimeError(
@@ -163,7 +146,7 @@ class PrivateRound:
         x, y = batch.x[rows, :width], batch.y[rows, :width]
         total = torch.zeros(len(counts), device=batch.x.device)
         query = Query(states, x, y, counts, dropout, noise, sigmas, expected)
-        for key, value in self.training.gradients(query).items():
+        for key, value in self.gradients(query).items():
             total = total + (states[key] * value).flatten(1).sum(1)
         return total - total.detach()
 
@@ -175,7 +158,7 @@ class Protection:
     Private training of every client, and privacy of what clients send. There is no journal without checkpoints.
     """
 
-    images: PrivateTraining | None = None
+    images: Account | None = None
     clients: ClientLevel | None = None
     journal: Journal = field(default_factory=lambda: Journal([]))
     counted: list[str] = field(default_factory=list)  # the rounds in the ledgers, by an id of each
@@ -185,17 +168,13 @@ class Protection:
     @property
     def budgets(self) -> dict[str, Budget]:
         """What was spent on images, and on whole clients, where that is protected."""
-        given = {"images": None if self.images is None else self.images.account, "clients": self.clients}
+        given: dict[str, Budget | None] = {"images": self.images, "clients": self.clients}
         return {name: budget for name, budget in given.items() if budget is not None}
 
     @property
     def private(self) -> bool:
         """Whether anything is protected."""
         return bool(self.budgets)
-
-    def open(self, plan: RoundPlan, tuning: bool = False) -> PrivateRound | None:
-        """Begin local training."""
-        return None if self.images is None else PrivateRound(self.images, plan, tuning)
 
     def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
@@ -291,12 +270,12 @@ class Protection:
     def metrics(self) -> dict[str, float]:
         """ε so far, and a mark where the noise follows from the run's seed."""
         found = {"privacy/test_mode": 1.0} if self.test_mode else {}
-        images = {} if self.images is None else self.images.account.metrics()
+        images = {} if self.images is None else self.images.metrics()
         return images | ({} if self.clients is None else self.clients.metrics()) | found
 
     def epsilons(self, num_clients: int) -> dict[str, list[float]]:
         """ε of each client so far, by the name of the metric."""
-        images = {} if self.images is None else self.images.account.epsilons()
+        images = {} if self.images is None else self.images.epsilons()
         found = {f"privacy/{name}_epsilon": values for name, values in images.items()}
         if self.clients is not None:
             found["privacy/client_epsilon"] = list(self.clients.epsilons(range(num_clients)).values())
@@ -304,7 +283,7 @@ class Protection:
 
     def record(self, num_clients: int) -> dict[str, Any] | None:
         """Options, noise and ε of each client in plain types; ``None`` where nothing is private."""
-        images = {} if self.images is None else {"sample": self.images.account.record()}
+        images = {} if self.images is None else {"sample": self.images.record()}
         return (images if self.clients is None else images | {"client": self.clients.record(num_clients)}) or None
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.engine import client_losses
-from perada.federation.cohort import Site
+from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
 from perada.server import Distillation
@@ -63,7 +63,7 @@ def cohort(model, training, algorithm=None, engine="folded", factor=1.0, **optio
     initial = get_state(model)
     kept = {role: expand(state, 4) for role, state in algorithm.kept(initial, make_slot(model, "fc")).items()}
     plan = RoundPlan(3, CLIENTS, (STEPS,))
-    return site(model, training, algorithm, engine, **options).open(plan, kept, expand(initial, 4), factor)
+    return Cohort(site(model, training, algorithm, engine, **options), plan, kept, expand(initial, 4), factor)
 
 
 def rates(lr):
@@ -162,7 +162,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
     assert not torch.allclose(results[3]["fc.weight"], results[0]["fc.weight"])
     kept = {"personal": expand(get_state(model), 2)}
     plan = RoundPlan(3, CLIENTS[:2], (STEPS[:2],))
-    small = site(model, training, Standalone()).open(plan, kept, expand(get_state(model), 2))
+    small = Cohort(site(model, training, Standalone()), plan, kept, expand(get_state(model), 2))
     for batch in batches():
         n = min(2, len(batch.clients))
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
@@ -191,7 +191,7 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
     steps = ((3, 1), (2, 2))
     training = LocalTraining("sgd", rates(0.1), momentum=0.9)
     opened = site(model, training, TwoPhases(), phases=phases)
-    running = opened.open(RoundPlan(0, (0, 1), steps), {}, expand(get_state(model), 2))
+    running = Cohort(opened, RoundPlan(0, (0, 1), steps), {}, expand(get_state(model), 2))
     alone = [copy.deepcopy(model).train() for _ in range(2)]
     for phase in range(2):
         optimizers = [

@@ -21,7 +21,7 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.loss_scaling import LossScale, LossScales, LossScaling
-from perada.federation.cohort import Site
+from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
@@ -80,7 +80,7 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
     kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
     plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],)), (Phase("local"),)
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
-    return Site(Engine(model, engine), slot, settings).open(plan, kept, expand(initial, len(clients)))
+    return Cohort(Site(Engine(model, engine), slot, settings), plan, kept, expand(initial, len(clients)))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])

@@ -28,7 +28,7 @@ from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.site.file import Limits
 from perada.deploy.state import RunState
 from perada.engine.engine import compare, ensemble
-from perada.federation.cohort import Site, Trained
+from perada.federation.cohort import Cohort, Site, Trained
 from perada.federation.metrics import Scores
 from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
@@ -85,17 +85,17 @@ class Client:
         parts = Parts(self.data, self.module, self.settings)
         with recipe.context():
             self._protection = protection = protect(parts, recipe.rounds)
-            self._noise = [] if protection.images is None else list(protection.images.account.noise_multipliers)
+            self._noise = [] if protection.images is None else list(protection.images.noise_multipliers)
             configure_rounds(parts, protection)
             check_private(parts)
             check_first(parts, self.data.trial_batch([0]), fits=True)
+        self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
         self.planned = self._planned()
 
     def _planned(self) -> Counter[tuple[float, float]]:
-        images = self.protection(None, 0).images
-        if images is None:
+        account, tuned = self.protection(None, 0).images, self.settings.algorithm.personalization() is not None
+        if account is None:
             return Counter()
-        account, tuned = images.account, self.settings.algorithm.personalization() is not None
         for kind, times in (("train", self.recipe.rounds), ("tune", int(tuned))):
             order = Order(kind, "0" * 32, "0" * 64)  # type: ignore[arg-type]  # one of two
             costs = account.cost(self.plan(order), kind == "tune") if times else []
@@ -134,7 +134,7 @@ class Client:
         if made.images is not None:
             ledgers, noise = Ledgers().state_dict(), self._noise
             new = {"ledgers": ledgers, "lost": ledgers, "noise_multipliers": noise, "least_noise": noise}
-            own = made.images.account
+            own = made.images
             own.load_state_dict(account or new | {"sampling": own.options.sampling}, rounds_done)
         return made
 
@@ -167,9 +167,9 @@ class Client:
 
         A site without a limit of its own has that of one whole run, of all that was ever trained here with privacy.
         """
-        if protection.images is None:
+        account, tuning = protection.images, order.kind == "tune"
+        if account is None:
             return []
-        account, tuning = protection.images.account, order.kind == "tune"
         if not account.affordable([0], tuning=order.kind == "tune"):
             return None
         costs = account.cost(self.plan(order), tuning=tuning)
@@ -184,15 +184,14 @@ class Client:
         self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
     ) -> Done:
         """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched."""
-        settings, tuning = self.settings, order.kind == "tune"
-        plan, site = self.plan(order), Site(self.module.engine, self.module.slot, settings, protection)
+        plan, tuning = self.plan(order), order.kind == "tune"
         with self.recipe.context():
             if tuning:
                 start = laid_out(given, self.recipe.template.initial, order.plain)
                 kept, received = first_kept(self._tuning()[0].kept(start, self.module.slot)), expand(start, 1)
             else:
                 kept, received = self._kept(state), self._received(order, given)
-            cohort = site.open(plan, kept, received, order.factor, tuning)
+            cohort = Cohort(self._site, plan, kept, received, order.factor, tuning)
             sampling = None if protection.images is None else protection.images.sampling(tuning)
             for batch in self.batches(plan, sampling) if only_step is None else [only_step]:
                 cohort.step(batch)

@@ -127,10 +127,10 @@ class SiteWorker:
             raise Refused(SPENT, "exhausted")
         done = client.train(order, given, state, protection)
         trained, facts = done.trained, {}
-        if protection.images is None:
+        account = protection.images
+        if account is None:
             total.add(0, 0.0, 1.0, 1)
         else:
-            account = protection.images.account
             account.spend(costs)
             for _, sigma, rate, steps, _ in costs:
                 total.add(0, sigma, rate, steps)
@@ -167,7 +167,7 @@ class SiteWorker:
         full = not state.trained and len(runs) >= limits.max_runs
         refuse(full, f"{len(runs)} runs of max_runs={limits.max_runs} are there; this is another", "exhausted")
         if protection.images is not None:
-            drawn = protection.images.account.options.sampling
+            drawn = protection.images.options.sampling
             mixed = sampling not in (None, drawn)
             refuse(mixed, f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}", "exhausted")
             sampling = drawn
