@@ -203,7 +203,7 @@ def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: in
     received = {"weight": torch.zeros(len(clients), 2)}
     with FAULTS[fault]():
         for trial, held in enumerate(present):
-            level = client_level.ClientLevel(options, z, seed * trials + trial)
+            level = client_level.ClientLevel(options, seed * trials + trial, len(clients))
             sent = {"weight": torch.tensor([[0.0, 9.0 if held else torch.nan]] + [[0.5, 0.0]] * (len(clients) - 1))}
             for round in range(2):
                 before = level.norm
@@ -212,7 +212,7 @@ def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: in
                 votes = -len(clients) * np.log(level.norm / before) / options.clip_lr
                 # Each by the difference that the client makes, 1 and -1/2, over the variance of its noise.
                 scores[trial] += len(clients) * float(mean[1]) / before / std**2 - votes / 2 / COUNT_NOISE**2
-    return Audit(max(level.epsilons().values()), *lower_bounds(scores, present.numpy(), DELTA))
+    return Audit(max(level.epsilons(clients)["server"]), *lower_bounds(scores, present.numpy(), DELTA))
 
 
 def lower_bounds(scores: np.ndarray, present: np.ndarray, delta: float) -> tuple[float, float]:

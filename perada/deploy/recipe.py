@@ -23,7 +23,7 @@ from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import check_trainer
-from perada.privacy.client_level import ClientLevel, noise_for
+from perada.privacy.client_level import ClientLevel
 
 REFUSED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
@@ -100,9 +100,7 @@ class Recipe:
         options = self.settings().client_privacy
         if options is None:
             return None
-        level = ClientLevel(options, noise_for(options, self.rounds), self.loop.seed)
-        level.check(terms.min_sites)
-        return level
+        return ClientLevel(options, self.loop.seed, terms.min_sites, self.rounds)
 
     @cached_property
     def template(self) -> "Template":

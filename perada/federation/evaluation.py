@@ -43,7 +43,7 @@ class Evaluation:
         self._local = Scores(metrics, self.multilabel, groups=self.clients)
         self._everyone = Scores(metrics, self.multilabel, models=len(self.everywhere))
         self._global = Scores(metrics, self.multilabel)
-        self._states = federation.members() if federation.settings.algorithm.global_model else None
+        self._states = federation.server.members() if federation.settings.algorithm.global_model else None
         members = 1 if self._states is None else len(next(iter(self._states.values())))
         self._members = Scores(metrics[:1], self.multilabel, models=members)
         self._shared_local = Scores(metrics[:1], self.multilabel, groups=self.clients)
@@ -242,7 +242,7 @@ def everywhere_logits(
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
     """Logits (B, K) of the global model."""
     average, multilabel = federation.settings.algorithm.average, federation.settings.training.multilabel
-    return ensemble(federation.engine.shared_logits(federation.members(), x), average, multilabel)
+    return ensemble(federation.engine.shared_logits(federation.server.members(), x), average, multilabel)
 
 
 def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:

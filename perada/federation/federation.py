@@ -11,7 +11,7 @@ from perada.algorithms import Algorithm, Slot
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
-from perada.core.states import State, clone, expand, megabytes, prefix, stack, unstack
+from perada.core.states import State, expand, megabytes, prefix, stack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
@@ -22,8 +22,8 @@ from perada.privacy.protection import Protection
 from perada.server import Updates
 
 
-class Federation:
-    """One server and M clients: a :class:`Server`, a :class:`Site` where this rank's clients train, what all keep.
+class Federation(Site):
+    """One server and M clients: a :class:`Server`, the site where this rank's clients train, and what all keep.
 
     ``initial`` gives the k-th random initial state; everyone starts from that of 0 unless there are several models. The
     ``cohort`` is that of this rank's clients in the round that is open; ``None`` between rounds.
@@ -39,11 +39,9 @@ class Federation:
         ranks: Ranks | None = None,
         protection: Protection | None = None,
     ) -> None:
-        self.ranks, self.protection = ranks or Ranks(), protection or Protection()
-        self.engine, self.slot, self.settings, self.num_clients = engine, slot, settings, num_clients
-        self.site = Site(engine, slot, settings, self.protection)
-        self.scales = self.site.scales
-        self.server = Server(engine, slot, initial, settings, self.ranks, self.scales)
+        super().__init__(engine, slot, settings, protection)
+        self.ranks, self.num_clients = ranks or Ranks(), num_clients
+        self.server = Server(self, initial, self.ranks)
         self.store = self._store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
@@ -74,17 +72,13 @@ class Federation:
         settings, own, losses = self.settings, shares.trained, None
         if loader and settings.algorithm.compares:
             multilabel = settings.training.multilabel
-            losses = compare(self.engine, self.members(), map(one_of, loader(own)), len(own.clients), multilabel)
+            losses = compare(self.engine, self.server.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.sending(own, self.num_clients, losses)
-        self.cohort = Cohort(self.site, own, self.store.local.gather(own.clients), received, factor)
+        self.cohort = Cohort(self, own, self.store.local.gather(own.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
             self._gradients = gradient_norms(self.cohort, settings, map(one_of, loader(own)), shares, self.ranks)
         return self.cohort
-
-    def members(self) -> State:
-        """The global models (K, ...) whose outputs are averaged; usually one."""
-        return self.server.members()
 
     def close(self, data: FederationData, progress: Progress = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
@@ -115,21 +109,16 @@ class Federation:
                 report.metrics |= found
             if self.settings.refuse_far:
                 good = [place for place in good if plan.clients[place] not in report.far]
-            self._serve(updates.part(good), [plan.clients[place] for place in good], data, report, progress)
+            samples = [data.train_sizes[plan.clients[place]] for place in good]
+            updates, clients = updates.part(good), [plan.clients[place] for place in good]
+            turn = plan.round, clients, self.num_clients, updates, samples, data, report
+            student = self.server.close(*turn, progress, noisy=level is not None)
+            if self.settings.diagnostics:
+                report.metrics |= self._diagnostics(updates, data, student)
         report.metrics |= self._gradients | self.protection.metrics()
         if report.broken and not self.settings.private:  # who fails depends on the images
             report.metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(report.broken)}
         return report
-
-    def _serve(
-        self, updates: Updates, clients: list[int], data: FederationData, report: RoundReport, progress: Progress
-    ) -> None:
-        """The server's turn, and the diagnostics that follow it."""
-        samples = [data.train_sizes[client] for client in clients]
-        given = self._shares.plan.round, clients, self.num_clients, updates, samples, data, report
-        student = self.server.close(*given, progress, noisy=self.protection.clients is not None)
-        if self.settings.diagnostics:
-            report.metrics |= self._diagnostics(updates, data, student)
 
     def _round_metrics(self, cohort: Cohort, sent: State, outcomes: Outcomes) -> dict[str, float]:
         """Training losses, and what a client trains and all send; ``cohort`` and ``sent`` are of some of them."""
@@ -172,7 +161,7 @@ class Federation:
             self.protection.spend(plan, self.ranks, tuning=True)
             own = shares.trained
             received = self.server.sending(own, self.num_clients, algorithm=tuning[0])
-            cohort = Cohort(self.site, own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
+            cohort = Cohort(self, own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
             for batch in loader(shares.own):
                 cohort.step(batch)
             trained = cohort.close()
@@ -205,10 +194,6 @@ class Federation:
     def personalized(self) -> bool:
         """Whether clients predict with states of their own by now."""
         return self.settings.algorithm.inference == "personal" or self.tuned is not None
-
-    def global_models(self) -> list[State]:
-        """The states whose averaged outputs are the global model's; usually one."""
-        return unstack(clone(self.members()))
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""

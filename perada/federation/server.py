@@ -15,9 +15,7 @@ from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import State, clone, expand, is_finite, to_device
-from perada.engine.engine import Engine
-from perada.engine.loss_scaling import KeptScales
-from perada.federation.settings import Settings
+from perada.federation.cohort import Site
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.server import Updates, client_weights
 from perada.server.aggregate import double
@@ -53,25 +51,16 @@ class RoundReport:
 class Server:
     """The server's states and its side of a round. It sees what clients send, never what they keep.
 
-    ``initial`` gives the k-th random initial state; that of 0 unless there are several global models. The
-    ``global_state`` is the state w, or a stack of several; ``server_state`` is what algorithm and server rule remember;
-    ``scales`` are the student's loss scales, in float16.
+    Of a ``site`` it has the network, the settings and the loss scales, which the student has too. ``initial`` gives the
+    k-th random initial state; that of 0 unless there are several global models. The ``global_state`` is the state w, or
+    a stack of several; ``server_state`` is what algorithm and server rule remember.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        slot: Slot,
-        initial: Callable[[int], State],
-        settings: Settings,
-        ranks: Ranks | None = None,
-        scales: KeptScales | None = None,
-    ) -> None:
-        self.engine, self.slot, self.settings, self.ranks = engine, slot, settings, ranks or Ranks()
-        self.global_state = settings.algorithm.initial(initial)
+    def __init__(self, site: Site, initial: Callable[[int], State], ranks: Ranks | None = None) -> None:
+        self.engine, self.slot, self.settings, self.scales = site.engine, site.slot, site.settings, site.scales
+        self.ranks, self.global_state = ranks or Ranks(), self.settings.algorithm.initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
-        self.scales = scales or KeptScales(settings.loss_scaling)
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +221,20 @@ def look_at(
     median of the ``plan``, in which the updates' C clients stand at ``places``, may have moved so many times as far.
     This process's clients among them had ``received`` (c, ...). With metrics a state moves between processes.
     """
-    norms, cosines = _changes(names, updates, received, shown)
+    table = torch.zeros(2, updates.clients, dtype=torch.float64)
+    length = torch.zeros((), dtype=torch.float64)
+    for key in names:  # not running statistics: an honest client's with two images may be far from all others
+        if key not in updates or key not in received or received[key].shape != updates.own[key].shape:
+            continue
+        change = (double(updates.own[key]) - double(received[key])).flatten(1)
+        table[0, updates.places] += change.square().sum(1).to(table)
+        if shown:
+            mean = change.sum(0) / updates.clients
+            updates.ranks.sum_([mean])
+            table[1, updates.places] += (change * mean).sum(1).to(table)
+            length += mean.square().sum().to(length)
+    updates.ranks.sum_([table])
+    norms = table[0].sqrt()
     clients, taken = [plan.clients[place] for place in places], [sum(own) for own in zip(*plan.steps, strict=True)]
     middle, usual = float(norms.nanmedian()), max(1, median_low(taken))
     far = {}
@@ -241,6 +243,7 @@ def look_at(
             far[client] = norm / middle
     if not shown:
         return far, {}
+    cosines = table[1] / (norms * length.sqrt())  # with the mean change
     longest, against = int(norms.nan_to_num(-1).argmax()), int(cosines.nan_to_num(2).argmin())
     return far, {
         "updates/norm_median": middle,
@@ -249,26 +252,3 @@ def look_at(
         "updates/cosine_min": float(cosines[against]),
         "updates/cosine_min_client": float(clients[against]),
     }
-
-
-def _changes(names: Iterable[str], updates: Updates, received: State, cosines: bool) -> tuple[Tensor, Tensor]:
-    """Norms (C,) of the clients' changes of the parameters, all together, and their cosines with the mean change.
-
-    Running statistics do not count: those of an honest client with two images may be far from all others. Both are in
-    float64, on the CPU; cosines that are not computed are NaN.
-    """
-    table = torch.zeros(2, updates.clients, dtype=torch.float64)
-    length = torch.zeros((), dtype=torch.float64)
-    for key in names:
-        if key not in updates or key not in received or received[key].shape != updates.own[key].shape:
-            continue
-        change = (double(updates.own[key]) - double(received[key])).flatten(1)
-        table[0, updates.places] += change.square().sum(1).to(table)
-        if cosines:
-            mean = change.sum(0) / updates.clients
-            updates.ranks.sum_([mean])
-            table[1, updates.places] += (change * mean).sum(1).to(table)
-            length += mean.square().sum().to(length)
-    updates.ranks.sum_([table])
-    norms = table[0].sqrt()
-    return norms, table[1] / (norms * length.sqrt()) if cosines else torch.full_like(norms, torch.nan)

@@ -28,7 +28,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 from perada.privacy import Privacy
 from perada.privacy.account import Account
-from perada.privacy.client_level import ClientLevel, noise_for
+from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
 from perada.privacy.protection import Protection
@@ -255,8 +255,7 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
         )
     level = None
     if settings.client_privacy is not None:
-        target = settings.client_privacy.target_epsilon is not None
-        noise = noise_for(settings.client_privacy, max(planned(0)) if target else 0)
-        level = ClientLevel(settings.client_privacy, noise, settings.seed, planned)
-        level.check(settings.clients_per_round or clients)
+        most = max(planned(0)) if settings.client_privacy.target_epsilon is not None else 0
+        together = settings.clients_per_round or clients
+        level = ClientLevel(settings.client_privacy, settings.seed, together, most, planned)
     return Protection(images, level)

@@ -28,6 +28,7 @@ class Budget(ABC):
     Attributes:
         section: Name of the section.
         options: What is asked for.
+        limit: The ε that no client may pass.
         ledgers: What was spent.
         lost: What of it no plan knew of: rounds that a crash took, or that another run trained.
     """
@@ -36,6 +37,8 @@ class Budget(ABC):
 
     def __init__(self, options: Privacy | ClientPrivacy, planned: Planned | None) -> None:
         self.options, self._planned = options, planned
+        limits = (options.max_epsilon, options.target_epsilon)
+        self.limit = min((given for given in limits if given is not None), default=None)
         self.ledgers, self.lost = Ledgers(), Ledgers()
 
     @abstractmethod
@@ -57,14 +60,21 @@ class Budget(ABC):
 
         A target can be passed where a run is resumed: with other options, or fine-tuning again after an early stop.
         """
-        limit = self.options.limit
-        if limit is None:
+        if self.limit is None:
             return list(clients)
         return [
             client
             for client in clients
-            if not self.costs(client, tuning) or self._after(client, not tuning, tuning) <= limit * ROUNDING
+            if not self.costs(client, tuning) or self._after(client, not tuning, tuning) <= self.limit * ROUNDING
         ]
+
+    def check_planned(self, known: bool) -> None:
+        """Refuse, by a ValueError, to calibrate where the number of rounds is not known."""
+        if not known:
+            raise ValueError(
+                f"{self.section}: target_epsilon={self.options.target_epsilon} needs a number of rounds to be "
+                "calibrated for; give max_epochs (rounds), or noise_multiplier"
+            )
 
     def _counted(self, sent: bool) -> bool:
         """Whether the ledger that limits refer to counts it."""
@@ -84,6 +94,14 @@ class Budget(ABC):
                 if self._counted(sent):
                     history[sigma, rate] += times * steps
         return history_epsilon(history, self.options.delta, self.options.accountant)
+
+    def epsilons(self, clients: Iterable[int]) -> dict[str, list[float]]:
+        """ε so far of each of ``clients``, by ledger."""
+        options = self.options
+        return {
+            name: list(ledger.epsilons(options.delta, options.accountant, clients).values())
+            for name, ledger in vars(self.ledgers).items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Ledgers in plain types."""
@@ -197,19 +215,11 @@ class Account(Budget):
         release = {f"privacy/epsilon_{part}": result[f"privacy/release_epsilon_{part}"] for part in ("mean", "max")}
         return result | release
 
-    def epsilons(self) -> dict[str, list[float]]:
-        """ε of each client by ledger."""
-        options, clients = self.options, range(len(self.sizes))
-        return {
-            name: list(ledger.epsilons(options.delta, options.accountant, clients).values())
-            for name, ledger in vars(self.ledgers).items()
-        }
-
     def record(self) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types, for reports and model cards."""
-        rates = [self._counted_rate(client) for client in range(len(self.sizes))]
-        noise = {"noise_multipliers": self.least_noise, "sample_rates": rates}
-        return {"options": asdict(self.options)} | noise | self.epsilons()
+        clients = range(len(self.sizes))
+        noise = {"noise_multipliers": self.least_noise, "sample_rates": list(map(self._counted_rate, clients))}
+        return {"options": asdict(self.options)} | noise | self.epsilons(clients)
 
     def state_dict(self) -> dict[str, Any]:
         """Ledgers and noise in plain types."""
@@ -261,12 +271,8 @@ class Account(Budget):
         """σ of each client for the target."""
         target, options = self.options.target_epsilon, self.options
         assert target is not None
-        if self._planned is None:
-            raise ValueError(
-                f"privacy: target_epsilon={target} needs a number of rounds to be calibrated for; give max_epochs "
-                "(rounds), or noise_multiplier"
-            )
-        planned, once, result = self._planned(0), cache(calibrate), []  # clients of one size mostly have one plan
+        self.check_planned(self._planned is not None)
+        planned, once, result = self._left(0), cache(calibrate), []  # clients of one size mostly have one plan
         for client, size in enumerate(self.sizes):
             entries = [entry for entry in self._steps(size, False) if self._counted(entry.sent)]
             after = [entry for entry in self._steps(size, True) if self._counted(entry.sent)]
@@ -282,7 +288,7 @@ class Account(Budget):
     def _check_ledger(self) -> None:
         """Refuse limits on a ledger in which nothing is ever written."""
         everything = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
-        if self.options.limit is not None and not any(self._counted(entry.sent) for entry in everything):
+        if self.limit is not None and not any(self._counted(entry.sent) for entry in everything):
             raise ValueError(
                 "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose ledger='release'"
             )

@@ -106,23 +106,11 @@ def floor_variances(state: State) -> State:
     return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
 
 
-def noise_for(options: ClientPrivacy, rounds: int) -> float:
-    """The noise asked for; with a target that of a client who takes part in so many rounds.
-
-    A ValueError if a target is given and the number of rounds is open.
-    """
-    if options.target_epsilon is None:
-        return options.noise_multiplier or 0.0
-    if not rounds:
-        raise ValueError(
-            f"client_privacy: target_epsilon={options.target_epsilon} needs a number of rounds to be calibrated for; "
-            "give max_epochs (rounds), or noise_multiplier"
-        )
-    return calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
-
-
 class ClientLevel(Budget):
     """Client-level privacy of a run: makes each round's updates private and keeps the account.
+
+    So many ``clients`` are in a round, or more, and one of them takes part in so many ``rounds``, which a target is
+    calibrated for. A ValueError if their number is open then, or if the count's noise is too little.
 
     Attributes:
         noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
@@ -133,24 +121,21 @@ class ClientLevel(Budget):
     options: ClientPrivacy
 
     def __init__(
-        self, options: ClientPrivacy, noise_multiplier: float, seed: int, planned: Planned | None = None
+        self, options: ClientPrivacy, seed: int, clients: int, rounds: int = 0, planned: Planned | None = None
     ) -> None:
         super().__init__(options, planned)
-        self.noise_multiplier, self._seed, self.norm = noise_multiplier, seed, options.max_norm
-        self._count_noise = options.count_noise
+        self.noise_multiplier, self._seed, self.norm = options.noise_multiplier or 0.0, seed, options.max_norm
+        self._count_noise = clients / 20 if options.count_noise is None else options.count_noise
+        if options.target_epsilon is not None:
+            self.check_planned(rounds > 0)
+            self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
+        self._split()
 
-    def check(self, clients: int) -> None:
-        """Settle the count's noise for rounds of so many clients, and refuse it if that of the updates is too much."""
-        if self.options.count_noise is None:
-            self._count_noise = clients / 20
-        self._split(clients)
-
-    def _split(self, clients: int) -> tuple[float, float]:
+    def _split(self) -> tuple[float, float]:
         """z_Δ of the updates and σ_b of the count; σ_b is 0 where there is no count."""
         if self.options.clipping == "fixed":
             return self.noise_multiplier, 0.0
-        count_noise = clients / 20 if self._count_noise is None else self._count_noise
-        return split_noise(self.noise_multiplier, count_noise), count_noise
+        return split_noise(self.noise_multiplier, self._count_noise), self._count_noise
 
     def costs(self, client: int, tuning: bool = False) -> list[Cost]:
         """A round is one step; fine-tuning sends nothing."""
@@ -167,7 +152,7 @@ class ClientLevel(Budget):
         result are. They may hold what is not finite: whether they do depends on data.
         """
         secure, ranks = self.options.secure_rng, updates.ranks
-        noise, count_noise = self._split(len(clients))
+        noise, count_noise = self._split()
         sources = (
             None
             if secure
@@ -186,19 +171,15 @@ class ClientLevel(Budget):
             self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
         return result
 
-    def epsilons(self, clients: Sequence[int] | None = None) -> dict[int, float]:
-        """ε of each client so far, by default of those who took part."""
-        return self.ledgers.server.epsilons(self.options.delta, self.options.accountant, clients)
-
     def metrics(self) -> dict[str, float]:
         """S of the next round, and the largest ε of a client so far."""
-        largest = max(self.epsilons().values(), default=0.0)
-        return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": largest}
+        spent = self.ledgers.server.summary(self.options.delta, self.options.accountant)
+        return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": spent["max"]}
 
     def record(self, num_clients: int) -> dict[str, Any]:
         """Options, noise and ε of each client, in plain types; the noise is the least that a round ever had."""
         noises = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
-        noise, spent = min([self.noise_multiplier, *noises]), list(self.epsilons(range(num_clients)).values())
+        noise, spent = min([self.noise_multiplier, *noises]), self.epsilons(range(num_clients))["server"]
         return {"options": asdict(self.options), "noise_multiplier": noise, "epsilon": spent}
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,10 +187,7 @@ class ClientLevel(Budget):
         return super().state_dict() | {"norm": self.norm, "noise_multiplier": self.noise_multiplier}
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """As of :class:`.Budget`; a calibrated z stays what it was. What :meth:`state_dict` did not give is refused."""
-        names = sorted(self.state_dict())
-        if sorted(state) != names:
-            raise ValueError(f"client-level privacy has {names}, not {sorted(state)}; load its state_dict()")
+        """As of :class:`.Budget`; a calibrated z stays what it was."""
         check_bound(state["norm"])
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]

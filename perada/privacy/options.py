@@ -60,11 +60,6 @@ class Privacy:
         check_number("privacy: max_epsilon", self.max_epsilon, above=0, optional=True)
         check_whole("privacy: physical_batch_size", self.physical_batch_size, optional=True)
 
-    @property
-    def limit(self) -> float | None:
-        """The ε that no client may pass."""
-        return min((given for given in (self.max_epsilon, self.target_epsilon) if given is not None), default=None)
-
 
 @dataclass(frozen=True)
 class ClientPrivacy:
@@ -103,17 +98,13 @@ class ClientPrivacy:
     accountant: Accountant = "rdp"
     secure_rng: bool = True
     ledger: ClassVar[LedgerName] = "server"
+    max_epsilon: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         _check_common("client_privacy", self)
         check_number("client_privacy: quantile", self.quantile, least=0, most=1, hint="0.5 is usual")
         check_number("client_privacy: clip_lr", self.clip_lr, above=0)
         check_number("client_privacy: count_noise", self.count_noise, above=0, optional=True)
-
-    @property
-    def limit(self) -> float | None:
-        """The ε that no client may pass."""
-        return self.target_epsilon
 
 
 def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:

@@ -251,14 +251,9 @@ class Protection:
         return not any(self._secure_rng.values())
 
     @property
-    def test_mode(self) -> bool:
-        """Whether any noise follows from the run's seed."""
-        return not all(self._secure_rng.values())
-
-    @property
     def limited(self) -> bool:
         """Whether there is a limit that a client may reach."""
-        return any(budget.options.limit is not None for budget in self.budgets.values())
+        return any(budget.limit is not None for budget in self.budgets.values())
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
         """Those of ``clients`` who stay within every limit if they train once more, or are fine-tuned."""
@@ -269,16 +264,16 @@ class Protection:
 
     def metrics(self) -> dict[str, float]:
         """ε so far, and a mark where the noise follows from the run's seed."""
-        found = {"privacy/test_mode": 1.0} if self.test_mode else {}
+        found = {} if all(self._secure_rng.values()) else {"privacy/test_mode": 1.0}
         images = {} if self.images is None else self.images.metrics()
         return images | ({} if self.clients is None else self.clients.metrics()) | found
 
     def epsilons(self, num_clients: int) -> dict[str, list[float]]:
         """ε of each client so far, by the name of the metric."""
-        images = {} if self.images is None else self.images.epsilons()
+        images = {} if self.images is None else self.images.epsilons(range(num_clients))
         found = {f"privacy/{name}_epsilon": values for name, values in images.items()}
         if self.clients is not None:
-            found["privacy/client_epsilon"] = list(self.clients.epsilons(range(num_clients)).values())
+            found["privacy/client_epsilon"] = self.clients.epsilons(range(num_clients))["server"]
         return found
 
     def record(self, num_clients: int) -> dict[str, Any] | None:

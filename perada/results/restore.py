@@ -17,7 +17,7 @@ from torch import nn
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of
 from perada.core.ranks import this_rank
-from perada.core.states import State, unstack
+from perada.core.states import State, clone, unstack
 from perada.engine.engine import Engine
 from perada.federation.federation import Federation
 from perada.federation.settings import LocalTraining, Settings, Storage
@@ -179,7 +179,7 @@ def states_of(federation: Federation) -> tuple[list[State], Callable[[int], Stat
     def personal(client: int) -> State:
         return unstack(federation.personal_states([client]))[0]
 
-    return federation.global_models(), personal if federation.personalized else None
+    return unstack(clone(federation.server.members())), personal if federation.personalized else None
 
 
 def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> Restored:

@@ -28,6 +28,7 @@ from perada.deploy.server.rounds import (
     mean_scores,
 )
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
+from perada.federation.cohort import Site
 from perada.federation.server import Server
 from perada.federation.settings import check_rule
 from perada.privacy.rehearsal import check_client_level
@@ -56,7 +57,7 @@ class Coordinator:
         prepare = replace(recipe.data.preparation, image=module.adapted.backbone.image, seed=loop.seed)
         self.images = ServerImages(recipe.public, prepare)
         self._check()
-        self.server = Server(module.engine, module.slot, module.initial_state, self.settings)
+        self.server = Server(Site(module.engine, module.slot, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")

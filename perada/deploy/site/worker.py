@@ -135,7 +135,7 @@ class SiteWorker:
             for _, sigma, rate, steps, _ in costs:
                 total.add(0, sigma, rate, steps)
             state.account = account.state_dict()
-            spent = {name: _finite(values[0]) for name, values in account.epsilons().items()}
+            spent = {name: _finite(values[0]) for name, values in account.epsilons([0]).items()}
             facts = self._allowed(epsilon={"epsilon": spent})
         counts = bool(trained.counts[0]) or tune
         if counts and done.losses:
