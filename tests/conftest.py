@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gzip
 import signal
 import struct
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +21,19 @@ import torch
 # A job in the background ignores Ctrl-C, and so would what it starts; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark all but each n-th case of a test as slow where the test has the mark ``every(n)``."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("every")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % mark.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

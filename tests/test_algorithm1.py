@@ -115,6 +115,7 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
         (linear, True, "SGD", "eval"),
     ],
 )
+@pytest.mark.every(2)
 def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, student_mode, clients_per_round, engine):
     data, backbone = task(multilabel), network()
 

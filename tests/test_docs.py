@@ -176,7 +176,7 @@ APART = ("README.md", "docs/privacy.md")
 
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
-LONG = ("docs/compare.md", "docs/diagnostics.md", "docs/results.md", "docs/studies/")
+LONG = tuple(f"docs/{page}" for page in "compare diagnostics joining own_images report results studies/".split())
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_the_page_has_every_cell_and_no_raw_error():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("backbone", "adapter", "verdict"), QUICK)
+@pytest.mark.every(2)
 def test_small_networks(backbone, adapter, verdict):
     assert cell(backbone, ADAPTERS[adapter]).verdict == as_said(said()[backbone, adapter]) == verdict
 

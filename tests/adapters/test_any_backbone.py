@@ -141,6 +141,7 @@ def residual_network():
 
 @pytest.mark.filterwarnings("ignore:engine='auto' takes the loop", "ignore:Setting boft_n_butterfly_factor")
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.BOFTConfig()])
+@pytest.mark.every(2)
 def test_adapters_that_need_contiguous_tensors_get_them(adapter):
     assert finetune(residual_network(), adapter).state("global")
     with pytest.raises(

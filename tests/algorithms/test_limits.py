@@ -65,6 +65,7 @@ class FedAvgBesidePulledModels(FedAvg):
 
 
 @WAYS
+@pytest.mark.every(2)
 def test_perada_without_distillation_is_ditto(engine, problem):
     wanted = train(FedAvgBesidePulledModels(), engine, problem)
     for run in (
@@ -101,6 +102,7 @@ def test_without_a_pull_clients_stand_alone(engine):
         (APFL(alpha=1.0), {}),
     ],
 )
+@pytest.mark.every(3)
 def test_global_models_that_are_those_of_fedavg(engine, problem, algorithm, options):
     assert_equal_global(train(algorithm, engine, problem, **options), fedavg(engine, problem))
 

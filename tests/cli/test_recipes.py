@@ -127,6 +127,7 @@ def refusal(data, method, privacy=None):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINED])
+@pytest.mark.every(3)
 def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
     cli = make_cli(small_words(name, written), run=False)
@@ -178,6 +179,7 @@ def parsed(parser, *configs):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (place % 3 > 0)) for place, name in enumerate(SPELT_OUT)]
 )
+@pytest.mark.every(2)
 def test_combined_recipes_are_what_they_were(parser, name):
     whole = {}
     for key, value in SPELT_OUT[name].items():

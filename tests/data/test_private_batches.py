@@ -174,6 +174,7 @@ class Pictures(Dataset):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.every(2)
 def test_any_number_of_workers_gives_the_same_batches(secure, monkeypatch):
     loaded = []
     for workers in (0, 2):

@@ -71,6 +71,7 @@ def told(caplog):
 
 
 @pytest.mark.parametrize("layout", ["{label}/{number}.png", "{label}/p{patient}_{number}.png"])
+@pytest.mark.every(2)
 def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path):
     """With the share, the seed and the held-out images of the recipe, in folders of clients or in one's own."""
     fields = "{class}/{group}_*" if "patient" in layout else "{class}/*"
@@ -115,6 +116,7 @@ def test_no_image_changes_sides_when_others_come_or_go_and_the_site_is_told(tmp_
 
 
 @pytest.mark.parametrize("seed", [0, 2, 5])
+@pytest.mark.every(3)
 def test_what_a_site_remembers_outweighs_what_a_hash_says(seed, tmp_path):
     """A client of two images has one of them to test on, whatever its hash is, and keeps it."""
     root = tmp_path / "images"

@@ -335,6 +335,7 @@ def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("accountant", "own"), [("gdp", "rdp"), ("rdp", "prv")])
 def test_a_limit_is_measured_as_the_site_says_whatever_the_recipe_says(tiny, tmp_path, accountant, own):
     privacy = Privacy(noise_multiplier=4.0, delta=0.3, accountant=accountant)

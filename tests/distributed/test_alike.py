@@ -42,6 +42,7 @@ def said(monkeypatch, **options):
         ({"global_test_clients": 2}, "global_test_clients"),
     ],
 )
+@pytest.mark.every(2)
 def test_another_option_is_named(monkeypatch, option, name):
     mine, other = said(monkeypatch), said(monkeypatch, **option)
     check_alike(Another(said(monkeypatch)), mine)

@@ -103,6 +103,7 @@ def leaves(model, states):
 
 
 @pytest.mark.parametrize(("name", "adapter"), CASES)
+@pytest.mark.every(2)
 def test_folded_equals_plain_model_run_client_by_client(name, adapter, tmp_path):
     built, size = backbone(name, tmp_path)
     options = {"dropout": 0.0} if adapter == "residual" else {}
@@ -188,6 +189,7 @@ def difference(left, right, keys):
         ("resnet", peft.LoraConfig(use_dora=True, lora_dropout=0.2), {}),
     ],
 )
+@pytest.mark.every(2)
 def test_two_rounds_folded_equal_two_rounds_of_the_loop(name, adapter, options, tmp_path):
     """In single precision; dropout is on, both engines drawing from the same streams.
 
@@ -276,6 +278,7 @@ def test_unknown_engines_are_refused():
 @pytest.mark.parametrize("algorithm", ["perada", pytest.param("fedavg_ft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "adapter"), [("batch_norm", "full"), ("vit", "lora"), ("module", "full")])
+@pytest.mark.every(3)
 def test_half_precision_learns_what_single_precision_does(name, adapter, engine, algorithm, tmp_path):
     built, size = backbone(name, tmp_path)
     options = {"algorithm": algorithm, "lr_personal": 0.05, "lr_local": 0.05, "lr_server": 0.05, "local_epochs": 3}

@@ -121,6 +121,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(2)
 def test_features_stand_for_images(name, kind):
     make, needed = MODELS[name]
     model = make()
@@ -254,6 +255,7 @@ def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.every(3)
 def test_peculiar_networks_train_alike_with_features(way, engine):
     states = []
     for use in (None, False):

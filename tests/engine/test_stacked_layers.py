@@ -60,6 +60,7 @@ def freeze(layer, trained):
 @pytest.mark.parametrize("trained", ["all", "weight", "bias"])
 @pytest.mark.parametrize("counts", [None, (4, 2, 3)])
 @pytest.mark.parametrize(("name", "together"), [(n, t) for n in LAYERS for t in (False, True) if "batch" in n or not t])
+@pytest.mark.every(3)
 def test_twin_equals_separate_modules(name, together, counts, trained):
     make, shape = LAYERS[name]
     single = nn.Sequential(make().double())

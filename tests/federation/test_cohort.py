@@ -82,6 +82,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
 @pytest.mark.parametrize(("name", "options", "make"), OPTIMIZERS, ids=["momentum", "sgd", "adam", "adamw"])
+@pytest.mark.every(5)
 def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip, multilabel):
     model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
     training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, multilabel=multilabel, **options)

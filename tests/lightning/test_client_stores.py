@@ -52,6 +52,7 @@ def assert_same(run, expected):
 
 
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg_ft", "apfl"])
+@pytest.mark.every(3)
 def test_results_do_not_depend_on_where_clients_are(tiny, tmp_path, algorithm):
     expected = fit(tiny, tmp_path / "device", "device", 3, algorithm=algorithm)
     for store in ("host", "disk", "auto"):
@@ -65,6 +66,7 @@ def test_results_do_not_depend_on_where_clients_are(tiny, tmp_path, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg_ft"])
 @pytest.mark.parametrize("after", ["disk", "host", "device"])
+@pytest.mark.every(2)
 def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, after, algorithm):
     whole = fit(tiny, tmp_path / "whole", "device", algorithm=algorithm)
     before = "device" if after == "host" else "disk"

@@ -106,6 +106,7 @@ def rows(folder):
     ],
 )
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # Lightning's own checkpoint says so
+@pytest.mark.every(2)
 def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, checkpoint, step, eval_every):
     def callbacks():
         return [checkpoint()] if checkpoint else []

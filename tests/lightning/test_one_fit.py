@@ -107,6 +107,7 @@ def test_a_loop_does_not_change_its_module_or_data():
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.every(3)
 def test_copies_of_a_loop(copied):
     """One made before the fit is a loop of its own, with a history of its own; one made after it has been fitted."""
     fresh, network, served = loop(), module(), data()

@@ -86,6 +86,7 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.every(5)
 def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, chunk, clip_norm):
     model, ((name, options), make) = network(), OPTIMIZERS[optimizer]
     scaling = LossScaling(2.0**26, 2.0, 0.5, 2)
@@ -126,6 +127,7 @@ ALGORITHMS = ["perada", "fedavg", "feddyn", "apfl", "pfedme", "ditto", "fedalt_o
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9, "weight_decay": 0.1}), ("adam", {})])
+@pytest.mark.every(3)
 def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     """In double precision with images that overflow it, so that skipping is all that the scales add."""
     if algorithm == "apfl":
@@ -319,6 +321,7 @@ class DeviceReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
 @pytest.mark.parametrize("adapter", ["residual", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.every(2)
 def test_local_steps_read_nothing_from_the_device(scaling, adapter):
     """PerAda with momentum, clipping, dropout and BatchNorm, on clients of unequal batches."""
     options = {"dropout": 0.3} if adapter == "residual" else {}

@@ -44,6 +44,7 @@ def trained(way, **options):
 
 
 @pytest.mark.parametrize("options", [{"engine": "folded"}, {"engine": "loop"}, {"cache_features": False}])
+@pytest.mark.every(3)
 def test_a_run_is_that_of_the_logits_alone(options, tmp_path):
     expected = trained("alone", **options)
     x = torch.randn(4, 3, 8, 8)

@@ -420,6 +420,7 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
 
 @pytest.mark.filterwarnings(RESUMED)
 @pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.every(2)
 def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, moved):
     """B and D are resumed from A, and D's round is in the journals of A and D."""
     root, options = tmp_path / "before", LEVELS["images"]

@@ -54,6 +54,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "prv")) for case in TARGETS])
+@pytest.mark.every(2)
 def test_the_target_is_spent_by_every_client_and_never_exceeded(case):
     algorithm, options, _ = TARGETS[case]
     target = 3.0
@@ -179,6 +180,7 @@ OVERWRITES = "ignore:Checkpoint directory .* exists and is not empty:UserWarning
 
 @pytest.mark.parametrize("algorithm", ALIKE, ids=repr)
 @pytest.mark.filterwarnings(OVERWRITES)
+@pytest.mark.every(2)
 def test_two_rounds_and_two_more_are_four(tmp_path, algorithm):
     privacy = {"noise_multiplier": 8.0, "delta": DELTA, "max_norm": 0.6}
     options = {"dropout": 0.4, "momentum": 0.5, "batch_size": 8, "local_epochs": 1}

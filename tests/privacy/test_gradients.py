@@ -148,6 +148,7 @@ def assert_same(got, expected, tolerance=1e-5):
 
 @pytest.mark.parametrize("kind", [*KINDS, *FOLDED_ALONE])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.every(3)
 def test_folded_is_the_loop_over_images(kind, clipping):
     net = model(kind)
     asked = query(net)
@@ -164,6 +165,7 @@ def test_folded_is_the_loop_over_images(kind, clipping):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("noise", [0.0, 0.7])
+@pytest.mark.every(3)
 def test_folded_equals_opacus(kind, clipping, noise):
     net = model(kind)
     before = {key: value.clone() for key, value in net.state_dict().items()}
@@ -217,6 +219,7 @@ def test_only_what_is_asked_about_counts(engine, kind):
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.every(2)
 def test_the_physical_batch_changes_nothing(engine, size):
     net = model("test_vit/bottleneck")
     answers = [

@@ -101,6 +101,7 @@ ALIKE = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in (*ALGORITHMS, *MORE)]
 )
+@pytest.mark.every(5)
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""
     algorithm, run, states, seen, tuned = run_with(name, monkeypatch)
@@ -319,6 +320,7 @@ LEDGERS = {
 
 
 @pytest.mark.parametrize("case", LEDGERS)
+@pytest.mark.every(2)
 def test_ledgers_hold_what_was_counted_by_hand(case, tmp_path):
     algorithm, options, sent, trained, tuning = LEDGERS[case]
     saving = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}

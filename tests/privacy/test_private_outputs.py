@@ -44,6 +44,7 @@ def written(folder):
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.every(2)
 def test_class_counts_are_in_no_file_of_a_private_run(tmp_path, monkeypatch, private):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)

@@ -162,6 +162,7 @@ def test_a_network_that_mixes_images_is_refused(function, engine):
     "options", [{"batch_size": 1}, {"batch_size": 1, "engine": "loop"}, {"batch_size": 3}], ids=str
 )
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+@pytest.mark.every(5)
 def test_it_is_refused_where_one_image_is_expected_in_a_batch(function, options):
     """A Poisson sample may hold more."""
     with pytest.raises(ValueError, match=MIXES):
@@ -220,6 +221,7 @@ class Annotated(nn.Module):
         ({}, {"batch_size": "full", "clients_per_chunk": 2}),
     ],
 )
+@pytest.mark.every(2)
 def test_other_networks_pass(between, privacy, options):
     assert len(train(between(), privacy, **options).metrics["rounds"]) == 1
 

@@ -193,6 +193,7 @@ def stub(args):
     raise ValueError(f"{args[:-1]} with {torch.get_num_threads()} and {os.environ['OMP_NUM_THREADS']} threads")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
     tasks = [(["a"], False), (["die"], False), (["b"], True), (["c"], False), (["die"], False), (["d"], False)]
     before = dict(os.environ)
@@ -237,6 +238,7 @@ def test_a_comparison_that_is_stopped_ends_its_processes(tmp_path):
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_a_row_does_not_show_another_algorithm_than_its_name_says(recipe, tmp_path, option, names, says):
     (tmp_path / "overlay.yaml").write_text("federated: {algorithm: FedAvg}")
     with pytest.raises(ValueError, match=says):
