@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -31,16 +32,19 @@ _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")
 _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
 
 
-class Layout:
-    """Where a client's tensors lie in its row of ``size`` bytes: as in a safetensors file, which the ``header`` begins.
+class ClientStore:
+    """States that M clients keep, on the device or in the memory of the ``host``.
 
-    What a client keeps is given by role, without a client axis.
+    A client's tensors lie in its row of ``size`` bytes as in a safetensors file, which the ``header`` begins. One that
+    was not ``written`` has the ``initial`` ones, by role (no client axis), which are held once. Host memory is
+    page-locked where the device is a GPU: copies then do not wait, and are made in the order of their asking.
     """
 
-    def __init__(self, states: Stacks) -> None:
-        named = {f"{role}/{key}": (role, key) for role, state in states.items() for key in state}
+    def __init__(self, initial: Stacks, host: bool = False) -> None:
+        self.host = host
+        named = {f"{role}/{key}": (role, key) for role, state in initial.items() for key in state}
         copies = {  # of tensors that may share memory
-            name: states[role][key].detach().clone(memory_format=torch.contiguous_format)
+            name: initial[role][key].detach().clone(memory_format=torch.contiguous_format)
             for name, (role, key) in named.items()
         }
         content = save(copies, {"format": "pt"})
@@ -48,18 +52,14 @@ class Layout:
         self.header, self.size = content[:begin], len(content) - begin
         told = json.loads(content[8:begin])
         self._fields = [(*named[name], *told[name]["data_offsets"]) for name in told if name in named]
-        self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in states.items()}
+        self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in initial.items()}
+        device = next((value.device for value in copies.values()), None)
+        self._initial = torch.from_numpy(np.frombuffer(content, np.uint8)[begin:].copy()).to(device)
+        self.written: dict[int, Any] = {}
 
-    def pack(self, stacks: Stacks, clients: int) -> Tensor:
-        """Rows (C, size) of uint8 of what C clients keep, (C, ...) by role."""
-        parts = [
-            stacks[role][key].detach().reshape(clients, -1).contiguous().view(torch.uint8)
-            for role, key, *_ in self._fields
-        ]
-        return torch.cat(parts, 1)
-
-    def unpack(self, rows: Tensor) -> Stacks:
-        """The inverse of :meth:`pack`: copies (C, ...), each in memory of its own."""
+    def gather(self, clients: Sequence[int]) -> Stacks:
+        """Copy out what ``clients`` keep, stacked in that order, on the device; each tensor in memory of its own."""
+        rows = self.rows(clients)
         stacks: Stacks = {role: dict.fromkeys(state, rows) for role, state in self._like.items()}
         for role, key, start, stop in self._fields:
             like = self._like[role][key]
@@ -67,65 +67,18 @@ class Layout:
             stacks[role][key] = values.view(len(rows), *like.shape)
         return stacks
 
-    def read(self, client: int, path: Path) -> Tensor:
-        """Map a client's file into memory.
-
-        One that is missing is a FileNotFoundError, one that was cut off or holds other tensors a ValueError.
-        """
-        if not path.is_file():
-            raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
-        begin = len(self.header)
-        with path.open("rb") as file:
-            whole = path.stat().st_size == begin + self.size and file.read(begin) == self.header
-        if not whole:
-            raise ValueError(f"{str(path)!r} was cut off, or is of another run; {_REMEDY}")
-        return torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)[begin:]
-
-    def named(self, saved: dict[str, Any]) -> dict[int, Path]:
-        """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
-
-        If one is missing, that is a FileNotFoundError; a ValueError if it names something else, or a byte has changed.
-        """
-        files = {}
-        for client, name in saved.get("files", {}).items():
-            path, known = Path(saved["folder"], str(name)), _NAME.fullmatch(str(name))
-            if known is None or known[1] != str(client) or path.is_symlink():
-                raise ValueError(
-                    f"the checkpoint names {str(path)!r} as the states of client {client}, which is not the name of a "
-                    f"client's file; {_REMEDY}"
-                )
-            self.read(client, path)
-            if known[2] != digest_of(path)[:32]:
-                raise ValueError(f"{str(path)!r}, the states of client {client}, is damaged or another file; {_REMEDY}")
-            files[client] = path
-        return files
-
-
-class ClientStore:
-    """States that M clients keep, on the device or in the memory of the ``host``.
-
-    A client that was not ``written`` has the initial ones, by role (no client axis), which are held once. Host memory
-    is page-locked where the device is a GPU: copies then do not wait, and are made in the order of their asking.
-    """
-
-    def __init__(self, initial: Stacks, host: bool = False) -> None:
-        self.layout, self.host = Layout(initial), host
-        expanded = {role: expand(state, 1) for role, state in initial.items()}
-        self._initial = self.layout.pack(expanded, 1)[0] if self.layout.size else torch.empty(0, dtype=torch.uint8)
-        self.written: dict[int, Any] = {}
-
-    def gather(self, clients: Sequence[int]) -> Stacks:
-        """Copy out what ``clients`` keep, stacked in that order, on the device."""
-        return self.layout.unpack(self.rows(clients))
-
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
         """Store what ``clients`` keep from now on, (C, ...) by role; the tensors are copied."""
-        if len(clients) and self.layout.size:
-            self.put(clients, self.layout.pack(stacks, len(clients)))
+        if len(clients) and self.size:
+            parts = [
+                stacks[role][key].detach().reshape(len(clients), -1).contiguous().view(torch.uint8)
+                for role, key, *_ in self._fields
+            ]
+            self.put(clients, torch.cat(parts, 1))
 
     def rows(self, clients: Sequence[int]) -> Tensor:
         """Copies of the clients' rows of bytes, (C, size), on the device."""
-        rows = self._initial.new_empty(len(clients), self.layout.size)
+        rows = self._initial.new_empty(len(clients), self.size)
         for row, client in zip(rows, clients, strict=True):
             row.copy_(self._read(client) if client in self.written else self._initial, non_blocking=True)
         return rows
@@ -144,7 +97,7 @@ class ClientStore:
         if self.host:
             pinned = self._initial.device.type == "cuda"
             place = self.written.get(client)
-            place = torch.empty(self.layout.size, dtype=torch.uint8, pin_memory=pinned) if place is None else place
+            place = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned) if place is None else place
             self.written[client] = place.copy_(row, non_blocking=True)
         else:
             self.written[client] = row.to(self._initial.device, copy=True)
@@ -158,27 +111,61 @@ class ClientStore:
         if self._initial.device.type == "cuda":
             torch.cuda.synchronize(self._initial.device)  # until all copies have arrived
         rows = {client: self._read(client) for client in self.written}
-        return {"header": self.layout.header, "initial": self._initial, "rows": rows}
+        return {"header": self.header, "initial": self._initial, "rows": rows}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind, saved by :meth:`state_dict`.
 
-        A ValueError if it held other tensors, a FileNotFoundError if it held files and one is missing.
+        A ValueError if it held other tensors, and as of :meth:`files_of`.
         """
         self.written = {}
-        if saved["header"] != self.layout.header:
+        if saved["header"] != self.header:
             raise ValueError(
                 "the checkpoint's clients keep other tensors than this run's; resume with its configuration"
             )
         self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
             self._write(client, row)
-        self._take(self.layout.named(saved))
+        self._take(self.files_of(saved))
 
     def _take(self, files: dict[int, Path]) -> None:
         """Take over the files of another store."""
         for client, path in files.items():
-            self._write(client, self.layout.read(client, path))
+            self._write(client, self.read(client, path))
+
+    def files_of(self, saved: dict[str, Any]) -> dict[int, Path]:
+        """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
+
+        If one is missing, that is a FileNotFoundError; a ValueError if it names something else, or a byte has changed.
+        """
+        files = {}
+        for client, name in saved.get("files", {}).items():
+            path, known = Path(saved["folder"], str(name)), _NAME.fullmatch(str(name))
+            if known is None or known[1] != str(client) or path.is_symlink():
+                raise _damaged(client, path)
+            self.read(client, path)
+            if known[2] != digest_of(path)[:32]:
+                raise _damaged(client, path)
+            files[client] = path
+        return files
+
+    def read(self, client: int, path: Path) -> Tensor:
+        """Map a client's file into memory.
+
+        One that is missing is a FileNotFoundError, one that was cut off or holds other tensors a ValueError.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
+        begin = len(self.header)
+        with path.open("rb") as file:
+            whole = path.stat().st_size == begin + self.size and file.read(begin) == self.header
+        if not whole:
+            raise _damaged(client, path)
+        return torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)[begin:]
+
+
+def _damaged(client: int, path: Path) -> ValueError:
+    return ValueError(f"{str(path)!r}, the states of client {client}, is damaged or another file; {_REMEDY}")
 
 
 class DiskStore(ClientStore):
@@ -215,12 +202,12 @@ class DiskStore(ClientStore):
     def _write(self, client: int, row: Tensor) -> None:
         self._count += 1  # with the session, no name is ever used twice
         content = row.contiguous().cpu().numpy().data
-        digest = hashlib.sha256(self.layout.header)
+        digest = hashlib.sha256(self.header)
         digest.update(content)
         name = f"client_{client}-{self._session}-{self._count}-{digest.hexdigest()[:32]}.safetensors"
         path = self.folder / name
         with open_atomic(path, durable=False) as file:
-            file.write(self.layout.header)
+            file.write(self.header)
             file.write(content)
         self._unsynced.append(path)
         self._files.add(path)
@@ -228,7 +215,7 @@ class DiskStore(ClientStore):
         self.written[client] = path
 
     def _read(self, client: int) -> Tensor:
-        return self.layout.read(client, self.written[client])
+        return self.read(client, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the clients' files, for a checkpoint; files of another run are linked into this one's folder.
@@ -241,7 +228,7 @@ class DiskStore(ClientStore):
             if path.parent != self.folder:
                 self.written[client] = own = self.folder / path.name
                 if not own.exists():
-                    link_file(path, own)
+                    _link(path, own)
                 self._unsynced.append(own)
         sync([*(path for path in self._unsynced if path.exists()), self.folder])
         self._unsynced = []
@@ -250,7 +237,7 @@ class DiskStore(ClientStore):
             path.unlink(missing_ok=True)
             self._files.remove(path)
         files = {client: path.name for client, path in self.written.items()}
-        whole = {"header": self.layout.header, "initial": self._initial}
+        whole = {"header": self.header, "initial": self._initial}
         return whole | {"folder": str(self.folder), "files": files}
 
     def _take(self, files: dict[int, Path]) -> None:
@@ -324,7 +311,7 @@ class SharedStore:
 
         The ``others`` keep what is given, by role and without a client axis.
         """
-        read = {client: self.local.layout.read(client, path) for client, path in self.local.layout.named(saved).items()}
+        read = {client: self.local.read(client, path) for client, path in self.local.files_of(saved).items()}
         rows = {numbers[client]: row.clone() for client, row in {**saved.get("rows", {}), **read}.items()}
         self.load_state_dict({name: saved[name] for name in ("header", "initial")} | {"rows": rows})
         own = [client for client in others if self.holder(client) == self.ranks.rank]
@@ -347,7 +334,7 @@ class SharedStore:
             elif target == here:
                 coming.setdefault(self.holder(client), []).append(client)
         self._holders |= targets
-        if not self.local.layout.size:
+        if not self.local.size:
             return
         sent = {rank: self.local.rows(clients) for rank, clients in leaving.items()}
         received = {rank: torch.empty_like(self.local.rows(clients)) for rank, clients in coming.items()}
@@ -386,7 +373,7 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     return saved | {"folder": str(found)}
 
 
-def link_file(source: Path, target: Path) -> None:
+def _link(source: Path, target: Path) -> None:
     """Give a file a second name; a copy where the two are on different file systems."""
     try:
         os.link(source, target)
