@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torchmetrics
@@ -228,15 +228,6 @@ def probabilities(logits: Tensor, multilabel: bool) -> Tensor:
     return double(logits).sigmoid() if multilabel else double(logits).softmax(-1)
 
 
-class _Piece(NamedTuple):
-    """Predictions of some models on some images, on the CPU."""
-
-    models: tuple[int, ...]
-    predictions: Tensor
-    labels: Tensor
-    groups: Tensor
-
-
 class Scores:
     """Scores P ``models`` on G ``groups`` of images each by some metrics; labels are 0/1 per class if ``multilabel``.
 
@@ -249,7 +240,7 @@ class Scores:
         self._counted = any(metric.compute is None for metric in metrics)
         self._kept = any(metric.compute is not None for metric in metrics)
         self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
-        self._pieces: list[_Piece] = []
+        self._pieces: list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]] = []  # models, predictions, labels, groups
 
     def __bool__(self) -> bool:
         """Whether anything was added."""
@@ -277,7 +268,7 @@ class Scores:
         # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
         predictions = probabilities(logits.cpu(), self.multilabel)
         rows = slice(None) if counted is None else counted.cpu()
-        self._pieces.append(_Piece(tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
+        self._pieces.append((tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
 
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
         if self.multilabel:
@@ -317,11 +308,9 @@ class Scores:
         found = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
         computed = {metric.name: metric.compute for metric in self.metrics if metric.compute is not None}
         values: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in computed}
-        for models in dict.fromkeys(piece.models for piece in self._pieces):
-            own = [piece for piece in self._pieces if piece.models == models]
-            predictions = torch.cat([piece.predictions for piece in own], 1)
-            labels = torch.cat([piece.labels for piece in own])
-            groups = torch.cat([piece.groups for piece in own])
+        for models in dict.fromkeys(models for models, *_ in self._pieces):
+            own = zip(*(tensors for of, *tensors in self._pieces if of == models), strict=True)
+            predictions, labels, groups = (torch.cat(parts, dim) for parts, dim in zip(own, (1, 0, 0), strict=True))
             sizes = groups.bincount(minlength=shape[1]).tolist()
             for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
                 for place, model in enumerate(models if len(rows) else ()):

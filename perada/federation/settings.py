@@ -138,19 +138,14 @@ class Settings:
 
 def check_rule(settings: Settings, public: int, labelled: int) -> None:
     """Refuse, by a ValueError, a server rule that predicts images that the server has not; their numbers are given."""
-    rule, algorithm = settings.rule, settings.algorithm
-    looks = f"server_rule={type(rule).__name__} looks at predictions"
+    rule, algorithm, lacking = settings.rule, settings.algorithm, ""
     if rule.needs == "public" and not public:
-        raise ValueError(
-            f"{looks} on public images, and there are none; give a public set (public=...), or choose another rule"
-        )
+        lacking = "on public images, and there are none; give a public set (public=...)"
     if rule.needs == "labelled" and not labelled:
-        raise ValueError(
-            f"{looks} on labelled images of the server, and there are none; give server_validation (or "
-            "validation_fraction), or choose another rule"
+        lacking = (
+            "on labelled images of the server, and there are none; give server_validation (or validation_fraction)"
         )
     if rule.needs and not algorithm.global_model:
-        raise ValueError(
-            f"{looks} of what clients send, and the clients of {algorithm.kind} do not send whole models; choose "
-            "another rule"
-        )
+        lacking = f"of what clients send, and the clients of {algorithm.kind} do not send whole models"
+    if lacking:
+        raise ValueError(f"server_rule={type(rule).__name__} looks at predictions {lacking}; choose another rule")

@@ -322,26 +322,22 @@ class SharedStore:
         """Move the written ones of the clients named in ``targets`` to the ranks named there."""
         moving = [c for c, target in targets.items() if c in self._holders and self.holder(c) != target]
         for start in range(0, len(moving), TOGETHER):
-            self._transfer({client: targets[client] for client in moving[start : start + TOGETHER]})
-
-    def _transfer(self, targets: Mapping[int, int]) -> None:
-        here = self.ranks.rank
-        leaving: dict[int, list[int]] = {}
-        coming: dict[int, list[int]] = {}
-        for client, target in targets.items():
-            if self.holder(client) == here:
-                leaving.setdefault(target, []).append(client)
-            elif target == here:
-                coming.setdefault(self.holder(client), []).append(client)
-        self._holders |= targets
-        if not self.local.size:
-            return
-        sent = {rank: self.local.rows(clients) for rank, clients in leaving.items()}
-        received = {rank: torch.empty_like(self.local.rows(clients)) for rank, clients in coming.items()}
-        self.ranks.exchange(sent, received)
-        for rank, clients in coming.items():
-            self.local.put(clients, received[rank])
-        self.local.drop([client for clients in leaving.values() for client in clients])
+            leaving: dict[int, list[int]] = {}
+            coming: dict[int, list[int]] = {}
+            for client in moving[start : start + TOGETHER]:
+                holder, self._holders[client] = self.holder(client), targets[client]
+                if holder == self.ranks.rank:
+                    leaving.setdefault(targets[client], []).append(client)
+                elif targets[client] == self.ranks.rank:
+                    coming.setdefault(holder, []).append(client)
+            if not self.local.size:
+                continue
+            sent = {rank: self.local.rows(clients) for rank, clients in leaving.items()}
+            received = {rank: torch.empty_like(self.local.rows(clients)) for rank, clients in coming.items()}
+            self.ranks.exchange(sent, received)
+            for rank, clients in coming.items():
+                self.local.put(clients, received[rank])
+            self.local.drop([client for clients in leaving.values() for client in clients])
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

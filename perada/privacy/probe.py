@@ -129,7 +129,15 @@ def check_one_image(
 
 def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
     """Refuse, by a ValueError, a network where the outputs of others change with one client's images (C, B, ...)."""
-    before, after, close = _precisely(lambda dtype: _outputs_of_others(engine, states, x, dtype))
+    changed = x.clone()
+    changed[0] = 1 - changed[0].flip(-1)
+
+    def outputs(dtype: torch.dtype | None) -> tuple[Tensor, Tensor, float]:
+        exact, stacked = _exact(engine, dtype), {key: _as(value, dtype) for key, value in states.items()}
+        before, after = (_logits(exact, stacked, _as(images, dtype))[1:] for images in (x, changed))
+        return before, after, CLOSE[dtype or torch.float32]
+
+    before, after, close = _precisely(outputs)
     if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
         raise ValueError(
             "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
@@ -143,18 +151,6 @@ def _precisely(trial: Callable[[torch.dtype | None], T]) -> T:
         return trial(torch.float64)
     except Exception:  # each fails in its own way
         return trial(None)
-
-
-def _outputs_of_others(
-    engine: Engine, states: State, x: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, float]:
-    """Outputs (C − 1, B, K) of all clients but the first, before and after its images change; how close is the same."""
-    exact = _exact(engine, dtype)
-    stacked = {key: _as(value, dtype) for key, value in states.items()}
-    changed = x.clone()
-    changed[0] = 1 - changed[0].flip(-1)
-    before, after = (_logits(exact, stacked, _as(images, dtype))[1:] for images in (x, changed))
-    return before, after, CLOSE[dtype or torch.float32]
 
 
 def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | None = None, seed: int = 0) -> Tensor:
