@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: atomic files with a digest, what they belong to, and runs that resume from them."""
 
-import errno
 import hashlib
 import json
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import TorchCheckpointIO
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from perada.core.checks import check_choice
 from perada.core.files import open_atomic
@@ -24,8 +20,6 @@ from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
 from perada.lightning.parts import Parts
 from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
-
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -62,12 +56,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *options, **others)
 
 
-def write_whole(trainer: pl.Trainer) -> None:
-    """Have a trainer write its checkpoints so, unless it was given a way of its own."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = WholeCheckpointIO()
-
-
 class _Hashed:
     """A file that is written from its beginning to its end, with the digest of its bytes."""
 
@@ -78,20 +66,6 @@ class _Hashed:
         """Write some more."""
         self.digest.update(content)
         return self.file.write(content)
-
-
-def explain(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Have an error of the disk say where the run is and how to resume; those of writes do not even have a path.
-
-    A program that SIGTERM ends says so by its status, as shells give it; Lightning leaves it at 0.
-    """
-    if isinstance(exception, SIGTERMException):
-        exception.code = 128 + signal.SIGTERM
-    if isinstance(exception, OSError) and exception.errno in OF_THE_DISK:
-        remedy = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
-        exception.strerror = f"{exception.strerror}; {remedy}"
-        folders = (getattr(logger, "log_dir", None) for logger in trainer.loggers)
-        exception.filename = exception.filename or next(filter(None, folders), trainer.default_root_dir)
 
 
 CLIENTS = "clients"
@@ -311,17 +285,13 @@ def grown(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[st
         names, here = range(former["number of clients"]), range(data.num_clients)
     places, numbers = {name: place for place, name in enumerate(here)}, []
     for name, images in zip(names, former["clients' numbers of images"], strict=True):
-        if name not in places:
+        found = data.train_sizes[places[name]] if name in places else "none"
+        if images != found:
             raise ValueError(
-                f"client {name!r} of the checkpoint is not among the {data.num_clients} clients of this run; resume "
-                "with all of its clients and others"
+                f"client {name} had {images} training images when the checkpoint was written, and here it has {found}; "
+                "resume with all former clients, with the images that they had, and others"
             )
         numbers.append(places[name])
-        if images != data.train_sizes[places[name]]:
-            raise ValueError(
-                f"client {name} had {images} training images when the checkpoint was written, and here it has "
-                f"{data.train_sizes[places[name]]}; give the former clients the images that they had"
-            )
     ledgers = saved["federation"]["privacy"] or {}
     if ledgers.get("images") or ledgers.get("clients"):
         raise ValueError(

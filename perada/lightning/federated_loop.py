@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communication round as an epoch of Lightning's training loop."""
 
+import errno
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_choice, check_number, check_whole
@@ -18,7 +21,7 @@ from perada.lightning import checkpoint as checkpoints
 from perada.lightning import run_folder, scoring
 from perada.lightning.checks import check_next, with_diagnostics
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts, check_failures, of_perada, warn_report
+from perada.lightning.parts import Parts, check_failures, warn_report
 from perada.lightning.setup import set_up_rounds
 from perada.lightning.strategies import set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
@@ -31,6 +34,7 @@ from perada.server.aggregate import Weighting
 
 ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
 """Metrics of a round that the progress bar shows."""
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class FederatedLoop(pl.Callback):
@@ -154,7 +158,13 @@ class FederatedLoop(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
-        data, module = of_perada(trainer, pl_module)
+        data, module = trainer.datamodule, pl_module  # type: ignore[attr-defined]  # set by Lightning
+        for given, kind in ((data, FederatedDataModule), (module, FederatedClassifier)):
+            if not isinstance(given, kind):
+                raise TypeError(
+                    f"FederatedLoop needs a {kind.__name__}, not {type(given).__name__}; give the Trainer one"
+                )
+        assert isinstance(module, FederatedClassifier)
         self._check_own(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
         module.build(data.num_classes, data.multilabel, self.seed)
@@ -199,20 +209,17 @@ class FederatedLoop(pl.Callback):
             given = module.engine, module.slot, module.initial_state
             module.federation = Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
         if self._loaded is not None:
-            self._restore(self._loaded)
+            saved = self._loaded
+            with restoring():
+                parts.federation.load_state_dict(saved["federation"])
+                scoring.restore_scores(parts, saved)
+            self.measured.restore(saved["metrics"])
+            self.history, self._step = saved["metrics"]["rounds"], saved["step"]
+            self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
             self._loaded = None
         if fits:
             self._began = True
             run_folder.keep_journal(parts, self._journals)
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        """Continue where a checkpoint ended."""
-        with restoring():
-            self.parts.federation.load_state_dict(saved["federation"])
-            scoring.restore_scores(self.parts, saved)
-        self.measured.restore(saved["metrics"])
-        self.history, self._step = saved["metrics"]["rounds"], saved["step"]
-        self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
 
     on_validation_start = _begin
     on_test_start = _begin
@@ -221,20 +228,16 @@ class FederatedLoop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
-        if self.parts.exhausted():
-            self._finish(trainer)
+        if self.parts.exhausted():  # a resumed run that has nothing to train ends as it would have ended
+            trainer.limit_train_batches = 0
+            self.on_train_end(trainer, pl_module)
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, checkpoints.RoundCheckpoint) and callback.dirpath:
+                    trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
         self.measured.begin(self.parts)
         pl_module.train()  # the engine sets the mode of every pass; Lightning would warn of eval mode
         run_folder.log_history(trainer, self.history)
         run_folder.write_description(self.parts, self.config)
-
-    def _finish(self, trainer: pl.Trainer) -> None:
-        """End a resumed run that has nothing to train, as it would have ended."""
-        trainer.limit_train_batches = 0
-        self.on_train_end(trainer, self.parts.module)
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, checkpoints.RoundCheckpoint) and callback.dirpath:
-                trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
@@ -249,12 +252,10 @@ class FederatedLoop(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
     ) -> None:
-        """Close the round after its last local step."""
-        if trainer.is_last_batch:
-            self._close(trainer, self.parts)
-
-    def _close(self, trainer: pl.Trainer, parts: Parts) -> None:
-        """Close the round, take note of it, and see whether another can follow."""
+        """Close the round after its last local step, take note of it, and see whether another can follow."""
+        if not trainer.is_last_batch:
+            return
+        parts = self.parts
         plan = parts.data.plan(trainer.current_epoch)
         with parts.precision():
             report = parts.federation.close(parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round}"))
@@ -295,8 +296,17 @@ class FederatedLoop(pl.Callback):
         self.parts.federation.collect()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Have the program end with the status of what ended it, and an error of the disk say how to resume."""
-        checkpoints.explain(trainer, exception)
+        """Have an error of the disk say where the run is and how to resume; those of writes do not even have a path.
+
+        A program that SIGTERM ends says so by its status, as shells give it; Lightning leaves it at 0.
+        """
+        if isinstance(exception, SIGTERMException):
+            exception.code = 128 + signal.SIGTERM
+        if isinstance(exception, OSError) and exception.errno in OF_THE_DISK:
+            remedy = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
+            exception.strerror = f"{exception.strerror}; {remedy}"
+            folders = (getattr(logger, "log_dir", None) for logger in trainer.loggers)
+            exception.filename = exception.filename or next(filter(None, folders), trainer.default_root_dir)
 
     def outcome(self, module: FederatedClassifier) -> Run:
         """The run that a fit with this loop made: the models of clients and server, and what was measured."""

@@ -131,17 +131,6 @@ class Parts:
         return bool(count)
 
 
-def of_perada(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[FederatedDataModule, FederatedClassifier]:
-    """The datamodule and the module; a TypeError if either is not perada's."""
-    data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
-    for given, kind in ((data, FederatedDataModule), (module, FederatedClassifier)):
-        if not isinstance(given, kind):
-            raise TypeError(
-                f"FederatedLoop needs a {kind.__name__}, not {type(given).__name__}; give one to the Trainer"
-            )
-    return data, module  # type: ignore[return-value]  # as was just seen
-
-
 def run_folder(trainer: pl.Trainer) -> Path | None:
     """The run's folder; ``None`` where it has none."""
     if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning

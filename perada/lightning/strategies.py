@@ -15,10 +15,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
+from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from perada.lightning.checkpoint import write_whole
+from perada.lightning.checkpoint import WholeCheckpointIO
 
 LOST = (
     "has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends. Resume "
@@ -165,7 +166,8 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
     if sum(isinstance(callback, loop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
         raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
     check_trainer(trainer)
-    write_whole(trainer)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a way of the caller's own
+        trainer.strategy.checkpoint_io = WholeCheckpointIO()
     if trainer.world_size > 1:
         # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
         trainer._accelerator_connector.use_distributed_sampler = False
