@@ -42,7 +42,7 @@ DISTILLATION = {"lr_server": "lr", "server_optimizer": "optimizer"} | {
 """Fields of the distillation that :func:`finetune` has under names of their own."""
 OTHERS = {"privacy", "client_privacy", "seed"}
 """Arguments that are sections of their own."""
-_SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
+SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 
 
 def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own options
@@ -197,11 +197,8 @@ def _algorithm(given: str | Algorithm, options: dict[str, Any] | None, prox_stre
     check_options("algorithm_options", {} if options is None else options, "{'modes': 5}")
     options = (options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
     if options and isinstance(given, Algorithm):
-        name = next(iter(options))
-        raise ValueError(
-            f"{name}={options[name]!r} cannot be given beside an algorithm that is made already; give it to "
-            f"{type(given).__name__} itself"
-        )
+        what, kind = next(f"{name}={value!r}" for name, value in options.items()), type(given).__name__
+        raise ValueError(f"{what} cannot be given beside an algorithm that is made already; give it to {kind} itself")
     return make_algorithm(given, **options)
 
 
@@ -220,19 +217,14 @@ def _datamodule(
         raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
     for name, value, own in (("batch_size", batch_size, data.batch_size), ("image_size", size, data.image_size)):
         if value not in (None, own):
-            raise ValueError(
-                f"{name}={value!r} cannot be given beside a datamodule, which has its own ({own!r}); set it there"
-            )
+            raise ValueError(f"{name}={value!r} cannot be given beside a datamodule, which has {own!r}; set it there")
     return data
 
 
 def _take_over(
     trainer: pl.Trainer, loop: FederatedLoop, rounds: int, eval_every: int | None, others: dict[str, Any]
 ) -> None:
-    """Have a trainer of the caller's own run so many rounds, and evaluate as often as is asked for.
-
-    A ValueError if it was made for another number of rounds, or there are options for a trainer that is made already.
-    """
+    """Have a trainer of the caller's own run so many rounds, and evaluate as often as is asked for."""
     if others:
         raise ValueError(f"{sorted(others)} cannot be used beside trainer=; set them in the trainer itself")
     if any(isinstance(callback, FederatedLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set by Lightning
@@ -266,28 +258,23 @@ def _distillation(
         return options_of(Distillation, "distillation", given) or Distillation(**fields)
     except ValueError as error:  # which calls the fields by their own names
         written = {f"distillation: {DISTILLATION[name]}=": f"{name}=" for name in shorthands}
-        message = str(error)
-        start = next((start for start in written if message.startswith(start)), "")
-        raise ValueError(written.get(start, "") + message.removeprefix(start)) from None
+        said = re.sub(r"^distillation: \w+=", lambda found: written.get(found[0], found[0]), str(error))
+        raise ValueError(said) from None
 
 
-def _full_names() -> dict[str, str]:
-    own = inspect.signature(finetune).parameters.keys() - {"data", "privacy", "client_privacy"}
-    taken = {section: inspect.signature(kind).parameters for section, kind in _SECTIONS.items()}
-    names = {name: f"{section}.{name}" for section, known in taken.items() for name in known if name in own}
-    return (
-        names
-        | {name: f"federated.distillation.{field}" for name, field in DISTILLATION.items()}
-        | {
-            "prox_strength": "federated.algorithm.prox_strength",
-            "rounds": "trainer.max_epochs",
-            "eval_every": "trainer.check_val_every_n_epoch",
-            "seed": "seed_everything",
-        }
-    )
-
-
-FULL_NAMES = _full_names()
+FULL_NAMES = {
+    **{
+        name: f"{section}.{name}"
+        for section, kind in SECTIONS.items()
+        for name in inspect.signature(kind).parameters
+        if name in inspect.signature(finetune).parameters.keys() - {"data", "privacy", "client_privacy"}
+    },
+    **{name: f"federated.distillation.{field}" for name, field in DISTILLATION.items()},
+    "prox_strength": "federated.algorithm.prox_strength",
+    "rounds": "trainer.max_epochs",
+    "eval_every": "trainer.check_val_every_n_epoch",
+    "seed": "seed_everything",
+}
 """The options of recipes and command lines that arguments of :func:`finetune` are; both names can be used there."""
 
 

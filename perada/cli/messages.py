@@ -34,16 +34,14 @@ def one_line(error: Exception) -> str:
 
 
 def _unknown(found: re.Match[str]) -> str:
-    """There is no class of that name."""
     from perada.algorithms import ALGORITHMS, Algorithm
     from perada.data import ImageSet, Partition
     from perada.server import SERVER_RULES, ServerRule
 
     bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
     names = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
-    return f"there is no class {found[2]!r}; " + hint(
-        found[2], [*names, *ALGORITHMS, *SERVER_RULES], f"known classes are {', '.join(names)}"
-    )
+    meant = hint(found[2], [*names, *ALGORITHMS, *SERVER_RULES], f"known classes are {', '.join(names)}")
+    return f"there is no class {found[2]!r}; {meant}"
 
 
 def _abstract(found: re.Match[str]) -> str:
@@ -54,9 +52,7 @@ def _abstract(found: re.Match[str]) -> str:
     if isinstance(kind, type) and (known := sorted({own.__name__ for own in subclasses(kind)})):
         return f"{path} is a base class, of which no object can be made; name one of its subclasses: {', '.join(known)}"
     missing = sorted(getattr(kind, "__abstractmethods__", ())) or ["that are abstract"]
-    return (
-        f"{path} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)}, which its base class asks for; add it"
-    )
+    return f"{path} lacks methods ({', '.join(missing)}) that its base class asks for; add them"
 
 
 _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
@@ -112,12 +108,8 @@ def quiet_lightning() -> None:
     former = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"
     warnings.filterwarnings("ignore", former, DeprecationWarning)
     for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not an advertisement, and not the seed: what noise may follow from is not for every terminal."""
-    return "litlogger" not in record.getMessage() and "Seed set to" not in record.getMessage()
+        # An advertisement; and what noise may follow from is not for every terminal.
+        logging.getLogger(name).addFilter(lambda record: not re.search("litlogger|Seed set to", record.getMessage()))
 
 
 def short_warnings() -> None:

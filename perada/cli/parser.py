@@ -9,6 +9,7 @@ import sys
 import types
 from argparse import SUPPRESS, Action
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
@@ -22,14 +23,12 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
 from perada.algorithms import ALGORITHMS, Algorithm
-from perada.api import FULL_NAMES, argument_texts, full_name
+from perada.api import FULL_NAMES, SECTIONS, argument_texts, full_name
 from perada.cli.messages import subclasses
 from perada.cli.recipes import recipe_files
-from perada.data import FederatedDataModule, ImageSet, Partition
-from perada.lightning import FederatedLoop
-from perada.lightning.module import FederatedClassifier
+from perada.data import ImageSet, Partition
 from perada.privacy import ClientPrivacy, Privacy
-from perada.server import SERVER_RULES, Distillation, ServerRule
+from perada.server import SERVER_RULES, ServerRule
 from perada.studies.compare.plan import spec_of, words_of
 
 T = TypeVar("T")
@@ -68,8 +67,7 @@ def with_proposal(message: str, known: Collection[str]) -> str:
     >>> with_proposal("unrecognized arguments: --lr 1", ["model.lr_local", "model.lr_personal", "model.optimizer"])
     'unrecognized arguments: --lr 1; did you mean --model.lr_local or --model.lr_personal?'
     """
-    wrong = wrong_option(message)
-    if wrong is None:
+    if not (wrong := wrong_option(message)):
         return message
     found, key = wrong
     parts = found.groupdict()
@@ -266,7 +264,6 @@ def _is_option(action: Action) -> bool:
 
 
 def _names(action: Action) -> list[str]:
-    """The names of an option, the short one first."""
     short = [f"--{name}" for name, full in FULL_NAMES.items() if full == action.dest]
     return list(dict.fromkeys([*short, *(name for name in action.option_strings if not name.endswith("+"))]))
 
@@ -289,7 +286,6 @@ def _listed(actions: Iterable[Action]) -> str:
 
 
 def _known(base: type) -> list[str]:
-    """Our classes of a kind."""
     return sorted({kind.__name__ for kind in subclasses(base) if kind.__module__.startswith("perada.")})
 
 
@@ -301,13 +297,6 @@ _BASIC: dict[Any, Schema] = {
     str: {"type": "string"},
     types.NoneType: {"type": "null"},
 }
-_SECTIONS: dict[str, Callable[..., Any]] = {
-    "trainer": pl.Trainer,
-    "model": FederatedClassifier,
-    "data": FederatedDataModule,
-    "federated": FederatedLoop,
-}
-_OPTIONS = (Distillation, Privacy, ClientPrivacy)
 
 
 def schema(parser: ArgumentParser, words: list[str]) -> None:
@@ -318,7 +307,7 @@ def schema(parser: ArgumentParser, words: list[str]) -> None:
 
 def recipe_schema() -> Schema:
     """A JSON schema (draft 2020-12) of recipes; a value of a type of Lightning's or torch's may be anything."""
-    sections = {name: _arguments(kind, f"{name}.") for name, kind in _SECTIONS.items()}
+    sections = {name: _arguments(kind, f"{name}.") for name, kind in {"trainer": pl.Trainer, **SECTIONS}.items()}
     top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}, **sections}
     top |= {"privacy": _either([Privacy, types.NoneType]), "client_privacy": _either([ClientPrivacy, types.NoneType])}
     top |= {"ckpt_path": {"type": ["string", "null"]}, "weights_only": {"type": ["boolean", "null"]}}
@@ -336,10 +325,9 @@ def _object(properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _arguments(kind: Callable[..., Any], prefix: str = "") -> Schema:
+def _arguments(kind: type, prefix: str = "") -> Schema:
     """The arguments of a class, with what it says of them."""
-    made = kind.__init__ if isinstance(kind, type) else kind  # type: ignore[misc]  # signatures are read, not called
-    hints, said = get_type_hints(made), argument_texts(kind)
+    hints, said = get_type_hints(kind.__init__), argument_texts(kind)  # type: ignore[misc]  # read, not called
     out: Schema = {}
     for name in inspect.signature(kind).parameters:
         text = LIGHTNING.get(prefix + name) or said.get(name, "").replace("``", "")
@@ -357,7 +345,7 @@ def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
         return _either(get_args(hint))
     if get_origin(hint) is list and get_args(hint):
         return {"type": "array", "items": _value(get_args(hint)[0])}
-    if hint in _OPTIONS:
+    if is_dataclass(hint):
         return _arguments(hint)
     if hint in _CLASSES:
         name = {"anyOf": [{"enum": [*_CLASSES[hint][0], *_known(hint)]}, {"type": "string", "pattern": r"\."}]}

@@ -100,19 +100,17 @@ def personalize(
     adapted = run.adapted()
     module = FederatedClassifier(adapted.backbone.name, **given | {option: how[option] for option in OPTIONS})
     module.adapted = adapted
-    loop = FederatedLoop(ours, privacy=_privacy(run), seed=seed)
+    sample = (info.get("privacy") or {}).get("sample")
+    privacy = None if sample is None else replace(Privacy(**sample["options"]), ledger="release")
+    loop = FederatedLoop(ours, privacy=privacy, seed=seed)
     loop.phases = phases
     options: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": progress}
     options |= {} if accelerator is None else {"accelerator": accelerator}
     trainer = make_trainer(loop, rounds, rounds, **options)
-    before = after = None
-    if served.val_dataloader():
-        trainer.validate(module, datamodule=served, verbose=False)
-        before = float(module.per_client[SCORE][0])
     trainer.fit(module, datamodule=served)
-    if before is not None:
-        after = float(module.per_client[SCORE][0])
     found = loop.outcome(module)
+    scored = loop.measured.initial, found.metrics["clients"]
+    before, after = (own[SCORE][0] if SCORE in own and served.val_dataloader() else None for own in scored)
     joined = Joined(
         name,
         found.state("personal", 0),
@@ -137,9 +135,3 @@ def check_name(run: Run, name: str | None) -> None:
     taken = name is not None and (name in names or (name.isdecimal() and int(name) < run.num_clients))
     if taken or name == "":
         raise ValueError(f"name={name!r} is that of a client of the run, or empty; choose another name")
-
-
-def _privacy(run: Run) -> Privacy | None:
-    """What the new client's images are protected by."""
-    sample = (run.info.get("privacy") or {}).get("sample")
-    return None if sample is None else replace(Privacy(**sample["options"]), ledger="release")

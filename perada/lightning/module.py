@@ -132,7 +132,6 @@ class FederatedClassifier(pl.LightningModule):
         self.multilabel, self.seed, self.folds = False, 0, False
         self._task: tuple[int, bool, int] | None = None
         self.per_client: dict[str, Tensor] = {}
-        self.per_class: dict[str, Tensor] = {}
         self.metrics: list[Metric] = []
         self.scores: dict[str, float] = {}
         self.shifted: dict[str, Any] = {}
@@ -243,8 +242,8 @@ class FederatedClassifier(pl.LightningModule):
     def score(self) -> None:
         """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""
         self.scores, self.per_client = self._evaluation.result()
-        self.details = self._evaluation.details()
-        self.per_class = self._evaluation.per_class
+        classes = {name: scores.tolist() for name, scores in self._evaluation.per_class.items()}
+        self.details = self._evaluation.details() | {"per_class": classes}
         self.add_shifted()
 
     def add_shifted(self) -> None:

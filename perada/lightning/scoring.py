@@ -21,8 +21,8 @@ from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RunFile, write_run
 
 History = list[dict[str, float]]
-DETAILS = ("predictions", "global/local_test")
-"""What :meth:`perada.federation.evaluation.Evaluation.details` gives."""
+DETAILS = ("predictions", "global/local_test", "per_class")
+"""What the module knows of its last evaluation besides scores."""
 
 
 @dataclass
@@ -82,7 +82,6 @@ def metrics_of(parts: Parts, history: History, measured: Measured) -> dict[str, 
     found = {
         "rounds": history,
         "clients": clients | parts.federation.protection.epsilons(parts.data.num_clients),
-        "per_class": {name: scores.tolist() for name, scores in module.per_class.items()},
         "shifts": module.shifted.get("kinds"),
         "initial": measured.initial,
         "by_round": measured.by_round,
@@ -172,8 +171,6 @@ def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
         for name, values in metrics["clients"].items()
         if name not in others and not name.startswith("privacy/")
     }
-    classes = metrics.get("per_class", {})
-    module.per_class = {name: torch.tensor(values, dtype=torch.double) for name, values in classes.items()}
     module.details = {name: metrics[name] for name in DETAILS if name in metrics}
     module.shifted = shifted if current else {}
 

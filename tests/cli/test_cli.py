@@ -522,7 +522,7 @@ def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
     Path("unfinished.py").write_text("from perada.data import ImageSet\nclass Unfinished(ImageSet): pass\n")
     monkeypatch.syspath_prepend(str(folder))
     says = perada_says(monkeypatch, capsys, *FIT, "--data.dataset=unfinished.Unfinished")
-    end = "data.dataset: unfinished.Unfinished lacks the method _load, which its base class asks for; add it"
+    end = "data.dataset: unfinished.Unfinished lacks methods (_load) that its base class asks for; add them"
     assert says == f"perada: error: {end}"
 
 
