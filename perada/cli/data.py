@@ -19,18 +19,16 @@ from perada.data.partitions import Assignment, Split
 from perada.data.partitions.division import Division
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
+from perada.studies.report.class_figures import partition_figure
+from perada.studies.report.drawn import drawing
 
 Source = Images | ImageTable | HuggingFace
 SOURCE = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a set of Hugging Face or its folder."
 TABLES = (".csv", ".tsv", ".parquet")
-FEW = 10
-"""Clients with fewer training images are named."""
-FEW_OF_CLASS = 5
-"""Classes with fewer training images are named."""
-COLUMNS = 12
-"""Classes that the table shows."""
-NAMES = 10
-"""Files and clients that are named of each kind."""
+FEW = 10  # clients with fewer training images are named
+FEW_OF_CLASS = 5  # and classes with fewer
+COLUMNS = 12  # classes that the table shows
+NAMES = 10  # files and clients that are named of each kind
 
 
 def kind_of(value: str) -> type[Source] | None:
@@ -159,16 +157,8 @@ def _notes(found: Inspection) -> list[str]:
 
 
 def draw(found: Inspection, output: Path) -> None:
-    """Draw the training images of each client and class as a picture."""
-    figure = new_figure(2 + 0.35 * min(len(found.classes), 60), 1.5 + 0.3 * min(len(found.clients), 60))
-    axes = figure.subplots()
-    drawn = axes.imshow(found.train, aspect="auto", cmap="Blues", vmin=0)
-    axes.set(xlabel="class", ylabel="client", title="training images")
-    for axis, names in ((axes.xaxis, found.classes), (axes.yaxis, found.clients)):
-        if len(names) <= 60:  # more cannot be read
-            axis.set_ticks(range(len(names)), [printable(name).replace("$", "\\$") for name in names])
-    axes.tick_params(axis="x", rotation=90)
-    figure.colorbar(drawn)
+    """Draw the training images of each client and class as a picture, as the report of a run does."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with writing(output):
+    with drawing(), writing(output):
+        figure = partition_figure(found.train.tolist(), found.classes, found.clients)
         figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)

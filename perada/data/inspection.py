@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 from tqdm import tqdm
 
 from perada.core.text import some
+from perada.data.batches.datasets import declared_labels, length, resolved
 from perada.data.batches.transforms import WHOLE_SCALE, to_image
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
@@ -99,42 +100,39 @@ def inspect_division(division: Division) -> Inspection:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         data = division.share_out()
-    count = len(data.train)
-    rows_of = [
-        list(map(positions, own)) or [[]] * count for own in (data.train, data.test)
-    ]  # there may be no test rows
-    sets = [cast(ImageSet, cast(Subset[Any], own[0]).dataset) for own in (data.train, data.test) if own]
-    sets += [division.dataset.with_split(False)] * (len(sets) < 2)
-    clients = list(data.client_names or map(str, range(count)))
+    # A partition may give no test images.
+    test = data.test or [Subset(division.dataset.with_split(False), [])] * len(data.train)
+    sets: list[ImageSet] = [resolved(own[0])[0] for own in (data.train, test)]
     width = data.num_classes or 1 + max(int(part.labels.max()) for part in sets if part.labels is not None)
-    tables = [
-        np.stack([_counts(part, rows, width) for rows in clients_of])
-        for part, clients_of in zip(sets, rows_of, strict=True)
-    ]
-    images = np.array([[len(own) for own in clients_of] for clients_of in rows_of]).T
-    classes = list(data.classes or map(str, range(width)))
-    found = Inspection(clients, classes, tables[0], tables[1], images, np.empty((0, 2), np.int64))
-    found.several_labels = any(part.labels is not None and part.labels.ndim == 2 for part in sets)
-    found.notes = list(dict.fromkeys(" ".join(str(one.message).split()) for one in caught))
     seen: list[list[_Seen]] = []
     for part in sets:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             looked = pool.map(partial(_look, part), range(len(part)))
             seen.append(list(tqdm(looked, total=len(part), desc="reading", leave=False, disable=None)))
-    found.broken = [one.error for one in chain(*seen) if one.error]
     fine = [one for one in chain(*seen) if not one.error]
-    found.modes = Counter(one.mode for one in fine)
-    found.sizes = np.array([one.size for one in fine], dtype=np.int64).reshape(-1, 2)
+    found = Inspection(
+        clients=list(data.client_names or map(str, range(len(data.train)))),
+        classes=list(data.classes or map(str, range(width))),
+        train=np.stack([_counts(own, width) for own in data.train]),
+        test=np.stack([_counts(own, width) for own in test]),
+        images=np.array([list(map(length, both)) for both in zip(data.train, test, strict=True)]),
+        sizes=np.array([one.size for one in fine], dtype=np.int64).reshape(-1, 2),
+        modes=Counter(one.mode for one in fine),
+        broken=[one.error for one in chain(*seen) if one.error],
+        notes=list(dict.fromkeys(" ".join(str(one.message).split()) for one in caught)),
+        several_labels=any(part.labels is not None and part.labels.ndim == 2 for part in sets),
+    )
     found.notes += _of_files(fine, getattr(sets[0], "full_scale", None) or WHOLE_SCALE)
-    _compare(found, seen[0], seen[1], {row: client for client, rows in enumerate(rows_of[0]) for row in rows})
+    _compare(found, *seen, {row: client for client, own in enumerate(data.train) for row in positions(own)})
     return found
 
 
-def _counts(part: ImageSet, rows: list[int], width: int) -> Array:
-    """Images (K,) of each class among the rows."""
-    assert part.labels is not None
-    labels = part.labels.numpy()[np.asarray(rows, dtype=np.int64)]
-    return np.bincount(labels, minlength=width) if labels.ndim == 1 else labels.sum(0).astype(np.int64)
+def _counts(own: Dataset[Any], width: int) -> Array:
+    """Images (K,) of each class."""
+    labels = declared_labels(own)
+    assert labels is not None
+    counts: Array = (labels.bincount(minlength=width) if labels.ndim == 1 else labels.long().sum(0)).numpy()
+    return counts
 
 
 def _compare(found: Inspection, train: list[_Seen], test: list[_Seen], owners: dict[int, int]) -> None:
@@ -174,7 +172,8 @@ def _look(part: ImageSet, row: int) -> _Seen:
                 f"{type(part).__name__} has no images, and only images can be looked at; give a set of images"
             )
         channels, height, width = image.shape
-        digest, mode = _digest(image.contiguous().view(torch.uint8).numpy().tobytes()), f"{channels} channel"
+        content, mode = image.contiguous().view(torch.uint8).numpy().tobytes(), f"{channels} channel"
+        digest = hashlib.sha256(content).digest()
         return _Seen(f"{split_of(part)}, image {row}", digest, (width, height), mode + "s" * (channels > 1))
     name = part.manifest.paths[row]
     try:
@@ -183,10 +182,6 @@ def _look(part: ImageSet, row: int) -> _Seen:
         with Image.open(io.BytesIO(content)) as picture:
             brightest = int(np.asarray(picture).max()) if picture.mode.startswith("I") else 0
             frames = getattr(picture, "n_frames", 1)
-            return _Seen(name, _digest(content), picture.size, picture.mode, "", frames, brightest)
+            return _Seen(name, hashlib.sha256(content).digest(), picture.size, picture.mode, "", frames, brightest)
     except (OSError, ValueError) as error:
         return _Seen(name, error=str(error))
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()

@@ -26,6 +26,7 @@ from perada.studies.report.facts import accuracies, confusion_tables, expected_c
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
 GRID = 12
@@ -39,24 +40,31 @@ def partition(record: Record, name: str) -> Drawn | None:
         return None
     m, k = len(counts), len(counts[0])
     with drawing():
-        under = 0.6 + 0.07 * min(max(map(len, record.class_names)), 30)  # inches for the names of the classes
-        figure, axes = new_axes(min(2.2 + 0.33 * k, 8.5), min(under + max(0.2 * m, 1.3), 8.5))
-        drawn = axes.imshow(counts, aspect="auto", cmap=fading(), vmin=0, interpolation="none")
-        if m * k <= 400 and m <= NAMED:
-            for row, column, count in cells(counts):
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7) if count else None
-        axes.set(xlabel="class", ylabel="client")
-        axes.grid(False)
-        name_axis(axes.xaxis, record.class_names, 30)
-        name_axis(axes.yaxis, record.client_names)
-        axes.tick_params(axis="x", rotation=90 if max(map(len, record.class_names)) > 2 else 0)
-        figure.colorbar(drawn, label="training images")
+        figure = partition_figure(counts, record.class_names, record.client_names)
         sizes = [*map(sum, counts)]
         if record.several_labels:
             sizes = record.train_sizes
         alt = f"Training images of {m} clients and {k} classes"
         alt += f"; a client has {min(sizes)} to {max(sizes)} images." if sizes else "."
         return finish(figure, name, alt, wide=k > 12)
+
+
+def partition_figure(counts: Sequence[Sequence[int]], classes: Sequence[str], clients: Sequence[str]) -> "Figure":
+    """A figure of the training images (M, K) of each client and class."""
+    m, k = len(counts), len(counts[0])
+    under = 0.6 + 0.07 * min(max(map(len, classes)), 30)  # inches for the names of the classes
+    figure, axes = new_axes(min(2.2 + 0.33 * k, 8.5), min(under + max(0.2 * m, 1.3), 8.5))
+    drawn = axes.imshow(counts, aspect="auto", cmap=fading(), vmin=0, interpolation="none")
+    if m * k <= 400 and m <= NAMED:
+        for row, column, count in cells(counts):
+            axes.text(column, row, str(count), ha="center", va="center", fontsize=7) if count else None
+    axes.set(xlabel="class", ylabel="client")
+    axes.grid(False)
+    name_axis(axes.xaxis, classes, 30)
+    name_axis(axes.yaxis, clients)
+    axes.tick_params(axis="x", rotation=90 if max(map(len, classes)) > 2 else 0)
+    figure.colorbar(drawn, label="training images")
+    return figure
 
 
 def confusion(record: Record, name: str) -> Drawn | None:

@@ -66,17 +66,23 @@ def test_sequences_are_read_as_they_stand(root):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.update(num_samples=[8]), "'RICHARD' has not 8 sequences of 80 characters with a character after"),
+        (lambda x: x.update(num_samples=[8]), "'RICHARD' has not 8 sequences of 80 characters and one after each"),
         (lambda x: x["user_data"]["RICHARD"]["x"].__setitem__(0, "short"), "'RICHARD' has not 9 sequences of 80"),
         (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "ab"), "'RICHARD' has not 9 sequences of 80"),
-        (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, 7), "is not a file of LEAF's (TypeError: "),
+        (
+            lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, 7),
+            "cannot be read (object of type 'int' has no len()",
+        ),
         (
             lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "é"),
-            "is not a file of LEAF's (ValueError: the character 'é' is none of LEAF's 80",
+            "cannot be read (the character 'é' is none of LEAF's 80",
         ),
-        (lambda x: x["user_data"]["RICHARD"].update(x=None), "is not a file of LEAF's (TypeError: "),
-        (lambda x: x.pop("user_data"), "is not a file of LEAF's (KeyError: 'user_data'): run LEAF's preprocess.sh"),
-        (lambda x: x.update(users=["RICHARD", "YORK"]), "is not a file of LEAF's (ValueError: zip()"),
+        (lambda x: x["user_data"]["RICHARD"].update(x=None), "cannot be read (object of type 'NoneType' has no len()"),
+        (
+            lambda x: x.pop("user_data"),
+            "cannot be read ('user_data'), and a file of LEAF's with users, num_samples and user_data is expected: run",
+        ),
+        (lambda x: x.update(users=["RICHARD", "YORK"]), "cannot be read (zip()"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(root, change, message):

@@ -5,9 +5,7 @@ What is mapped into memory is read when it is used.
 """
 
 import gzip
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ from torchvision.datasets.utils import check_integrity
 from perada.core.checks import check_choice, check_whole
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
-from perada.data.sets.base import ImageSet
+from perada.data.sets.base import ImageSet, reading
 
 DIGITS = tuple("0123456789")
 CORRUPTIONS = tuple(
@@ -56,7 +54,7 @@ class Downloadable(ImageSet):
     """A set that torchvision knows, of which it has the files' names, checksums and addresses.
 
     Args:
-        root: Folder that holds (or is) the set's own, as torchvision leaves it.
+        root: Folder that holds (or is) the set's own, as torchvision leaves it; null for ``data``.
         download: Fetch the files to ``root`` if they are missing; torchvision compares the checksums.
         train: The training split, or else the test split.
     """
@@ -66,10 +64,9 @@ class Downloadable(ImageSet):
     _file: str  # one of the set's files, as a pattern
     _folders: tuple[str, ...] = ()  # where the files may be, below root
 
-    def __init__(self, root: str = "data", download: bool = False, train: bool = True) -> None:
+    def __init__(self, root: str | None = None, download: bool = False, train: bool = True) -> None:
         super().__init__(train)
-        self.root: str | None = root
-        self._may_download = download
+        self.root, self._may_download = root, download
 
     def _places(self) -> list[Path]:
         return [Path(self.root or "data") / folder for folder in (*self._folders, "")]
@@ -118,10 +115,6 @@ class FashionMNIST(MNIST):
     _kind = published.FashionMNIST
     _folders = ("FashionMNIST/raw",)
 
-    def __init__(self, root: str | None = None, download: bool = False, train: bool = True) -> None:
-        super().__init__("data", download, train)
-        self.root = root
-
     def _places(self) -> list[Path]:
         return [Path("/usr/share/datasets/fashion-mnist")] * (self.root is None) + super()._places()
 
@@ -151,19 +144,14 @@ class CIFAR10(Downloadable):
         if (folder / kind.test_list[0][0]).exists():
             for name, checksum in (*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])):
                 if not check_integrity(str(folder / name), checksum):
-                    raise ValueError(f"{folder / name} is missing or not the published file (by its MD5): {_AGAIN}")
+                    raise ValueError(f"{folder / name} is missing or not the published file (by MD5): fetch it again")
             split = type(kind.__name__, (kind,), {"base_folder": ""})(folder, self.train)
             self._names = tuple(split.classes)
             return torch.from_numpy(split.data.transpose(0, 3, 1, 2)), torch.tensor(split.targets)
         if (folder / self._names_file).is_file():
             self._names = tuple((folder / self._names_file).read_text(encoding="utf-8").split())
-        batches = []
-        for name, _ in kind.train_list if self.train else kind.test_list:
-            with reading(folder / f"{name}.bin", _AGAIN, "a CIFAR batch"):
-                batches.append(np.fromfile(folder / f"{name}.bin", np.uint8).reshape(-1, self._label_bytes + 3072))
-                if not len(batches[-1]):
-                    raise ValueError("it is empty")
-        records = torch.from_numpy(np.concatenate(batches))
+        files = [folder / f"{name}.bin" for name, _ in (kind.train_list if self.train else kind.test_list)]
+        records = torch.cat([map_array(file, (-1, self._label_bytes + 3072), kind.url) for file in files])
         return records[:, -3072:].reshape(-1, 3, 32, 32), records[:, self._label_bytes - 1].long()
 
 
@@ -336,24 +324,9 @@ class Photographs(ImageSet):
         return torch.stack(cuts), None
 
 
-_AGAIN = "fetch the data again"
-
-
 def find_folder(candidates: Sequence[Path], pattern: str) -> Path | None:
     """Return the first folder with a file that matches ``pattern``."""
-    return next((folder for folder in candidates if folder.is_dir() and any(folder.glob(pattern))), None)
-
-
-@contextmanager
-def reading(path: Path, again: str, expected: str) -> Iterator[None]:
-    """Name a file that is missing or damaged, with what is expected and where it is fetched."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist, and {expected} is expected: {again}") from None
-    except (EOFError, OSError, ValueError, zlib.error) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read ({reason}), and {expected} is expected: {again}") from None
+    return next((folder for folder in candidates if any(folder.glob(pattern))), None)
 
 
 def read_idx(path: Path, item: tuple[int, ...], source: str) -> Tensor:
@@ -365,7 +338,7 @@ def read_idx(path: Path, item: tuple[int, ...], source: str) -> Tensor:
     zipped = path.with_name(path.name + ".gz")
     path = path if path.exists() or not zipped.exists() else zipped
     shape = ", ".join(map(str, ("N", *item)))
-    with reading(path, f"{_AGAIN}, for example from {source}", f"an idx file of bytes ({shape})"):
+    with reading(path, f"fetch it again from {source}", f"an idx file of bytes ({shape})"):
         content = gzip.decompress(path.read_bytes()) if path == zipped else path.read_bytes()
         kind, count, *sides = np.frombuffer(content, ">i4", 2 + len(item)).tolist()
         if kind != 0x801 + len(item) or sides != list(item):

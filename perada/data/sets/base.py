@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image sets and their manifests, and the checks of what a set of one's own gives."""
 
+import csv
 import inspect
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -261,6 +265,18 @@ def _shown(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "None" if value is None else f"one {type(value).__name__}"
+
+
+@contextmanager
+def reading(path: Path, again: str, expected: str) -> Iterator[None]:
+    """Name a file that is missing or damaged, with what is expected and what to do."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist, and {expected} is expected: {again}") from None
+    except (EOFError, KeyError, OSError, TypeError, ValueError, csv.Error, zlib.error) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read ({reason}), and {expected} is expected: {again}") from None
 
 
 def ordered(names: set[str]) -> tuple[str, ...]:

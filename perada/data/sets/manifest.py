@@ -298,22 +298,15 @@ class ListedImages(OwnImages):
 
     @property
     @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Names of all columns."""
-
-    @abstractmethod
-    def values(self, column: str) -> list[Any]:
-        """A column: words, or lists of words."""
-
-    @abstractmethod
-    def row(self, place: int) -> str:
-        """What a message calls a row."""
+    def listed(self) -> tuple[Mapping[str, Sequence[Any]], Sequence[Any]]:
+        """The columns by name, each of words or of lists of words, and what a message calls each row."""
 
     def named(self, option: str, name: str) -> str:
         """The name of a column that an option gives, which must be there."""
-        if name not in self.names:
-            close = get_close_matches(name, self.names, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, self.names))}"
+        columns, _ = self.listed
+        if name not in columns:
+            close = get_close_matches(name, columns, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, columns))}"
             raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
         return name
 
@@ -321,21 +314,21 @@ class ListedImages(OwnImages):
         self, option: str, name: str, remedy: str = "fill it in, or take the row out", gaps: bool = False
     ) -> list[Any]:
         """The values of a column, which must have no gaps."""
-        values = self.values(self.named(option, name))
+        values: list[Any] = self.listed[0][self.named(option, name)][:]
         empty = [place for place, one in enumerate(values) if one in ("", None) and not gaps]
         self.refuse(empty, f"{name} is empty", remedy)
         return values
 
     def refuse(self, wrong: Iterable[int], what: str, remedy: str) -> None:
         """Name the rows that cannot be used, if there are any."""
-        rows = [self.row(int(place)) for place in wrong]
+        rows = [str(self.listed[1][place]) for place in wrong]
         if rows:
             raise ValueError(f"{self.where}, row{'s' * (len(rows) > 1)} {some(rows)}: {what}; {remedy}")
 
     def facts(self) -> dict[str, Array]:
         """The columns of the set."""
         named = {name: getattr(self, name) or name for name in ("client", "group", "domain")}
-        there = [name for name in named if getattr(self, name) or name in self.names]
+        there = [name for name in named if getattr(self, name) or name in self.listed[0]]
         return {name: np.array(list(map(str, self.column(name, named[name])))) for name in there}
 
 

@@ -58,8 +58,9 @@ class OfficeHome(ImageFiles):
                 f"Office-Home has 260: fetch it again from {self._source}"
             )
         held = of_each_stratum(strata, self.test_share, np.random.default_rng(derive_seed(self.seed, "office_home")))
-        columns = {"domain": np.array(OFFICE_HOME_DOMAINS)[places]}
-        return replace(found, columns=columns, split=split_at(len(places), held))
+        split = np.full(len(places), "train")
+        split[held] = "test"
+        return replace(found, columns={"domain": np.array(OFFICE_HOME_DOMAINS)[places]}, split=split)
 
 
 class CheXpert(ImageFiles):
@@ -103,31 +104,24 @@ class CheXpert(ImageFiles):
         """List the rows of ``train.csv``, and of ``valid.csv`` where this is the test split."""
         places = [Path(self.root) / name for name in ("", "CheXpert-v1.0-small", "CheXpert-v1.0")]
         home = find_folder(places, "train.csv") or places[1]
-        parts = [self._read(home / f"{part}.csv") for part in (["train"] if self.test_share else ["train", "valid"])]
-        paths = [path for part in parts for path in part[0]]
-        patients, labels = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
-        test = np.arange(len(parts[0][0]), len(paths))
-        if self.test_share:
-            rng = np.random.default_rng(derive_seed(self.seed, "chexpert"))
-            test, _ = whole_groups(patients, [round(self.test_share * len(paths))], rng, least=1)
-        split = split_at(len(paths), test)
-        _, category = categories(labels[split == "train"], labels, self.merge_below)
-        return Manifest(paths, labels.astype(np.float32), FINDINGS, {"patient": patients, "category": category}, split)
-
-    def _read(self, table: Path) -> tuple[list[str], Array, Array]:
-        """Files, patients (N,) and labels (N, 5) of a table; what a report does not mention is blank."""
         # such as CheXpert-v1.0-small/train/patient00001/study1/view1_frontal.jpg
         kinds = {"Path": r"[^/]+/(?!\.\.)[^/]+/patient[^/]+/(?!\.\.)[^/]+/[^/]+", "Frontal/Lateral": ".*"}
-        kinds |= dict.fromkeys(FINDINGS, r"(-?1|0)?(\.0)?")
-        names, views, *found = read_columns(table, kinds, self._source)
+        kinds |= dict.fromkeys(FINDINGS, r"(-?1|0)?(\.0)?")  # blank where a report does not mention it
+        tables = [home / "train.csv"] if self.test_share else [home / "train.csv", home / "valid.csv"]
+        split, (names, views, *found) = read_columns(tables, kinds, self._source)
         rows = np.flatnonzero((views == "Frontal") | (not self.frontal_only))
-        if not len(rows):
-            raise ValueError(f"{table} has no frontal views: set frontal_only to false")
         labels = np.isin(np.stack(found, axis=1)[rows], ["1", "1.0", "-1", "-1.0"]).astype(np.int64)
+        split = split[rows]
+        if "train" not in split:
+            raise ValueError(f"{home} has no frontal views: set frontal_only to false")
         parts = [name.split("/") for name in names[rows].tolist()]
-        home = str(table.parent)
-        paths = ["/".join((home, *part[1:])) for part in parts]  # a Path of each would take seconds
-        return paths, np.array([part[2] for part in parts]), labels
+        paths = ["/".join((str(home), *part[1:])) for part in parts]  # a Path of each would take seconds
+        patients = np.array([part[2] for part in parts])
+        if self.test_share:
+            rng = np.random.default_rng(derive_seed(self.seed, "chexpert"))
+            split[whole_groups(patients, [round(self.test_share * len(paths))], rng, least=1)[0]] = "test"
+        _, category = categories(labels[split == "train"], labels, self.merge_below)
+        return Manifest(paths, labels.astype(np.float32), FINDINGS, {"patient": patients, "category": category}, split)
 
 
 class OpenImage(ImageFiles):
@@ -154,40 +148,37 @@ class OpenImage(ImageFiles):
 
     def read_manifest(self) -> Manifest:
         """List the rows of both tables, or of ``train.csv`` where a share of it is the test split."""
-        parts = ["train"] if self.test_share else ["train", "test"]
         names = {"client_id": ".*", "sample_path": r"(?!/|(.*/)?\.\.(/|$)).+", "label_id": r"\d+"}
-        folder, root = Path(self.root) / "client_data_mapping", self.root
-        found = [read_columns(folder / f"{part}.csv", names, self._source) for part in parts]
-        clients, _, labels = (np.concatenate(columns) for columns in zip(*found, strict=True))
-        paths = [f"{root}/{part}/{file}" for part, own in zip(parts, found, strict=True) for file in own[1].tolist()]
-        test = np.arange(len(found[0][0]), len(paths))
+        folder = Path(self.root) / "client_data_mapping"
+        tables = [folder / "train.csv"] if self.test_share else [folder / "train.csv", folder / "test.csv"]
+        split, (clients, files, labels) = read_columns(tables, names, self._source)
+        paths = [f"{self.root}/{side}/{file}" for side, file in zip(split.tolist(), files.tolist(), strict=True)]
         if self.test_share:
             rng = np.random.default_rng(derive_seed(self.seed, "open_image"))
-            test = of_each_stratum(clients, self.test_share, rng)
+            split[of_each_stratum(clients, self.test_share, rng)] = "test"
         numbers = labels.astype(np.int64)
-        count = int(numbers.max()) + 1
-        return Manifest(paths, numbers, None, {"client": clients}, split_at(len(paths), test), num_classes=count)
+        return Manifest(paths, numbers, None, {"client": clients}, split, num_classes=int(numbers.max()) + 1)
 
 
-def split_at(size: int, test: Array) -> Array:
-    """The split (N,) of so many images, of which these rows are test images."""
-    return np.where(np.isin(np.arange(size), test), "test", "train")
+def read_columns(tables: list[Path], expected: Mapping[str, str], source: str) -> tuple[Array, list[Array]]:
+    """The split (N,) of the rows of a table for training and of one for testing, and their columns (N,).
 
-
-def read_columns(path: Path, expected: Mapping[str, str], source: str) -> list[Array]:
-    """Columns (N,) of a table, whose cells must be as regular expressions say.
+    The cells of each column must be as a regular expression says.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it is no table, or a column or a cell is not what is expected.
     """
-    again = f"fetch it again from {source}"
-    columns, numbers = read_table(path, again)
-    for name, pattern in expected.items():
-        if name not in columns:
-            raise ValueError(f"{path} has no column {name!r} among {list(columns)}: {again}")
-        fits = re.compile(pattern).fullmatch
-        for number, cell in zip(numbers.tolist(), columns[name].tolist(), strict=True):
-            if not fits(cell):
-                raise ValueError(f"{path}, row {number}: {name} is {cell!r}, which cannot be used: {again}")
-    return [columns[name] for name in expected]
+    again, found = f"fetch it again from {source}", []
+    for path in tables:
+        columns, numbers = read_table(path, again)
+        for name, pattern in expected.items():
+            if name not in columns:
+                raise ValueError(f"{path} has no column {name!r} among {list(columns)}: {again}")
+            fits = re.compile(pattern).fullmatch
+            for number, cell in zip(numbers.tolist(), columns[name].tolist(), strict=True):
+                if not fits(cell):
+                    raise ValueError(f"{path}, row {number}: {name} is {cell!r}, which cannot be used: {again}")
+        found.append([columns[name] for name in expected])
+    split = np.repeat(["train", "test"][: len(found)], [len(own[0]) for own in found])
+    return split, [np.concatenate(parts) for parts in zip(*found, strict=True)]

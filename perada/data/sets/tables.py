@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
-from perada.data.sets.base import Manifest, numbered
+from perada.data.sets.base import Manifest, numbered, reading
 from perada.data.sets.manifest import SPLITS, ListedImages
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _LABELS = ("label", "labels", "fine_label")
-_PLACE = re.compile(r"(.+)\[(\d+)\]")
 
 
 class ImageTable(ListedImages):
@@ -64,22 +63,10 @@ class ImageTable(ListedImages):
         self.split, self.separator = split, separator
 
     @cached_property
-    def _table(self) -> tuple[dict[str, Array], Array]:
-        return read_table(Path(self.table))
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Those of the file."""
-        return list(self._table[0])
-
-    def values(self, column: str) -> list[Any]:
-        """As the file has them; several labels are a list."""
-        values: list[Any] = self._table[0][column].tolist()
-        return values
-
-    def row(self, place: int) -> str:
-        """Its number in the file."""
-        return str(self._table[1][place])
+    def listed(self) -> tuple[dict[str, list[Any]], Array]:
+        """The columns as the file has them, and the number (N,) of each row in it."""
+        columns, numbers = read_table(Path(self.table))
+        return {name: column.tolist() for name, column in columns.items()}, numbers
 
     def read_manifest(self) -> Manifest:
         """List the rows of the table."""
@@ -95,7 +82,7 @@ class ImageTable(ListedImages):
             missing, f"{paths[missing[0]] if missing else ''} does not exist", "correct the path, or set folder"
         )
         classes, labels = self._labels()
-        split = self.split or ("split" if "split" in self.names else None)
+        split = self.split or ("split" if "split" in self.listed[0] else None)
         words = None if split is None else np.array(self.column("split", split))
         return Manifest(paths, labels, classes, self.facts(), words)
 
@@ -127,7 +114,7 @@ class ImageTable(ListedImages):
     def _of_columns(self, names: list[str]) -> list[list[str]]:
         """The labels of each image, where each has a column of zeros and ones."""
         known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
-        labels: list[list[str]] = [[] for _ in self._table[1]]
+        labels: list[list[str]] = [[] for _ in self.listed[1]]
         for name in names:
             for place, cell in enumerate(self.column("label", name)):
                 if cell.lower() not in known:
@@ -171,8 +158,8 @@ class HuggingFace(ListedImages):
         self.config, self.revision, self.splits, self.image, self.label = config, revision, splits, image, label
 
     @cached_property
-    def _parts(self) -> dict[str, "Dataset"]:
-        """The splits that are used, by name."""
+    def _rows(self) -> tuple["Dataset", dict[str, int]]:
+        """The rows of all splits that are used, and where in them each ``split[row]`` is."""
         found = _load(self.name, self.config, self.revision)
         known = [split for split, part in found.items() if split.lower() in SPLITS and len(part)]
         wanted = self.splits or (known if len(found) > 1 else list(found))
@@ -184,28 +171,15 @@ class HuggingFace(ListedImages):
                 f"splits: of several splits of {self.name} each must be one of {', '.join(SPLITS)}; name those to be "
                 "used, or a single one"
             )
-        return {split: found[split] for split in wanted}
+        names = [f"{split}[{row}]" for split in wanted for row in range(len(found[split]))]
+        whole = _installed("datasets", self.name, "datasets").concatenate_datasets([found[split] for split in wanted])
+        return whole, {name: row for row, name in enumerate(names)}
 
     @cached_property
-    def _features(self) -> dict[str, Any]:
-        return dict(next(iter(self._parts.values())).features)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Those of the set's features."""
-        return list(self._features)
-
-    def values(self, column: str) -> list[Any]:
-        """A column of all splits, one after the other."""
-        return [value for part in self._parts.values() for value in part[column][:]]
-
-    @cached_property
-    def _places(self) -> list[str]:
-        return [f"{split}[{row}]" for split, part in self._parts.items() for row in range(len(part))]
-
-    def row(self, place: int) -> str:
-        """Its split, and its number there."""
-        return self._places[place]
+    def listed(self) -> tuple[dict[str, Sequence[Any]], list[str]]:
+        """The columns of all splits that are used, and ``split[row]`` of each row."""
+        whole, places = self._rows
+        return {name: whole[name] for name in whole.column_names}, list(places)
 
     def _only(self, option: str, fitting: list[str], what: str) -> str:
         """The column that an option names, or the only one that fits."""
@@ -215,26 +189,25 @@ class HuggingFace(ListedImages):
         if len(fitting) != 1:
             there = f"several ({', '.join(fitting)})" if fitting else "none"
             raise ValueError(
-                f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.names)}; name it"
+                f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.listed[0])}; name it"
             )
         return fitting[0]
 
     @cached_property
-    def _images(self) -> dict[str, "Dataset"]:
-        """The splits with their images alone, as they are stored."""
+    def _images(self) -> "Dataset":
+        """The images alone, as they are stored."""
         from datasets import Image as ImageFeature
 
-        fitting = [name for name, kind in self._features.items() if isinstance(kind, ImageFeature)]
+        whole, _ = self._rows
+        fitting = [name for name, kind in whole.features.items() if isinstance(kind, ImageFeature)]
         column = self._only("image", fitting, "of images")
         if column not in fitting:
-            raise ValueError(f"image: column {column!r} of {self.name} holds {self._features[column]}, and no images")
-        stored = ImageFeature(decode=False)
-        return {split: part.select_columns([column]).cast_column(column, stored) for split, part in self._parts.items()}
+            raise ValueError(f"image: column {column!r} of {self.name} holds {whole.features[column]}, and no images")
+        return whole.select_columns([column]).cast_column(column, ImageFeature(decode=False))
 
     def content(self, path: str) -> bytes:
         """The image ``split[row]`` as it is stored."""
-        split, row = _PLACE.fullmatch(path).groups()  # type: ignore[union-attr]  # as read_manifest makes it
-        (stored,) = self._images[split][int(row)].values()
+        (stored,) = self._images[self._rows[1][path]].values()
         if stored is None:
             raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
@@ -252,14 +225,15 @@ class HuggingFace(ListedImages):
         """List the rows of the splits that are used."""
         self._images  # noqa: B018  # whether there are images is said before anything else
         classes, labels = self._labels()
-        sizes = {split: len(part) for split, part in self._parts.items()}
-        split = np.repeat([*sizes], [*sizes.values()]) if len(sizes) > 1 else None
-        return Manifest(self._places, labels, classes, self.facts(), split)
+        paths = self.listed[1]
+        split = np.array([path.rpartition("[")[0] for path in paths])
+        return Manifest(paths, labels, classes, self.facts(), split if len({*split}) > 1 else None)
 
     def _labels(self) -> tuple[tuple[str, ...], Array]:
         from datasets import ClassLabel
 
-        inner = {name: getattr(kind, "feature", kind) for name, kind in self._features.items()}
+        features = self._rows[0].features
+        inner = {name: getattr(kind, "feature", kind) for name, kind in features.items()}
         usual = [name for name in _LABELS if name in inner][:1]
         fitting = usual or [name for name, kind in inner.items() if isinstance(kind, ClassLabel)]
         column = self._only("label", fitting, f"called {', '.join(_LABELS)} or of class labels")
@@ -269,16 +243,14 @@ class HuggingFace(ListedImages):
                 f"label: column {column!r} of {self.name} holds {kind}, and no classes; name another column"
             )
         values = self.column("label", column)
-        several = kind is not self._features[column]
+        several = kind is not features[column]
         rows = values if several else [[value] for value in values]
-        classes = None
-        if isinstance(kind, ClassLabel):
-            numbers = {one for own in rows for one in own}
-            if not numbers <= {*range(len(kind.names))}:
-                raise ValueError(f"label: {self.name} has classes in {column} that have no name; take their rows out")
-            classes = tuple(name for number, name in enumerate(kind.names) if number in numbers)
-            rows = [[kind.names[one] for one in own] for own in rows]
-        words = [[str(one) for one in own] for own in rows]
+        names = dict(enumerate(kind.names)) if isinstance(kind, ClassLabel) else {}
+        words = [[str(names.get(one, one)) for one in own] for own in rows]
+        used = {word for own in words for word in own}
+        if names and not used <= {*names.values()}:
+            raise ValueError(f"label: {self.name} has classes in {column} that have no name; take their rows out")
+        classes = tuple(name for name in names.values() if name in used) or None
         return numbered(words if several else [own[0] for own in words], classes)
 
 
@@ -331,17 +303,13 @@ def read_table(path: Path, again: str = "correct the table") -> tuple[dict[str, 
         ValueError: If it is no such table, a row has another number of fields than the header, or there are no rows.
         ModuleNotFoundError: If pyarrow is not installed, and the file is of Parquet.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: give a .csv, .tsv or .parquet file, or {again}")
-    try:
+    with reading(path, again, "a table (.csv, .tsv or .parquet)"):
         header, columns, numbers = _parquet(path) if path.suffix.lower() == ".parquet" else _text(path)
         twice = [name for name, count in Counter(header).items() if count > 1]
         if twice:
             raise ValueError(f"several columns are called {twice[0]!r}")
         if not numbers:
             raise ValueError("there are no rows")
-    except (ValueError, OSError, csv.Error) as error:  # of Unicode and of Arrow too
-        raise ValueError(f"{path} is not a table ({' '.join(str(error).split())}): {again}") from None
     return dict(zip(header, columns, strict=True)), np.array(numbers)
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import whole_share
-from perada.data.sets.base import ImageSet
+from perada.data.sets.base import ImageSet, reading
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """LEAF's 80 characters; a character's token is its place among them."""
+_CODES = np.array(list(map(ord, CHARACTERS)), dtype=np.uint32)  # ascending
 LENGTH = 80
 """Characters in a sequence."""
 TRAIN_SHARE = 0.8
@@ -98,25 +99,16 @@ def _spoken(path: Path, train: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _samples(path: Path) -> list[tuple[str, Tensor, Tensor]]:
-    """Each role of LEAF's file with its sequences (n, 80), and what follows them (n,).
-
-    Raises:
-        ValueError: If the file is another one, or a role's samples are not what they should be.
-    """
+    """Each role of LEAF's file with its sequences (n, 80), and what follows them (n,)."""
     found = []
-    try:
+    with reading(path, "run LEAF's preprocess.sh again", "a file of LEAF's with users, num_samples and user_data"):
         content = json.loads(path.read_text(encoding="utf-8"))
         for user, size in zip(content["users"], content["num_samples"], strict=True):
             before, after = (content["user_data"][user][name] for name in ("x", "y"))
             if not len(before) == len(after) == size or {*map(len, before)} - {LENGTH} or {*map(len, after)} - {1}:
-                raise ValueError(
-                    f"{user!r} has not {size} sequences of {LENGTH} characters with a character after each"
-                )
+                raise ValueError(f"{user!r} has not {size} sequences of {LENGTH} characters and one after each")
             if size:
                 found.append((str(user), encode("".join(before)).view(-1, LENGTH), encode("".join(after))))
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is not a file of LEAF's ({reason}): run LEAF's preprocess.sh again") from None
     return found
 
 
@@ -127,12 +119,8 @@ def encode(text: str) -> Tensor:
     [44, 67, 79]
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    places = _PLACES[np.minimum(codes, len(_PLACES) - 1)]
-    if (places < 0).any():
-        wrong = text[int(np.argmax(places < 0))]
-        raise ValueError(f"the character {wrong!r} is none of LEAF's 80")
+    places = np.searchsorted(_CODES, codes).clip(max=len(_CODES) - 1)
+    wrong = np.flatnonzero(_CODES[places] != codes)
+    if len(wrong):
+        raise ValueError(f"the character {text[wrong[0]]!r} is none of LEAF's 80")
     return torch.from_numpy(places)
-
-
-_PLACES = np.full(129, -1, dtype=np.int64)  # by code; the last stands for all beyond ASCII
-_PLACES[[ord(character) for character in CHARACTERS]] = np.arange(len(CHARACTERS))
