@@ -7,9 +7,10 @@ what happened in each round.
 
 import csv
 import io
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +25,12 @@ from perada.core.states import State
 from perada.deploy.protocol import header_of, pack
 from perada.privacy.accounting import Ledger
 
-SITE_STATE, SITE_FORMAT = "state.safetensors", 3
-SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 2, "metrics.csv"
+SITE_STATE, SITE_FORMAT = "state.safetensors", 4
+SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 3, "metrics.csv"
 KeptT = TypeVar("KeptT")
-_TENSOR, _BYTES, _NUMBER = "$tensor", "$bytes", "$number"
-"""Keys of what stands in the header for what JSON does not know."""
 
 
-def write_kept(path: Path, kept: object, version: int, former: Path | None = None) -> None:
+def write_kept(path: Path, kept: Mapping[str, object], version: int, former: Path | None = None) -> None:
     """Write a file that only its owner may read.
 
     Args:
@@ -41,7 +40,16 @@ def write_kept(path: Path, kept: object, version: int, former: Path | None = Non
         former: Where the file that is replaced is kept; nowhere by default.
     """
     tensors: State = {}
-    header = {"format": version, "kept": _plain(kept, tensors)}
+
+    def in_json(value: Any) -> dict[str, Any]:  # noqa: ANN401  # what JSON does not know
+        if not isinstance(value, Tensor | bytes):
+            return vars(value)
+        kind, name = ("$tensor" if isinstance(value, Tensor) else "$bytes"), str(len(tensors))
+        content = value if isinstance(value, Tensor) else torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
+        tensors[name] = content
+        return {kind: name}
+
+    header = {"format": version, "kept": json.dumps(kept, default=in_json)}
     write_atomic(path, pack(header, tensors), private=True, former=former)
 
 
@@ -53,45 +61,24 @@ def read_kept(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
     """
     content = path.read_bytes()
     try:
-        header = header_of(content, len(content))
+        header, tensors = header_of(content, len(content)), load(content)
+
+        def from_json(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
+            match list(entry.items()):
+                case [("$tensor", name)]:
+                    return tensors[name]
+                case [("$bytes", name)]:
+                    return tensors[name].numpy().tobytes()
+            return entry
+
         if header["format"] != version:
             raise KeyError(f"format {header['format']}, this version reads {version}")
-        return build(**_kept(header["kept"], load(content)))
+        return build(**json.loads(header["kept"], object_hook=from_json))
     except Exception as error:  # whatever a damaged file gives
         raise ValueError(
             f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: nothing else says "
             "what was trained and spent"
         ) from error
-
-
-def _plain(value: Any, tensors: State) -> Any:  # noqa: ANN401  # any of those
-    """A value in JSON's types; its tensors are added to those that there are."""
-    if isinstance(value, Tensor | bytes):
-        name = str(len(tensors))
-        tensors[name] = (
-            value if isinstance(value, Tensor) else torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
-        )
-        return {_TENSOR if isinstance(value, Tensor) else _BYTES: name}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_NUMBER: str(value)}
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {key: _plain(one, tensors) for key, one in value.items()}
-    return [_plain(one, tensors) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _kept(value: Any, tensors: State) -> Any:  # noqa: ANN401  # likewise
-    """What :func:`_plain` made a value of; dataclasses are dictionaries."""
-    if isinstance(value, list):
-        return [_kept(one, tensors) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_TENSOR}:
-        return tensors[value[_TENSOR]]
-    if value.keys() == {_BYTES}:
-        return tensors[value[_BYTES]].numpy().tobytes()
-    return float(value[_NUMBER]) if value.keys() == {_NUMBER} else {k: _kept(one, tensors) for k, one in value.items()}
 
 
 @dataclass
