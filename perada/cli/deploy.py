@@ -153,7 +153,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
             if sides.changed:
                 log.warning("the site's images: %s", sides.changed)
             remember(given.state, sides)
-    return SiteWorker(book, clients, given.may_send, given.limits, log)
+    return SiteWorker(book, clients, given.may_send, log)
 
 
 class Tried(NamedTuple):

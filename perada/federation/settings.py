@@ -136,9 +136,9 @@ class Settings:
         return test_mode(self.privacy, self.client_privacy)
 
 
-def check_rule(settings: Settings, public: int, labelled: int) -> None:
-    """Refuse, by a ValueError, a server rule that predicts images that the server has not; their numbers are given."""
-    rule, algorithm, lacking = settings.rule, settings.algorithm, ""
+def check_server_images(settings: Settings, public: int, labelled: int) -> None:
+    """Refuse, by a ValueError, what needs images that the server has not; the numbers that it has are given."""
+    rule, algorithm, distillation, lacking = settings.rule, settings.algorithm, settings.distillation, ""
     if rule.needs == "public" and not public:
         lacking = "on public images, and there are none; give a public set (public=...)"
     if rule.needs == "labelled" and not labelled:
@@ -149,3 +149,13 @@ def check_rule(settings: Settings, public: int, labelled: int) -> None:
         lacking = f"of what clients send, and the clients of {algorithm.kind} do not send whole models"
     if lacking:
         raise ValueError(f"server_rule={type(rule).__name__} looks at predictions {lacking}; choose another rule")
+    if algorithm.distills and distillation.steps and not public:
+        raise ValueError(
+            f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
+            "public set; give one (public=...) or set the number of distillation steps to 0"
+        )
+    if algorithm.distills and distillation.validate_every and not labelled:
+        raise ValueError(
+            f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
+            "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
+        )

@@ -15,7 +15,7 @@ from perada.data import FederatedDataModule
 from perada.engine.engine import check_fold
 from perada.engine.prefix import Prefix
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
-from perada.federation.settings import Settings, check_rule
+from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 
 LEAST_SHARE = 0.1
@@ -127,22 +127,6 @@ def check_batch_norm(parts: Parts) -> None:
         raise ValueError(
             f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
             "choose an adapter without them (head, lora) or a backbone with LayerNorm"
-        )
-
-
-def check_distillation(parts: Parts) -> None:
-    """Refuse, by a ValueError, what needs public images or a validation set where the server has none."""
-    data, algorithm, distillation = parts.data, parts.settings.algorithm, parts.settings.distillation
-    check_rule(parts.settings, data.public_size, data.validation_size)
-    if algorithm.distills and distillation.steps and not data.public_size:
-        raise ValueError(
-            f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
-            "public set; give one (public=...) or set the number of distillation steps to 0"
-        )
-    if algorithm.distills and distillation.validate_every and not data.validation_size:
-        raise ValueError(
-            f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
-            "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
         )
 
 

@@ -15,10 +15,9 @@ from perada.core.states import State, expand, get_state
 from perada.data import FederatedDataModule, Phase
 from perada.data.batches.samples import FeatureStore
 from perada.federation.diagnostics import ON_PUBLIC
-from perada.federation.settings import Settings
+from perada.federation.settings import Settings, check_server_images
 from perada.lightning.checks import (
     check_batch_norm,
-    check_distillation,
     check_images,
     keep_clients_apart,
     try_own,
@@ -73,7 +72,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
             f"the frozen layers before everything trained, {prefix.share:.0%} of a forward pass, run once for each "
             "image (cache_features)"
         )
-    check_distillation(parts)
+    check_server_images(settings, data.public_size, data.validation_size)
     if stage == "fit":
         if not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it

@@ -68,7 +68,7 @@ class Parties:
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
         client = Client(self.recipe(place), Limits(**limits))
         book = Book(self.folder / self.names[place])
-        return SiteWorker(book, {client.recipe.digest: client}, may_send, client.limits)
+        return SiteWorker(book, {client.recipe.digest: client}, may_send)
 
     def workers(self, **given):
         return {name: self.worker(place, **given) for place, name in enumerate(self.names)}

@@ -293,7 +293,8 @@ def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
     code = (
         "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n"
         "from perada.deploy.flower.socket import Listener\n"
-        "with Listener(None) as listener: listener.serve(lambda message, run: message * 2, 1)"
+        "def answer(message, run):\n    listener.close()\n    return message * 2\n"
+        "with Listener(None) as listener: listener.serve(answer)"
     )
     with socket.socket(socket.AF_UNIX) as opened:
         opened.bind(str(path))

@@ -15,7 +15,7 @@ from perada.deploy.state import read_state
 from .parties import Parties
 from .test_rounds import Troubled
 from .test_site_file import PART, write
-from .test_sites import other_run, train
+from .test_sites import only_client, other_run, train
 
 
 def test_fifty_sites_on_one_machine(tiny, tmp_path):
@@ -81,7 +81,7 @@ def test_of_sites_that_will_not_come_back_this_is_said(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=3)
     workers = parties.workers()
     for name in ("site1", "site2"):
-        workers[name].limits = Limits(max_rounds=1)
+        only_client(workers[name]).limits = Limits(max_rounds=1)
     coordinator = parties.coordinator(LocalTransport(workers), min_sites=2, deadline=60.0)
     with pytest.raises(TimeoutError) as raised:
         coordinator.run()

@@ -15,6 +15,7 @@ from perada.privacy import ClientPrivacy
 from perada.server.rules import Median
 
 from .parties import Parties
+from .test_sites import only_client
 
 
 class Troubled(LocalTransport):
@@ -284,7 +285,7 @@ def test_sites_join_later_and_leave(tiny, tmp_path):
 def test_a_site_whose_budget_is_spent_is_asked_no_more(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=3, every=3)
     workers = parties.workers()
-    workers["site1"].limits = Limits(max_rounds=1)
+    only_client(workers["site1"]).limits = Limits(max_rounds=1)
     coordinator = parties.coordinator(LocalTransport(workers), min_sites=2)
     progress = coordinator.run()
     assert [record.failed for record in progress.records] == [{}, {"site1": "exhausted"}, {}]

@@ -41,16 +41,13 @@ CHECK = 10 * POLL
 _PAYLOAD = "payload"
 _KIND = "perada.bytes"  # not numpy's: nothing but our own code reads it
 _CODES = {
-    1: "crashed",  # the ClientApp could not be loaded
-    2: "crashed",  # it raised an exception
     3: "unreachable",  # the SuperLink does not know the message any more
     4: "late",  # the message expired before a reply came
     5: "unreachable",  # the SuperNode is not heard from
     6: "refused",  # by a mod
     7: "refused",  # the site did not trust the app
-    8: "crashed",  # the ClientApp's process ended
 }
-"""What Flower's codes mean. The texts beside them are a site's and are not read."""
+"""What Flower's codes mean; others are of a ClientApp that crashed. The texts beside them are a site's and not read."""
 
 log = logging.getLogger("perada.deploy")
 
@@ -112,21 +109,15 @@ def pass_on(message: "Message", context: "Context") -> "Message":
     from flwr.app import Message
 
     try:
-        reply = _answer(message, context)
+        reply: bytes | Failure = Failure("malformed")
+        payload = unpacked(message.content, sys.maxsize)  # the worker knows how long it may be
+        if isinstance(payload, bytes):
+            path = str(context.node_config.get("socket", ""))
+            remaining = message.metadata.created_at + message.metadata.ttl - time.time()
+            reply = ask(path, payload, str(context.run_id), remaining, sys.maxsize)
     except Exception:
         reply = Failure("crashed")
     return Message(packed(reply), reply_to=message)
-
-
-def _answer(message: "Message", context: "Context") -> bytes | Failure:
-    path = context.node_config.get("socket")
-    if not isinstance(path, str):
-        return Failure("unreachable")
-    payload = unpacked(message.content, sys.maxsize)  # the worker knows how long it may be
-    if isinstance(payload, Failure):
-        return Failure("malformed")
-    remaining = message.metadata.created_at + message.metadata.ttl - time.time()
-    return ask(path, payload, str(context.run_id), remaining, sys.maxsize)
 
 
 def packed(payload: bytes | Failure) -> "RecordDict":

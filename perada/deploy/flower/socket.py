@@ -135,13 +135,13 @@ class Listener(AbstractContextManager["Listener"]):
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def serve(self, answer: Callable[[bytes, str], bytes], requests: int | None = None) -> None:
-        """Answer requests in this thread until `close`, or so many of them.
+    def serve(self, answer: Callable[[bytes, str], bytes]) -> None:
+        """Answer requests in this thread until `close`.
 
         ``answer`` makes a reply of a message and its run's name. If it raises, the other side is told ``crashed`` and
         the reason stays in this process's log.
         """
-        while requests is None or requests > 0:
+        while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waiting is not None)
                 if self._waiting is None:
@@ -157,7 +157,6 @@ class Listener(AbstractContextManager["Listener"]):
                 log.exception("a request failed")
                 reply = Failure("crashed")
             _reply(connection, reply)
-            requests = None if requests is None else requests - 1
 
     def _accept(self) -> None:
         """Read requests; keep the newest."""

@@ -30,7 +30,7 @@ from perada.deploy.server.rounds import (
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
 from perada.federation.cohort import Site
 from perada.federation.server import Server
-from perada.federation.settings import check_rule
+from perada.federation.settings import check_server_images
 from perada.privacy.rehearsal import check_client_level
 
 SAID = 30.0
@@ -80,14 +80,7 @@ class Coordinator:
     def _check(self) -> None:
         """Refuse, by a ValueError, what cannot be deployed."""
         settings, algorithm, terms = self.settings, self.settings.algorithm, self.terms
-        name = type(algorithm).__name__
-        if algorithm.distills and settings.distillation.steps and not self.images.public_size:
-            raise ValueError(
-                f"{name} distils and the server has no public set; give data.public, an image set of its own"
-            )
-        if algorithm.distills and settings.distillation.validate_every:
-            raise ValueError("distillation: validate_every needs labelled images on the server; set it to 0")
-        check_rule(settings, self.images.public_size, 0)
+        check_server_images(settings, self.images.public_size, 0)
         if self._sample is not None and self._sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self._sample} sites "

@@ -33,7 +33,7 @@ PAUSE = 0.5
 PASSING = ("late", "unreachable", "crashed")
 """Codes after which a site may be asked again in the same round."""
 REPEAT = 10
-"""Rounds after which a site that could not be let in is asked once more; one that did not answer, in the next."""
+"""A site that was not let in is asked again in each tenth round; one that did not answer, in the next."""
 
 log = logging.getLogger("perada.deploy")
 
@@ -46,7 +46,6 @@ class Roster:
         self.settings, self.batch_size, self.level = recipe.settings(), recipe.data.batch_size, recipe.level(terms)
         if self.level is not None and progress.level is not None:
             self.level.load_state_dict(progress.level)
-        self._turned_away: dict[str, int] = {}  # the round in which a site was last not let in
         self.outside: dict[str, str] = {}  # why a site that is connected has not joined
 
     @property
@@ -56,9 +55,9 @@ class Roster:
 
     def newcomers(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that are to be asked to join now."""
-        known, done = set(self.numbers), self.progress.done
-        if len(known) >= self.terms.min_sites:
-            known |= {name for name, round in self._turned_away.items() if round <= done < round + REPEAT}
+        known = set(self.numbers)
+        if len(known) >= self.terms.min_sites and self.progress.done % REPEAT:
+            known |= {name for name, reason in self.outside.items() if reason not in PASSING}
         return sorted(set(names) - known)
 
     def admit(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
@@ -66,8 +65,6 @@ class Roster:
         progress = self.progress
         for name in sorted({*answers, *failed}):
             if reason := failed.get(name) or self._objection(answers[name]):
-                if reason not in PASSING:
-                    self._turned_away[name] = progress.done
                 self.outside[name] = reason
                 log.warning("site %s does not join: %s", name, reason)
             else:

@@ -42,7 +42,6 @@ class SiteWorker:
         book: The site's state folder.
         clients: The recipes that the site approves, by digest, with its data.
         may_send: What of :data:`perada.deploy.protocol.SENDABLE` may leave the site beside updates.
-        limits: Of all that it ever trains; by default those that a site has that says none.
         log: Where reasons go; they never leave the site.
     """
 
@@ -51,10 +50,9 @@ class SiteWorker:
         book: Book,
         clients: Mapping[str, Client],
         may_send: Sequence[str] = (),
-        limits: Limits | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        self.book, self.clients, self.may_send, self.limits = book, dict(clients), set(may_send), limits or Limits()
+        self.book, self.clients, self.may_send = book, dict(clients), set(may_send)
         self.log = log or logging.getLogger("perada.site")
         self._turn = threading.Lock()
 
@@ -121,7 +119,7 @@ class SiteWorker:
         phases = len(client.settings.phases)
         refuse(len(order.lengths) not in (0, phases), f"{len(order.lengths)} lengths for {phases} phases")
         protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
-        sampling = self._check_limits(state, protection)
+        sampling = self._check_limits(client.limits, state, protection)
         costs = client.costs(order, protection, total)
         if costs is None:
             raise Refused(SPENT, "exhausted")
@@ -159,9 +157,9 @@ class SiteWorker:
         book.commit(state, total, book.rounds + 1, sampling)
         return reply
 
-    def _check_limits(self, state: RunState, protection: Protection) -> str | None:
+    def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
         """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
-        rounds, runs, limits, sampling = self.book.rounds, self.book.runs, self.limits, self.book.sampling
+        rounds, runs, sampling = self.book.rounds, self.book.runs, self.book.sampling
         spent = limits.max_rounds is not None and rounds >= limits.max_rounds
         refuse(spent, f"{rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together", "exhausted")
         full = not state.trained and len(runs) >= limits.max_runs
