@@ -49,6 +49,7 @@ def test_import_perada_imports_nothing_large():
     assert large & {*json.loads(run(script))} == set()
 
 
+@pytest.mark.slow
 def test_import_perada_leaves_one_finder_until_peft_is_imported():
     script = "import sys; before = [*sys.meta_path]; import perada; (own,) = {*sys.meta_path} - {*before}; "
     script += "assert perada.adapters.METHODS; print(own in sys.meta_path)"
