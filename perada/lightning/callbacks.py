@@ -21,6 +21,11 @@ from perada.lightning.federated_loop import ON_THE_BAR, FederatedLoop
 from perada.lightning.strategies import check_trainer, choose_strategy, device_defaults
 
 
+def _round(trainer: pl.Trainer) -> str:
+    last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+    return f"Round {trainer.current_epoch}{last}"
+
+
 class RoundProgressBar(TQDMProgressBar):
     """Lightning's bar over the local steps of a round, labelled with the round."""
 
@@ -28,9 +33,8 @@ class RoundProgressBar(TQDMProgressBar):
         """Start the round's bar; Lightning's own would first show it as an epoch's."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
-        last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
         self.train_progress_bar.reset(total=int(self.total_train_batches))
-        self.train_progress_bar.set_description(f"Round {trainer.current_epoch}{last}")
+        self.train_progress_bar.set_description(_round(trainer))
 
 
 class RoundLines(ProgressBar):
@@ -65,17 +69,15 @@ class RoundLines(ProgressBar):
         if not self.enabled or self._first is None:
             return
         now, round = time.monotonic(), trainer.current_epoch
-        known = trainer.max_epochs is not None and trainer.max_epochs > 0
         words = [f"{now - self._since:.1f} s"]
-        if known and (left := (trainer.max_epochs or 0) - 1 - round):
+        if (left := (trainer.max_epochs or 0) - 1 - round) > 0:
             words.append(f"{tqdm.format_interval((now - self._began) / (round + 1 - self._first) * left)} left")
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
         record = next((one.history[-1] for one in callbacks if isinstance(one, FederatedLoop) and one.history), {})
         scores = {name: value for name, value in record.items() if name.startswith(("personal/", "global/"))}
         words += [f"{name} {100 * value:.2f} %" for name, value in scores.items() if not name.endswith(SPREADS)]
         words += [f"{name} {record[name]:.3g}" for name in ON_THE_BAR if name in record]
-        last = f"/{(trainer.max_epochs or 0) - 1}" if known else ""
-        print(f"Round {round}{last}: {', '.join(words)}", file=sys.stderr, flush=True)
+        print(f"{_round(trainer)}: {', '.join(words)}", file=sys.stderr, flush=True)
 
 
 def round_progress() -> RoundProgressBar | RoundLines:

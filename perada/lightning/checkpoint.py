@@ -93,9 +93,6 @@ class RoundCheckpoint(ModelCheckpoint):
         """Nothing: a resumed run writes into its own folder."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing was saved."""
-
 
 def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     """The path of a checkpoint asked for by its path or, as ``last``, the whole one written last below ``root``.
@@ -124,9 +121,8 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
 def described(parts: Parts) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of its run, in plain types.
 
-    Returns:
-        ``belongs``, what it must have in common with the run that loads it, with a mark in the place of a seed that is
-        not to be told; and ``options`` that change what rounds compute, by the names that users give them.
+    It ``belongs`` to runs that have these in common, with a mark in the place of a seed that is not to be told; its
+    ``options`` change what rounds compute, by the names that users give them.
     """
     settings, data, module, training = parts.settings, parts.data, parts.module, parts.settings.training
     model = module.model.state_dict()
@@ -184,17 +180,15 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
         for name, value in mine.items():
             if other.get(name) != value:
                 raise ValueError(
-                    f"process {rank} has another {name} than process {ranks.rank}: data and options must be the same "
-                    "in all; draw what is random in your script from a fixed seed"
+                    f"process {rank} has another {name} than process {ranks.rank}; give all the same data and options"
                 )
 
 
 def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
-    """Compare what :func:`described` said when a checkpoint was written with what it says now.
+    """Refuse, by a ValueError, a checkpoint of which :func:`described` said other things than it says now.
 
-    A ValueError names the first difference. Options count where ``training`` resumes, but for those that are
-    ``allowed``; a name among these must be that of an option, or ``clients`` for more clients. In the test mode of
-    privacy, who only evaluates need not know the seed.
+    Options count where ``training`` resumes, but for those that are ``allowed``, as may be ``clients`` for more
+    clients. In the test mode of privacy, who only evaluates need not know the seed.
     """
     here = described(parts)
     for name in allowed:
@@ -204,14 +198,11 @@ def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Se
     for name, value in here["belongs"].items():
         former = saved["belongs"].get(name)
         if former != value and name not in free:
-            remedy = "resume with the configuration that wrote it"
+            remedy = "give the configuration that wrote it"
             if not training:
-                remedy = (
-                    "give the configuration that wrote it; other test images belong in data.shifts (docs/shifts.md)"
-                )
-            raise ValueError(
-                f"the checkpoint belongs to another run: its {name} {_difference(former, value)}; {remedy}"
-            )
+                remedy += "; other test images belong in data.shifts (docs/shifts.md)"
+            what = f"its {name} {_difference(former, value)}"
+            raise ValueError(f"the checkpoint belongs to another run: {what}; {remedy}")
     for name, value in here["options"].items() if training else ():
         former = saved["options"].get(name)
         if former != value and name not in allowed:
@@ -241,8 +232,7 @@ def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) 
         )
     if rounds > max_epochs >= 0:
         raise ValueError(
-            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give at least "
-            f"{rounds}"
+            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give more"
         )
     loop = checkpoint["loops"]["fit_loop"]
     for count in ("total", "current"):
@@ -272,10 +262,8 @@ def grown(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[st
     """What a checkpoint holds, for a run with its clients and others, where that is ``allowed``.
 
     Clients are known by name where both runs have names, or else by number. The others start from the global state.
-    What was scored or fine-tuned is left out: it is of the former clients alone.
-
-    Raises:
-        ValueError: If a client is gone or has another number of images, or the run is private.
+    What was scored or fine-tuned is left out: it is of the former clients alone. A ValueError if one of these is gone
+    or has another number of images, or the run is private.
     """
     former = saved["belongs"]
     names, here = saved["info"].get("clients"), cast(Sequence[int | str] | None, data.client_names)

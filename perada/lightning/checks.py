@@ -25,8 +25,7 @@ LEAST_SHARE = 0.1
 def keep_clients_apart(parts: Parts, x: Tensor) -> None:
     """Take the loop where folding the clients' real images ``x`` (C, B, ...) would change what a client computes.
 
-    Raises:
-        ValueError: If so, and ``engine="folded"`` was asked for.
+    A ValueError where folding was asked for.
     """
     module = parts.module
     if module.engine.kind == "loop" or module.folds:
@@ -117,15 +116,15 @@ def check_batch_norm(parts: Parts) -> None:
     data, distillation = parts.data, parts.settings.distillation
     distils = parts.settings.algorithm.distills and distillation.steps and distillation.student_mode == "train"
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
-    what = "batch_size is 1" if data.batch_size == 1 else ""
-    if not what and data.train_sizes[smallest] == 1:
-        what = f"client {smallest} has 1 training image"
-    if not what and distils:
-        what = "the public set has 1 image" if data.public_size == 1 else ""
-        what = what or ("distillation: batch_size is 1" if distillation.batch_size == 1 else "")
-    if what:
+    causes = {
+        "batch_size is 1": data.batch_size == 1,
+        f"client {smallest} has 1 training image": data.train_sizes[smallest] == 1,
+        "the public set has 1 image": distils and data.public_size == 1,
+        "distillation: batch_size is 1": distils and distillation.batch_size == 1,
+    }
+    for cause in (cause for cause, holds in causes.items() if holds):
         raise ValueError(
-            f"{what}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
+            f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
             "choose an adapter without them (head, lora) or a backbone with LayerNorm"
         )
 
@@ -155,10 +154,9 @@ def try_own(parts: Parts) -> None:
 
 
 def use_features(parts: Parts, image: Tensor) -> Prefix | None:
-    """Serve features where that pays, or is asked for; return the frozen part that they are of, if they are served.
+    """Serve features where that pays, or is asked for, which may end in a ValueError; return their frozen part, if so.
 
-    The frozen part is looked for with a prepared image (channels, height, width). A ValueError if features are asked
-    for and no frozen part comes before what is trained.
+    It is looked for with a prepared image (channels, height, width).
     """
     data, module = parts.data, parts.module
     if module.cache_features is False:
@@ -177,15 +175,3 @@ def use_features(parts: Parts, image: Tensor) -> Prefix | None:
     if prefix is not None:
         data.use_features(encode, prefix.size, tuple(prefix.image))
     return prefix
-
-
-def check_next(round: int, parts: Parts) -> None:
-    """Refuse, by a ValueError, a round that does not follow the last, or data that a private run did not plan."""
-    federation, data = parts.federation, parts.data
-    if round != federation.rounds_done:
-        raise ValueError(
-            f"round {round} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
-            "epochs of something else; make a new Trainer"
-        )
-    if federation.protection.images is not None:
-        federation.protection.images.check_data(data.train_sizes, data.batch_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_choice, check_number, check_whole
@@ -19,7 +20,7 @@ from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind
 from perada.lightning import checkpoint as checkpoints
 from perada.lightning import run_folder, scoring
-from perada.lightning.checks import check_next, with_diagnostics
+from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts, check_failures, warn_report
 from perada.lightning.setup import set_up_rounds
@@ -128,14 +129,11 @@ class FederatedLoop(pl.Callback):
         if not isinstance(self.algorithm, Algorithm):
             raise ValueError(f"algorithm={self.algorithm!r} is not an algorithm; give one, such as PerAda()")
         if self.weighting == "samples" and not self.server_rule.weighted:
-            raise ValueError(
-                f"weighting='samples' cannot be used with {type(self.server_rule).__name__}, which has no weights; "
-                "choose weighting='uniform'"
-            )
+            rule = type(self.server_rule).__name__
+            raise ValueError(f"weighting='samples' cannot be used with {rule}, which has no weights; choose 'uniform'")
         if self.refuse_far and self.client_privacy is not None:
             raise ValueError(
-                "refuse_far=True cannot be used with client_privacy, whose account is of a mean of all clients' "
-                "updates, each clipped to one norm; leave it out"
+                "refuse_far=True cannot be used with client_privacy, whose account is of all clients; leave it out"
             )
 
     @property
@@ -179,9 +177,8 @@ class FederatedLoop(pl.Callback):
         """Refuse, by a ValueError, a loop's second fit, and objects of another run."""
         if stage == "fit" and self._began:
             raise ValueError(
-                "this FederatedLoop has been fitted: its rounds would begin once more, and with them the noise and the "
-                "ledgers of a private run; make a new FederatedLoop and FederatedClassifier, and resume from a "
-                "checkpoint (ckpt_path)"
+                "this FederatedLoop has been fitted, and rounds, noise and ledgers begin once; make a new "
+                "FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
             )
         own = self._parts
         used = module.federation is not None if own is None else (own.data, own.module) != (data, module)
@@ -228,7 +225,12 @@ class FederatedLoop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
-        if self.parts.exhausted():  # a resumed run that has nothing to train ends as it would have ended
+        if not self.parts.anyone_left(()):  # a resumed run that has nothing to train ends as it would have ended
+            if self.parts.rounds_left():
+                rank_zero_warn(
+                    f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, and "
+                    "nothing more is trained; raise the limit (max_epsilon or target_epsilon) to train on"
+                )
             trainer.limit_train_batches = 0
             self.on_train_end(trainer, pl_module)
             for callback in trainer.checkpoint_callbacks:
@@ -244,8 +246,14 @@ class FederatedLoop(pl.Callback):
         parts, module = self.parts, self.parts.module
         module.shifted = {}  # of the states that now change
         shares = parts.data.shares(trainer.current_epoch)
-        check_next(shares.plan.round, parts)
-        factor = module.rate_factor(shares.plan.round, trainer.max_epochs or 0)
+        round, done = shares.plan.round, parts.federation.rounds_done
+        if round != done:
+            raise ValueError(
+                f"round {round} cannot be trained after {done} rounds: the Trainer has counted others; make a new one"
+            )
+        if parts.federation.protection.images is not None:
+            parts.federation.protection.images.check_data(parts.data.train_sizes, parts.data.batch_size)
+        factor = module.rate_factor(round, trainer.max_epochs or 0)
         with parts.precision():
             parts.federation.open(shares, factor, parts.compared)
 

@@ -153,10 +153,8 @@ class FederatedClassifier(pl.LightningModule):
         if self._task is not None:
             return
         if self.num_classes not in (None, num_classes):
-            raise ValueError(
-                f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
-                "leave num_classes out or correct it"
-            )
+            what = f"num_classes={self.num_classes}"
+            raise ValueError(f"{what} does not match the data, whose labels have {num_classes} classes; correct it")
         self.metrics = make_metrics(self.metric, multilabel, num_classes)
         self._task = self.num_classes, self.multilabel, self.seed = task
         self.adapted = self.adapted or self.spec.build()

@@ -70,16 +70,6 @@ class Parts:
         limit = self.trainer.max_epochs
         return limit is None or not 0 <= limit <= self.federation.rounds_done
 
-    def exhausted(self) -> bool:
-        """Whether no client can afford another round; that is said where rounds are left."""
-        exhausted = not self.anyone_left(())
-        if exhausted and self.rounds_left():
-            rank_zero_warn(
-                f"privacy: after {self.federation.rounds_done} rounds no client can afford another, and nothing more "
-                "is trained; raise the limit (max_epsilon or target_epsilon) to train on"
-            )
-        return exhausted
-
     def anyone_left(self, clients: Sequence[int]) -> bool:
         """Name those of ``clients`` whose ``max_epsilon`` has no room for another round; whether anyone is left."""
         protection, options = self.federation.protection, self.settings.privacy
@@ -164,10 +154,8 @@ def warn_report(round: int, report: RoundReport, settings: Settings) -> None:
         what = f"client {client} sent a change {times:,.0f} times as long as the median of the round's"
         rank_zero_warn(f"round {round}: {what}. {then}")
     if report.diverged:
-        rank_zero_warn(
-            f"round {round}: the distillation became NaN or infinite; the round continues with the clients' average. "
-            "Lower its learning rate (lr_server)."
-        )
+        then = "the round continues with the clients' average. Lower its learning rate (lr_server)."
+        rank_zero_warn(f"round {round}: the distillation became NaN or infinite; {then}")
     if report.broken_server:
         rank_zero_warn(
             f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
@@ -192,6 +180,5 @@ def check_failures(rounds: Sequence[tuple[float, float]], limit: int | None, ove
         )
     if over and rounds and all(drawn == failed for drawn, failed in rounds):
         raise NothingLearnedError(
-            f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix the "
-            "data, or lower the learning rates"
+            f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix them"
         )

@@ -3,7 +3,6 @@
 
 from collections import Counter
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -12,10 +11,10 @@ from perada.core.batches import CohortBatch
 from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
 from perada.core.states import State, expand, get_state
-from perada.data import FederatedDataModule, Phase
+from perada.data import Phase
 from perada.data.batches.samples import FeatureStore
 from perada.federation.diagnostics import ON_PUBLIC
-from perada.federation.settings import Settings, check_server_images
+from perada.federation.settings import check_server_images
 from perada.lightning.checks import (
     check_batch_norm,
     check_images,
@@ -38,12 +37,10 @@ MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/
 
 
 def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Protection:
-    """Check that model, data and algorithm fit one another, and tell the data how rounds go.
+    """Check that model, data and algorithm fit one another, and tell the data how rounds go; return their privacy.
 
-    ``stage`` is Lightning's, ``protection`` the privacy that an earlier set-up planned; that of the rounds is returned.
-
-    Raises:
-        ValueError: If something does not fit, or privacy that is asked for cannot be kept.
+    ``stage`` is Lightning's, ``protection`` the privacy that an earlier set-up planned. A ValueError if something does
+    not fit, or privacy that is asked for cannot be kept.
     """
     settings, trainer, data, clients = parts.settings, parts.trainer, parts.data, parts.data.num_clients
     settings.algorithm.check(parts.module.slot, clients)
@@ -69,8 +66,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
             try_gradients(settings.privacy, parts.module, batch, features=prefix is not None)
     if prefix is not None and stage == "fit" and isinstance(data.served(data.checked.train), FeatureStore):
         rank_zero_info(
-            f"the frozen layers before everything trained, {prefix.share:.0%} of a forward pass, run once for each "
-            "image (cache_features)"
+            f"the frozen layers before what is trained, {prefix.share:.0%} of a pass, run once for each image"
         )
     check_server_images(settings, data.public_size, data.validation_size)
     if stage == "fit":
@@ -93,10 +89,7 @@ def configure_rounds(parts: Parts, protection: Protection) -> None:
 
 
 def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
-    """Send a round's first images through the model; where it ``fits`` privately, see that each stands alone.
-
-    A ValueError if they do not pass, or not alone.
-    """
+    """Send a round's first images through the model, which must pass, and each alone where it ``fits`` privately."""
     check_images(parts, batch.x)
     if not parts.settings.private:  # else a network that mixes images is refused
         keep_clients_apart(parts, batch.x)
@@ -109,41 +102,46 @@ def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
 def check_private(parts: Parts) -> None:
     """Refuse, by a ValueError with the remedy, what would not be private."""
     settings, trainer, data, module = parts.settings, parts.trainer, parts.data, parts.module
-    distils = bool(settings.distillation.steps)
+    distils, images = bool(settings.distillation.steps), settings.privacy is not None
     if settings.client_privacy is not None:
         check_client_level(settings.algorithm, settings.rule, settings.weighting, distils)
         _warn_of_delta("client_privacy", settings.client_privacy.delta, data.num_clients, "clients", "client")
     if not settings.private:
         return
-    if data.tokens:
-        raise ValueError(
-            "privacy: texts cannot be used: networks are tried at set-up on images that are changed, which tokens "
-            "cannot be; leave privacy and client_privacy out"
-        )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ValueError(
-            "privacy: precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on "
-            "clients' images, which no ledger counts; give precision='bf16-mixed'"
-        )
-    _check_selection(settings, trainer, data)
+    name, scaler = type(settings.algorithm).__name__, getattr(trainer.precision_plugin, "scaler", None)
+    held_out, samples = data.evaluate_on == "validation", images and settings.weighting == "samples"
+    reasons = {
+        "texts cannot be used: networks are tried at set-up on images that are changed, which tokens cannot be; leave "
+        "privacy and client_privacy out": data.tokens,
+        "precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on clients' images, "
+        "which no ledger counts; give precision='bf16-mixed'": scaler is not None,
+        f"{name} compares models on the clients' training images, which no ledger counts; choose "
+        "assignment='permutation' and keeps='ensemble'": settings.algorithm.compares,
+        "evaluate_on='validation' scores models on images held out of the clients' private ones, to choose by, which "
+        "no ledger counts; set evaluate_on='test', and choose settings on public data": held_out,
+        "weighting='samples' shows the clients' numbers of images without noise; choose 'uniform'": samples,
+        f"clip_norm={module.clip_norm} (of the FederatedClassifier) would clip once more, after the noise; leave it "
+        "out: privacy.max_norm clips every image's gradient": images and module.clip_norm is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"privacy: {reason}")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and not monitor.startswith(MAY_CHOOSE):
+            raise ValueError(
+                f"privacy: {type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
+                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
+            )
     for key, value in get_state(module.model).items():
         if value.is_floating_point():
             check_precision(key, value)
     if (settings.algorithm.distills and distils) or ON_PUBLIC & set(settings.diagnostics):
         data.checked.check_overlap()
-    if settings.privacy is None:
-        return
-    if settings.weighting == "samples":
-        raise ValueError(
-            "privacy: weighting='samples' shows the clients' numbers of images without noise; choose "
-            "weighting='uniform'"
+    if settings.privacy is not None:
+        _warn_of_delta(
+            "privacy", settings.privacy.delta, max(data.train_sizes), "images of the largest client", "image"
         )
-    if module.clip_norm is not None:
-        raise ValueError(
-            f"privacy: clip_norm={module.clip_norm} (of the FederatedClassifier) would clip once more, after the "
-            "noise; leave it out: privacy.max_norm clips every image's gradient"
-        )
-    _warn_of_delta("privacy", settings.privacy.delta, max(data.train_sizes), "images of the largest client", "image")
 
 
 def _warn_of_delta(section: str, delta: float, count: int, of: str, one: str) -> None:
@@ -152,28 +150,6 @@ def _warn_of_delta(section: str, delta: float, count: int, of: str, one: str) ->
             f"{section}: delta={delta} is not below 1 / {count}, the number of {of}: it allows to show one {one} in "
             "full; give less"
         )
-
-
-def _check_selection(settings: Settings, trainer: pl.Trainer, data: FederatedDataModule) -> None:
-    """Refuse to choose by clients' images, which no ledger counts."""
-    name = type(settings.algorithm).__name__
-    if settings.algorithm.compares:
-        raise ValueError(
-            f"privacy: {name} compares models on the clients' training images (assignment='loss' or keeps='best'), "
-            "which no ledger counts; choose assignment='permutation' and keeps='ensemble'"
-        )
-    if data.evaluate_on == "validation":
-        raise ValueError(
-            "privacy: evaluate_on='validation' scores models on images held out of the clients' private ones, to "
-            "choose by, which no ledger counts; set evaluate_on='test', and choose settings on public data"
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(MAY_CHOOSE):
-            raise ValueError(
-                f"privacy: {type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
-                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
-            )
 
 
 def check_network(parts: Parts, batch: CohortBatch) -> None:
@@ -196,9 +172,8 @@ def check_trained_norms(module: FederatedClassifier) -> None:
     if trained:
         raise ValueError(
             f"privacy: {trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
-            "gradient then depends on the others of its batch. Choose a residual adapter with norm='group' and "
-            "train_norms=False (adapter_options), which leaves the network's own frozen statistics, lora, bottleneck "
-            "or head, or a backbone with LayerNorm or GroupNorm"
+            "gradient then depends on the others of its batch. Choose lora, bottleneck or head, a residual adapter "
+            "with norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm"
         )
 
 
@@ -223,10 +198,7 @@ def _near(module: FederatedClassifier, clients: int) -> State:
 
 
 def protect(parts: Parts, rounds: int | None) -> Protection:
-    """Set up the privacy of a run of so many ``rounds``, ``None`` where that is open.
-
-    A ValueError if what is asked for cannot be kept.
-    """
+    """Set up the privacy of so many ``rounds``, ``None`` where that is open; a ValueError if it cannot be kept."""
     settings, data, module = parts.settings, parts.data, parts.module
     clients, algorithm = data.num_clients, settings.algorithm
 

@@ -137,15 +137,12 @@ OTHERS = {
 def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse, by a ValueError, a trainer that is set to what federated rounds cannot do."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
-        raise ValueError(
-            f"strategy={type(trainer.strategy).__name__} cannot be used on {trainer.world_size} devices: clients are "
-            "not replicas of one model; give strategy='perada'"
-        )
+        given, devices = type(trainer.strategy).__name__, trainer.world_size
+        why = "clients are not replicas of one model; give strategy='perada'"
+        raise ValueError(f"strategy={given} cannot be used on {devices} devices: {why}")
     if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
-        raise ValueError(
-            f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes} cannot be used: torchrun started "
-            f"{os.environ['WORLD_SIZE']} processes; leave both out"
-        )
+        given, started = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}", os.environ["WORLD_SIZE"]
+        raise ValueError(f"{given} cannot be used: torchrun started {started} processes; leave both out")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise ValueError(
