@@ -3,9 +3,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,46 +49,73 @@ def try_rounds(
     name, algorithm, rule = type(algorithm).__name__, copy.deepcopy(algorithm), copy.deepcopy(rule)
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
     some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
+    first: Stacks = {}
 
-    def run(method: str, call: Callable[..., T], *given: object) -> T:
-        return _tried(f"{name}.{method}", call, *given)
+    def ask(method: str, call: Callable[..., Any], *given: Any) -> Any:  # noqa: ANN401  # whatever it gives
+        who = f"{name}.{method}"
+        made = _tried(who, call, *given)
+        if method == "kept":
+            _check_stacks(who, made, made)
+            first.update(made)
+        elif method == "close":
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise _Refused(f"{who} gives {type(made).__name__}; give what clients keep, and what they send")
+            kept, update = made
+            _check_stacks(f"{who}, in what clients keep,", kept, first, len(some))
+            more = {key: value[0] for key, value in update.items() if key not in initial}  # for its own server_step
+            _check_state(f"{who}, in what clients send,", update, initial | more, len(some), partial=True)
+        elif method == "server_step":
+            _check_state(who, made, initial, partial=True)
+            _check_stacks(f"{who}, in server.state,", given[0].state, given[0].state)
+        elif method in ("broadcast", "personal"):
+            _check_state(who, made, initial, len(some), partial=method == "broadcast")
+        return made
 
     try:
         rule.check(len(some))
     except ValueError:
         rule = Mean()
-    first = run("kept", algorithm.kept, initial, slot)
-    _check_stacks(f"{name}.kept", first, first)
-    kept = {role: expand(state, len(some)) for role, state in first.items()}
-    global_state, server_state = initial, dict[str, State]()
-    for round in range(2):
-        received = run("broadcast", algorithm.broadcast, Broadcast(global_state, slot, round, some, num_clients, 0))
-        _check_state(f"{name}.broadcast", received, initial, len(some), partial=True)
-        opened = run("open", algorithm.open, kept, received, slot)
-        step = Rehearsal(algorithm, opened, kept, received, round, classes=num_classes)
-        for phase in phases:
-            run("trained", step.begin, phase.name, slot)
-            run("client_step", algorithm.client_step, step)
-        closed = run("close", algorithm.close, step.finished(), kept, received, slot)
-        if not isinstance(closed, tuple) or len(closed) != 2:
-            raise _Refused(f"{name}.close gives {type(closed).__name__}; give what clients keep, and what they send")
-        kept, update = closed
-        _check_stacks(f"{name}.close, in what clients keep,", kept, first, len(some))
-        more = {key: value[0] for key, value in update.items() if key not in initial}  # for the algorithm's server_step
-        _check_state(f"{name}.close, in what clients send,", update, initial | more, len(some), partial=True)
-        if update:
-            weights = client_weights("uniform", some)
-            turn = round, some, num_clients, slot, 0, global_state, Updates(update), weights, server_state
-            server = ServerStep(
-                *turn, _TriedRule(rule), lambda student, *_, **__: student, partial(_predicted, num_classes)
-            )
-            made = run("server_step", algorithm.server_step, server)
-            _check_state(f"{name}.server_step", made, initial, partial=True)
-            global_state, server_state = global_state | made, server.state
-            _check_stacks(f"{name}.server_step, in server.state,", server_state, server_state)
+    turns = rounds_of(algorithm, _TriedRule(rule), slot, initial, phases, num_clients, some, range(2), ask, num_classes)
+    _, kept, global_state = list(turns)[-1]
     if algorithm.inference == "personal":
-        personal = run("personal", algorithm.personal, kept, global_state)
-        _check_state(f"{name}.personal", personal, initial, len(some))
+        ask("personal", algorithm.personal, kept, global_state)
+
+
+def rounds_of(
+    algorithm: Algorithm,
+    rule: ServerRule,
+    slot: Slot,
+    initial: State,
+    phases: Sequence[Phase],
+    num_clients: int,
+    clients: tuple[int, ...],
+    rounds: Iterable[int],
+    ask: Callable[..., Any] = lambda _, call, *given: call(*given),
+    classes: int | None = None,
+    changed: str = "",
+) -> Iterator[tuple[State, Stacks, State]]:
+    """What ``clients`` send and keep in each of ``rounds`` on made-up gradients, and the global state after it.
+
+    ``ask`` calls the algorithm's methods. See :class:`Rehearsal` for ``classes`` and ``changed``.
+    """
+    global_state, server_state = initial, dict[str, State]()
+    kept = {role: expand(state, len(clients)) for role, state in ask("kept", algorithm.kept, initial, slot).items()}
+    for round in rounds:
+        received = ask("broadcast", algorithm.broadcast, Broadcast(global_state, slot, round, clients, num_clients, 0))
+        opened = ask("open", algorithm.open, kept, received, slot)
+        step = Rehearsal(algorithm, opened, kept, received, round, changed, classes)
+        for phase in phases:
+            ask("trained", step.begin, phase.name, slot)
+            ask("client_step", algorithm.client_step, step)
+            ask("client_step", algorithm.client_step, step)
+        kept, update = ask("close", algorithm.close, step.finished(), kept, received, slot)
+        if update:
+            weights = client_weights("uniform", clients)
+            turn = round, clients, num_clients, slot, 0, global_state, Updates(update), weights, server_state, rule
+            server = ServerStep(*turn, lambda student, *_, **__: student, partial(_predicted, classes or 2))
+            global_state = global_state | ask("server_step", algorithm.server_step, server)
+            server_state = server.state
+        yield update, kept, global_state
 
 
 def _predicted(

@@ -8,11 +8,11 @@ shrinks; after a number of good steps in a row it grows (Micikevicius et al., IC
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from perada.core.ranks import Ranks
 from perada.core.states import State
@@ -25,35 +25,15 @@ class LossScale(NamedTuple):
     good_steps: int
 
 
-@dataclass(frozen=True)
-class LossScaling:
-    """How scales change, as in :class:`torch.amp.GradScaler`.
+class LossScales:
+    """The loss scales (C,) of C clients while they train; all begin at ``start``, or torch's initial scale.
 
-    From ``initial`` on, by the factor ``growth`` after ``interval`` good steps in a row, and ``backoff`` after a step
-    that was skipped.
+    Their ``options`` are those of torch's scaler, which itself is never used.
     """
 
-    initial: float
-    growth: float
-    backoff: float
-    interval: int
-
-    @classmethod
-    def of(cls, scaler: torch.amp.GradScaler | None) -> "LossScaling | None":
-        """The options of torch's scaler; ``None`` where there is none, or it is not enabled."""
-        if scaler is None or not scaler.is_enabled():
-            return None
-        return cls(
-            scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-        )
-
-
-class LossScales:
-    """The loss scales (C,) of C clients while they train; all begin at ``start``, or the options' initial scale."""
-
-    def __init__(self, options: LossScaling, clients: int, start: LossScale | None, device: torch.device) -> None:
+    def __init__(self, options: GradScaler, clients: int, start: LossScale | None, device: torch.device) -> None:
         self.options = options
-        self.start = start or LossScale(options.initial, 0)
+        self.start = start or LossScale(options.get_scale(), 0)
         self.scale = torch.full((clients,), self.start.scale, device=device)
         self.good_steps = torch.full((clients,), self.start.good_steps, device=device)
         self.skipped = torch.zeros(clients, dtype=torch.int64, device=device)
@@ -82,8 +62,9 @@ class LossScales:
             largest = [torch.linalg.vector_norm(value.reshape(len(value), -1), torch.inf, 1) for value in gradients]
             finite = torch.stack(largest).isfinite().all(0)
         good_steps.add_(1).mul_(finite)
-        grow = good_steps >= options.interval
-        factor = torch.where(finite, torch.where(grow, options.growth, 1.0), options.backoff)
+        grow = good_steps >= options.get_growth_interval()
+        growth = torch.where(grow, options.get_growth_factor(), 1.0)
+        factor = torch.where(finite, growth, options.get_backoff_factor())
         scale.mul_(factor).clamp_(max=torch.finfo(scale.dtype).max)
         good_steps.masked_fill_(grow, 0)
         self.skipped[rows] += ~finite
@@ -104,7 +85,7 @@ class LossScales:
 class KeptScales:
     """What clients and student start the next round from: scales that began afresh would cost skipped steps."""
 
-    def __init__(self, options: LossScaling | None) -> None:
+    def __init__(self, options: GradScaler | None) -> None:
         self.options = options
         self._kept: dict[str, LossScale] = {}
 

@@ -15,7 +15,7 @@ from perada.algorithms.base import Stacks
 from perada.core.batches import AnyBatch
 from perada.core.checks import check_choice
 from perada.core.rounds import Phase, RoundPlan
-from perada.engine.loss_scaling import LossScaling, MaskedAdam, MaskedSGD
+from perada.engine.loss_scaling import MaskedAdam, MaskedSGD
 from perada.federation.store import ClientStore, DiskStore
 from perada.privacy.options import ClientPrivacy, Privacy, test_mode
 from perada.server import Distillation, Mean, ServerRule
@@ -121,7 +121,7 @@ class Settings:
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
     storage: Storage = field(default_factory=Storage)
-    loss_scaling: LossScaling | None = None  # in float16
+    loss_scaling: torch.amp.GradScaler | None = None  # in float16, its options
     refuse_far: bool = False  # leave out updates much longer than the others
     diagnostics: tuple[str, ...] = ()  # of perada.federation.diagnostics, to be measured each round
 

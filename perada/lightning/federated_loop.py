@@ -14,7 +14,6 @@ from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.ranks import Distributed, Ranks
 from perada.data import CohortBatch, FederatedDataModule
-from perada.engine.loss_scaling import LossScaling
 from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind
@@ -167,7 +166,8 @@ class FederatedLoop(pl.Callback):
         set_up_trainer(trainer, FederatedLoop)
         module.build(data.num_classes, data.multilabel, self.seed)
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
-        scaling = LossScaling.of(getattr(trainer.precision_plugin, "scaler", None))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaling = scaler if scaler is not None and scaler.is_enabled() else None
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling)
         parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data))
         self.protection = set_up_rounds(parts, stage, self.protection)

@@ -5,16 +5,16 @@ That is how often a step looks at a batch, what is never sent, and whether priva
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, ServerStep, Slot
-from perada.algorithms.trial import Rehearsal
+from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, Slot
+from perada.algorithms.trial import Rehearsal, rounds_of
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
-from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
+from perada.server import Aggregation, Mean, ServerRule, client_weights
 
 REHEARSED = 3
 """Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""
@@ -60,51 +60,21 @@ def rehearse(
         counts.append(dict(step.queries))
     named = sorted(algorithm.unsent & {stream for asked in counts for stream in asked})
     numbers = sorted({*range(REHEARSED), max(REHEARSED, rounds or UNPLANNED) - 1})
-    sent = {
-        changed: _sent(algorithm, slot, initial, phases, num_clients, numbers, changed)
-        for changed in (["", *named] if named else [])
-    }
+    two = tuple(range(min(2, num_clients)))
+
+    def sent(changed: str = "") -> Iterator[State]:
+        turn = copy.deepcopy(algorithm), Mean(), slot, initial, phases, num_clients, two, numbers
+        return (update for update, *_ in rounds_of(*turn, changed=changed))
+
     for stream in named:
-        for round, one, two in zip(numbers, sent[""], sent[stream], strict=True):
+        for round, one, other in zip(numbers, sent(), sent(stream), strict=True):
             for key in one:
-                if not torch.equal(one[key], two[key]):
+                if not torch.equal(one[key], other[key]):
                     raise ValueError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
                         f"in round {round} depends on it: the server's ledger would count too little; leave it out"
                     )
     return Training(phases, tuple(counts), algorithm.unsent)
-
-
-def _sent(
-    algorithm: Algorithm,
-    slot: Slot,
-    initial: State,
-    phases: Sequence[Phase],
-    num_clients: int,
-    rounds: Sequence[int],
-    changed: str,
-) -> list[State]:
-    """What two clients send in each of ``rounds`` on made-up gradients, those from ``changed`` being others."""
-    algorithm, clients = copy.deepcopy(algorithm), tuple(range(min(2, num_clients)))
-    global_state, server_state = initial, dict[str, State]()
-    kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
-    sent = []
-    for round in rounds:
-        received = algorithm.broadcast(Broadcast(global_state, slot, round, clients, num_clients, 0))
-        step = Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received, round, changed)
-        for phase in phases:
-            step.begin(phase.name, slot)
-            algorithm.client_step(step)
-            algorithm.client_step(step)
-        kept, update = algorithm.close(step.finished(), kept, received, slot)
-        sent.append({key: value.detach().clone() for key, value in update.items()})
-        if update:
-            weights = client_weights("uniform", clients)
-            turn = round, clients, num_clients, slot, 0, global_state, Updates(update), weights, server_state, Mean()
-            server = ServerStep(*turn, lambda student, teachers, average_from=None: student)
-            global_state = global_state | algorithm.server_step(server)
-            server_state = server.state
-    return sent
 
 
 def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:

@@ -3,6 +3,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import timm
@@ -20,13 +21,14 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
-from perada.engine.loss_scaling import LossScale, LossScales, LossScaling
+from perada.engine.loss_scaling import LossScale, LossScales
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation, Distiller
 
+LossScaling = partial(torch.amp.GradScaler, "cpu")
 STEPS, COUNTS, CLASSES = (12, 9, 9, 4), (6, 4, 6, 5), 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
 OPTIMIZERS = {
