@@ -20,10 +20,10 @@ from perada.core.batches import AnyBatch, one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
 from perada.core.seeding import Streams
-from perada.core.states import State, clone, prefix
+from perada.core.states import State, clone
 from perada.engine.engine import Engine, client_losses
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
-from perada.federation.settings import LocalTraining, Settings
+from perada.federation.settings import Settings
 from perada.privacy.gradients import SampleGradients
 from perada.privacy.protection import PrivateRound, Protection
 
@@ -46,38 +46,133 @@ class Site:
         return SampleGradients(self.protection.images.options, self.engine, self.settings.training.multilabel)
 
 
-class Chunk:
-    """Clients ``start … stop`` of the cohort: full stacks, the leaves of those still training, their optimisers."""
+class _Chunk:
+    """Clients ``start … stop`` of a cohort and their local steps, as :class:`perada.algorithms.base.ClientStep`.
 
-    def __init__(self, full: Stacks, kept: Stacks, received: State, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.full = {role: clone(_rows(state, start, stop)) for role, state in full.items()}
-        self.kept = {role: _rows(state, start, stop) for role, state in kept.items()}
-        self.received = _rows(received, start, stop)
+    It has the full stacks, the leaves of the ``active`` clients, those still training, and their optimisers. A cohort
+    that is closed lets go of its chunks, which hold it.
+    """
+
+    def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
+        self._cohort, self.start, self.stop, self.round = cohort, start, stop, cohort.plan.round
+        self.full = {role: clone(_rows(state, start, stop)) for role, state in opened.items()}
         self.states: Stacks = {}
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.active = 0
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
-    def begin(
-        self, trained: dict[str, tuple[str, ...]], training: LocalTraining, factor: float, masked: bool = False
-    ) -> None:
+    def begin(self, phase: str) -> None:
         """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
-        self.active = self.stop - self.start
-        self.optimizers = {}
+        cohort = self._cohort
+        self.phase, self.active, self._optimizers = phase, self.stop - self.start, {}
         for role, state in self.full.items():
-            leaves = {key: state[key].detach().requires_grad_() for key in trained[role] if key in state}
+            trained = cohort.algorithm.trained(role, phase, cohort.slot)
+            leaves = {key: state[key].detach().requires_grad_() for key in trained if key in state}
             self.states[role] = {**state, **leaves}
             if leaves:
-                self.optimizers[role] = training.make(role, list(leaves.values()), factor, masked)
+                made = cohort.training.make(role, list(leaves.values()), cohort.factor, cohort.scales is not None)
+                self._optimizers[role] = made
 
     def narrow(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
         before, self.active = self.active, active
         for role, state in self.states.items():
             views = {key: v.detach()[:active].requires_grad_(v.requires_grad) for key, v in state.items()}
-            if role in self.optimizers:
-                _replace(self.optimizers[role], {id(state[key]): views[key] for key in state}, before)
+            if role in self._optimizers:
+                _replace(self._optimizers[role], {id(state[key]): views[key] for key in state}, before)
             self.states[role] = views
+
+    def step(self, batches: AnyBatch) -> None:
+        """Take a local step of the active clients."""
+        cohort, batch, stop = self._cohort, one_of(batches), self.start + self.active
+        self._rows, self._batches, self._passes = slice(self.start, stop), batches, Counter[str]()
+        self._counts = batch.counts[self._rows]
+        width = max(self._counts)
+        self._x, self._y = batch.x[self._rows, :width], batch.y[self._rows, :width]
+        self.received = _rows(cohort.received, self.start, stop)
+        self.kept = {role: _rows(state, self.start, stop) for role, state in cohort.kept.items()}
+        self._finite = torch.ones_like(cohort.broken[self._rows])
+        cohort.algorithm.client_step(self)
+
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        cohort = self._cohort
+        if cohort.private is not None:
+            raise no_logits(cohort.algorithm)
+        states, stream = self._named(states, stream)
+        scales = cohort.scales
+        states = states if scales is None else scales.enter(states, self._rows)
+        logits = cohort.engine.logits(
+            states, self._x, training=True, counts=self._counts, streams=self._streams(stream)
+        )
+        return logits if scales is None else scales.leave(logits, self._rows)
+
+    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
+        private = self._cohort.private
+        if private is None or not isinstance(self._batches, dict):
+            return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
+        states, stream = self._named(states, stream)
+        return private.loss(stream, states, self._batches, self._rows, self._streams(stream))
+
+    def _streams(self, stream: str) -> Streams:
+        """Random streams of the step's next pass that draws from ``stream``."""
+        self._passes[stream] += 1
+        step = self._cohort.streams[stream][self._rows].fork("step", one_of(self._batches).step)
+        return step.fork("pass", self._passes[stream])
+
+    def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
+        """The stack that is meant, and the stream that it draws from."""
+        if isinstance(states, str):
+            return self.states[states], stream or states
+        return states, stream or next(iter(self._cohort.streams))
+
+    def restart(self, role: str, start: State) -> None:
+        with torch.no_grad():
+            for key, value in self.states[role].items():
+                if value.requires_grad:
+                    value.copy_(start[key])
+        if role in self._optimizers:
+            self._optimizers[role].state.clear()
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        roles = (role,) if isinstance(role, str) else role
+        optimizers = [self._optimizers[name] for name in roles if name in self._optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if loss is not None:
+            self._observe(roles, loss.detach())
+            loss.sum().backward()
+        trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
+        scales = self._cohort.scales
+        if scales is not None and loss is not None:  # clients whose last gradient was not finite take no step
+            leaves = [leaf for state in trained for leaf in state.values()]
+            self._finite = scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
+        for state in trained:
+            for key, value in state.items():
+                if pull is not None:
+                    _add_gradient(value, value.detach() - pull[1][key].detach(), pull[0])
+                if slope is not None:
+                    _add_gradient(value, slope[key])
+            gradients = [value.grad for value in state.values() if value.grad is not None]
+            if gradients and self._cohort.training.clip_norm is not None:
+                _clip(gradients, self._cohort.training.clip_norm)
+        for optimizer in optimizers:
+            if isinstance(optimizer, MaskedOptimizer):
+                optimizer.step_rows(self._finite)
+            else:
+                optimizer.step()
+
+    def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
+        """Note the losses of the step for the round's report."""
+        cohort = self._cohort
+        cohort.broken[self._rows] |= ~losses.isfinite()
+        for role in roles if cohort.private is None else ():  # a loss on private images is not for free
+            cohort.losses[role][self._rows] += losses
+            cohort.descents[role][self._rows] += 1
 
 
 def _replace(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
@@ -148,7 +243,7 @@ class Cohort:
         size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
         opened = self.algorithm.open(kept, received, site.slot)
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
-        self.chunks = [Chunk(opened, kept, received, start, stop) for start, stop in bounds]
+        self.chunks = [_Chunk(self, opened, start, stop) for start, stop in bounds]
         own = secrets.randbits(256) if self.private is not None and self.private.secure else settings.seed
         self.streams = {
             role: Streams.derived(own, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
@@ -171,16 +266,14 @@ class Cohort:
                 self.failed.setdefault(client, reason)
         if batch.phase != self._phase:
             self._phase = batch.phase
-            name = self.phases[batch.phase].name
             for chunk in self.chunks:
-                trained = {role: self.algorithm.trained(role, name, self.slot) for role in chunk.full}
-                chunk.begin(trained, self.training, self.factor, masked=self.scales is not None)
+                chunk.begin(self.phases[batch.phase].name)
         for chunk in self.chunks:
             active = min(len(batch.clients), chunk.stop) - chunk.start
             if active > 0:
                 if active < chunk.active:
                     chunk.narrow(active)
-                self.algorithm.client_step(_Step(self, chunk, batches))
+                chunk.step(batches)
 
     def close(self) -> Trained:
         """Finish the round."""
@@ -188,6 +281,7 @@ class Cohort:
             role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
             for role, state in self.chunks[0].full.items()
         }
+        self.chunks = []
         finite = _all_finite(~self.broken, *trained.values())
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
         sent = _all_finite(torch.ones_like(finite), update)  # an algorithm may make what is not finite of what is
@@ -224,107 +318,6 @@ class Cohort:
             None if self.scales is None else table[2],
             {client: reason for own in ranks.gather(self.failed) for client, reason in own.items()},
         )
-
-
-class _Step:
-    """One local step of one chunk's active clients; satisfies :class:`perada.algorithms.base.ClientStep`."""
-
-    def __init__(self, cohort: Cohort, chunk: Chunk, batches: AnyBatch) -> None:
-        batch = one_of(batches)
-        rows = slice(chunk.start, chunk.start + chunk.active)
-        self._cohort, self._chunk, self._rows, self._batches = cohort, chunk, rows, batches
-        self._passes: Counter[str] = Counter()
-        self._counts = batch.counts[rows]
-        width = max(self._counts)
-        self._x, self._y = batch.x[rows, :width], batch.y[rows, :width]
-        self.round = cohort.plan.round
-        self.phase = cohort.phases[batch.phase].name
-        self.states = chunk.states
-        self.received = prefix(chunk.received, chunk.active)
-        self.kept = {role: prefix(state, chunk.active) for role, state in chunk.kept.items()}
-        self._finite = torch.ones_like(cohort.broken[rows])
-
-    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        cohort = self._cohort
-        if cohort.private is not None:
-            raise no_logits(cohort.algorithm)
-        states, stream = self._named(states, stream)
-        scales = cohort.scales
-        states = states if scales is None else scales.enter(states, self._rows)
-        logits = cohort.engine.logits(
-            states, self._x, training=True, counts=self._counts, streams=self._streams(stream)
-        )
-        return logits if scales is None else scales.leave(logits, self._rows)
-
-    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        private = self._cohort.private
-        if private is None or not isinstance(self._batches, dict):
-            return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
-        states, stream = self._named(states, stream)
-        return private.loss(stream, states, self._batches, self._rows, self._streams(stream))
-
-    def _streams(self, stream: str) -> Streams:
-        """Random streams of the step's next pass that draws from ``stream``."""
-        self._passes[stream] += 1
-        step = self._cohort.streams[stream][self._rows].fork("step", one_of(self._batches).step)
-        return step.fork("pass", self._passes[stream])
-
-    def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
-        """The stack that is meant, and the stream that it draws from."""
-        if isinstance(states, str):
-            return self.states[states], stream or states
-        return states, stream or next(iter(self._cohort.streams))
-
-    def restart(self, role: str, start: State) -> None:
-        with torch.no_grad():
-            for key, value in self.states[role].items():
-                if value.requires_grad:
-                    value.copy_(start[key])
-        if role in self._chunk.optimizers:
-            self._chunk.optimizers[role].state.clear()
-
-    def descend(
-        self,
-        role: str | tuple[str, ...],
-        loss: Tensor | None = None,
-        *,
-        pull: tuple[float, State] | None = None,
-        slope: State | None = None,
-    ) -> None:
-        roles = (role,) if isinstance(role, str) else role
-        optimizers = [self._chunk.optimizers[name] for name in roles if name in self._chunk.optimizers]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if loss is not None:
-            self._observe(roles, loss.detach())
-            loss.sum().backward()
-        trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
-        scales = self._cohort.scales
-        if scales is not None and loss is not None:  # clients whose last gradient was not finite take no step
-            leaves = [leaf for state in trained for leaf in state.values()]
-            self._finite = scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
-        for state in trained:
-            for key, value in state.items():
-                if pull is not None:
-                    _add_gradient(value, value.detach() - pull[1][key].detach(), pull[0])
-                if slope is not None:
-                    _add_gradient(value, slope[key])
-            gradients = [value.grad for value in state.values() if value.grad is not None]
-            if gradients and self._cohort.training.clip_norm is not None:
-                _clip(gradients, self._cohort.training.clip_norm)
-        for optimizer in optimizers:
-            if isinstance(optimizer, MaskedOptimizer):
-                optimizer.step_rows(self._finite)
-            else:
-                optimizer.step()
-
-    def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
-        """Note the losses of the step for the round's report."""
-        cohort = self._cohort
-        cohort.broken[self._rows] |= ~losses.isfinite()
-        for role in roles if cohort.private is None else ():  # a loss on private images is not for free
-            cohort.losses[role][self._rows] += losses
-            cohort.descents[role][self._rows] += 1
 
 
 def _all_finite(clients: Tensor, *stacks: State) -> Tensor:

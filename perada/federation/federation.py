@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from perada.algorithms import Algorithm, Slot
+from perada.algorithms import Algorithm, Slot, Stacks
 from perada.core.batches import one_of
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares
@@ -87,12 +87,12 @@ class Federation(Site):
         """
         cohort, plan, places, self.cohort = self.cohort, self._shares.plan, self._shares.places, None
         assert cohort is not None
-        trained = cohort.close()
+        opened, trained = cohort.chunks[0].full, cohort.close()
         outcomes = cohort.outcomes(trained, self._shares, self.ranks)
         real = torch.arange(len(trained.finite), device=trained.finite.device) < len(places)  # no stand-in
         self.scales.close("clients", cohort.scales, trained.finite & real, self.ranks)
         report = RoundReport(outcomes.broken, failed=outcomes.failed)
-        report.metrics = self._round_metrics(cohort, trained.sent, outcomes)
+        report.metrics = self._round_metrics(opened, cohort.received, trained.sent, outcomes)
         self.store.scatter(self._shares.parts, report.broken, trained.kept)
         self.rounds_done = plan.round + 1
         sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
@@ -120,14 +120,14 @@ class Federation(Site):
             report.metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(report.broken)}
         return report
 
-    def _round_metrics(self, cohort: Cohort, sent: State, outcomes: Outcomes) -> dict[str, float]:
-        """Training losses, and what a client trains and all send; ``cohort`` and ``sent`` are of some of them."""
-        settings, full, clients = self.settings, cohort.chunks[0].full, len(outcomes.finite)
+    def _round_metrics(self, opened: Stacks, received: State, sent: State, outcomes: Outcomes) -> dict[str, float]:
+        """Training losses, and what a client trains and all send; the states are of some of them."""
+        settings, clients = self.settings, len(outcomes.finite)
         # Every client is sent all models where it compares them, and takes one.
         many = settings.algorithm.compares
-        received = self.global_state if many else {key: value[0] for key, value in cohort.received.items()}
+        received = self.global_state if many else {key: value[0] for key, value in received.items()}
         sent = {key: value[0] for key, value in sent.items()}
-        metrics = parameter_counts(settings.algorithm, settings.phases, self.slot, full, sent) | {
+        metrics = parameter_counts(settings.algorithm, settings.phases, self.slot, opened, sent) | {
             "comm/up_mb": megabytes(expand(sent, clients)),
             "comm/down_mb": megabytes(expand(received, clients)) if settings.algorithm.sends else 0.0,
         }
