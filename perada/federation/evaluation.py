@@ -67,23 +67,18 @@ class Evaluation:
             of_clients = self._shared_local if federation.personalized else self._local
             of_clients.update(shared.unsqueeze(0), batch.y, owner)
         if federation.personalized:
-            own = self._run_everywhere(batch, owner)
+            rows, own = torch.arange(len(owner), device=owner.device), None
+            for places, clients, logits in everywhere_logits(federation, self.everywhere, batch.x):
+                self._everyone.update(logits, batch.y, models=places)
+                place = owner[:, None] == send(torch.tensor(clients), owner.device)
+                theirs = logits[place.long().argmax(1), rows]  # of the images' owners, where those are among them
+                own = theirs if own is None else torch.where(place.any(1, keepdim=True), theirs, own)
             if len(self.everywhere) < self.clients:
                 own = own_logits(federation, batch)
             if own is not None:
                 counted = None if federation.ranks.size == 1 else send(self._owned, owner.device)[owner]
                 self._local.update(own.unsqueeze(0), batch.y, owner, counted=counted)
                 self._tallies["personal"].update(own, batch.y, owner, counted)
-
-    def _run_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
-        """Run personal models on a whole batch; return the logits (B, K) of each image's owner's, where that ran."""
-        rows, own = torch.arange(len(owner), device=owner.device), None
-        for places, clients, logits in everywhere_logits(self.federation, self.everywhere, batch.x):
-            self._everyone.update(logits, batch.y, models=places)
-            place = owner[:, None] == send(torch.tensor(clients), owner.device)
-            theirs = logits[place.long().argmax(1), rows]
-            own = theirs if own is None else torch.where(place.any(1, keepdim=True), theirs, own)
-        return own
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """What all processes have counted: scores by name, and those of each client (M,), NaN where it has none.

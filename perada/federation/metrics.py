@@ -128,12 +128,10 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
 
 def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, metric and options of each entry of a choice."""
-    if not isinstance(choice, str | Sequence | Mapping):
+    if not choice or not isinstance(choice, str | Sequence | Mapping):
         raise ValueError(f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names")
     entries = [_entry(entry) for entry in ([choice] if isinstance(choice, str | Mapping) else choice)]
     names = [name for name, _, _ in entries]
-    if not names:
-        raise ValueError("metric=[] names nothing to score models by; give 'accuracy', or 'auto'")
     for name in names:
         if name in TAKEN or not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(

@@ -67,20 +67,18 @@ class Storage:
 
     def open(self, initial: Stacks, name: str = "") -> ClientStore:
         """Make a store; ``name`` tells the folders of several apart."""
-        kind = self._choice(initial) if self.kind == "auto" else self.kind
+        kind, values = self.kind, [value for state in initial.values() for value in state.values()]
+        if kind == "auto":
+            needed = self.clients * sum(value.numel() * value.element_size() for value in values)
+            device = values[0].device if values else torch.device("cpu")
+            kind = "host" if device.type == "cuda" else "device"
+            if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
+                kind = "device"
+            elif needed > SHARE * host_memory():
+                kind = "disk"
         if kind == "disk":
             return DiskStore(initial, self.folder and self.folder / name, self.prune)
         return ClientStore(initial, host=kind == "host")
-
-    def _choice(self, initial: Stacks) -> StoreKind:
-        values = [value for state in initial.values() for value in state.values()]
-        needed = self.clients * sum(value.numel() * value.element_size() for value in values)
-        device = values[0].device if values else torch.device("cpu")
-        if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
-            return "device"
-        if needed <= SHARE * host_memory():
-            return "host" if device.type == "cuda" else "device"
-        return "disk"
 
 
 def host_memory() -> int:

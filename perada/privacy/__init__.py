@@ -8,7 +8,6 @@ from perada.privacy.accounting import ACCOUNTANTS, Ledger, Ledgers, calibrate, h
 from perada.privacy.clipping import noisy_mean
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.sampling import (
-    expected_batch_size,
     passes,
     poisson_batches,
     secure_permutation,
@@ -23,7 +22,6 @@ __all__ = [
     "Ledgers",
     "Privacy",
     "calibrate",
-    "expected_batch_size",
     "history_epsilon",
     "noisy_mean",
     "passes",

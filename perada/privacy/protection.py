@@ -27,7 +27,6 @@ from perada.core.states import State
 from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.gradients import Query, SampleGradients
-from perada.privacy.sampling import expected_batch_size
 
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file, beside the checkpoints."""
@@ -53,12 +52,8 @@ class Journal:
         self.own = list(dict.fromkeys(path.absolute() for path in own))
         self.others = [path for path in dict.fromkeys(path.absolute() for path in others) if path not in self.own]
 
-    def write(self, entry: dict[str, Any]) -> list[Path]:
-        """Add an entry to every file, and give those of ``others`` that could not be written; it is then on disk.
-
-        An OSError if one of ``own`` cannot be written.
-        """
-        lost = []
+    def write(self, entry: dict[str, Any]) -> None:
+        """Add an entry to every file; it is then on disk. An OSError if one of ``own`` cannot be written."""
         for path in (*self.own, *self.others):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +69,8 @@ class Journal:
                         f"privacy: the round cannot be written down in {str(path)!r} ({error}), and is not begun; make "
                         "room or give another folder"
                     ) from error
-                lost.append(path)
-        return lost
+                unaware = "cannot be written: who resumes from there does not know of the round"
+                warnings.warn(f"privacy: {str(path)!r} {unaware}", stacklevel=2)
 
 
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
@@ -142,7 +137,7 @@ class PrivateRound:
         width = max(1, *counts)
         noise = self._noise[stream][rows] if self._noise else None
         sigmas = [account.noise_multipliers[client] for client in clients]
-        expected = [expected_batch_size(account.sizes[client], account.rate(client)) for client in clients]
+        expected = [account.sizes[client] * account.rate(client) for client in clients]  # not what was drawn
         x, y = batch.x[rows, :width], batch.y[rows, :width]
         total = torch.zeros(len(counts), device=batch.x.device)
         query = Query(states, x, y, counts, dropout, noise, sigmas, expected)
@@ -201,12 +196,9 @@ class Protection:
         return {"id": name, "run": self.run, "round": round, "images": [], "clients": []}
 
     def _write(self, entry: dict[str, Any]) -> None:
-        lost = self.journal.write(entry)
+        self.journal.write(entry)
         if self.journal.own:
             self.journaled = entry["id"]
-        if lost:
-            unaware = f"{', '.join(map(str, lost))} cannot be written: who resumes from there does not know of it"
-            warnings.warn(f"privacy: {unaware}", stacklevel=2)
 
     def journal_in(self, path: Path, rounds_done: int) -> None:
         """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left."""

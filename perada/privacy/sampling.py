@@ -77,19 +77,6 @@ def passes(images: int, batch_size: int, steps: int) -> int:
     return math.ceil(steps / math.ceil(images / batch_size))
 
 
-def expected_batch_size(images: int, sample_rate: float) -> float:
-    """Mean number of images in a Poisson batch, n · q: what a noisy sum of gradients is divided by.
-
-    It is not rounded (Opacus takes ``int(n * q)``), and never the size of the batch that was drawn, which is private.
-
-    >>> expected_batch_size(10, 0.25)
-    2.5
-    """
-    check_whole("images", images, hint="a client without images cannot take part")
-    check_step(0.0, sample_rate, 0)
-    return images * sample_rate
-
-
 _BITS = 53  # of a float64's significand
 _BLOCK = 2**18  # normal draws made at a time: up to 8 MiB of random bytes
 

@@ -125,7 +125,7 @@ def test_labels_that_no_image_has_do_not_count():
     [
         ("f1_makro", r"metric='f1_makro' is unknown: did you mean f1_macro"),
         ("BinaryAccuracy", r"metric='BinaryAccuracy' is unknown"),
-        ([], "metric=.. names nothing"),
+        ([], "metric=.. cannot be used; give a name"),
         (["ece", "ece"], "metric has 'ece' twice"),
         (["accuracy", "auto"], "metric='auto' cannot be one of several"),
         ([{"f1_macro": {"top_k": 2}}], "metric 'f1_macro' takes no options"),

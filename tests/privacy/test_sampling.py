@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from perada.privacy import expected_batch_size, passes, poisson_batches, shuffled_batches
+from perada.privacy import passes, poisson_batches, shuffled_batches
 
 
 def draw(images=30, sample_rate=0.1, steps=4000, *, seed=0, role="local", round=0, client=0):
@@ -73,10 +73,6 @@ def test_draws_depend_on_the_arguments_alone():
 def test_a_longer_run_begins_like_a_shorter_one():
     assert all(map(torch.equal, draw(steps=5), draw(steps=9)[:5]))
     assert draw(steps=0) == []
-
-
-def test_expected_batch_size_is_the_mean():
-    assert expected_batch_size(10, 1 / 3) == pytest.approx(stats.binom(10, 1 / 3).mean())
 
 
 @pytest.mark.parametrize(
