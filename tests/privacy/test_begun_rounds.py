@@ -2,8 +2,8 @@
 """A round that is begun is counted, whatever becomes of it: its noise has been drawn, and after a crash others."""
 
 import json
-import re
 import os
+import re
 import shutil
 import signal
 import subprocess
