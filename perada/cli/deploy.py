@@ -3,11 +3,11 @@
 
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.site.client import Client, image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.worker import SiteWorker
-from perada.deploy.state import SITE_STATE, Book, Progress, RunState, read_progress, read_state
+from perada.deploy.state import Book, Progress, RunState, read_progress, read_runs
 from perada.privacy.accounting import Ledger
 from perada.results.export import save_adapter
 from perada.results.report import epsilon_text, table
@@ -161,7 +161,7 @@ class Tried(NamedTuple):
 
     seconds: float
     steps: int  # of a round
-    memory: float | None  # peak of the process during the step, GB; None where the system does not say
+    memory: float  # peak of the process during the step, GB
     device_memory: float | None  # peak on the GPU, GB; None on a CPU
 
 
@@ -179,17 +179,14 @@ def try_step(client: Client) -> Tried:
     client.train(order, client.recipe.template.sending, RunState(order.run), protection, only_step=first)
     if cuda:
         torch.cuda.synchronize(device)
-    seconds, here = time.monotonic() - begin, None
-    with suppress(OSError):
-        here = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    memory = int(here[1]) * 1024 / 1e9 if here else None
+    seconds, memory = time.monotonic() - begin, getrusage(RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     there = torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None
     return Tried(seconds, sum(own[0] for own in plan.steps), memory, there)
 
 
 def shown_memory(tried: Tried) -> str:
     """What a step needs, in words."""
-    here = "not known on this system" if tried.memory is None else f"{tried.memory:.2f} GB"
+    here = f"{tried.memory:.2f} GB"
     return here if tried.device_memory is None else f"{here}, and {tried.device_memory:.2f} GB on the GPU"
 
 
@@ -209,12 +206,10 @@ def _models(recipe: Recipe, state: State) -> list[State]:
 
 def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]]]:
     """The site's personal model and the global one that it was last told, of its current run or another."""
-    former = {path.stem: path for path in (given.state / "runs").glob("*.safetensors")}
-    state = read_state(given.state / SITE_STATE)[0] if (given.state / SITE_STATE).is_file() else None
-    if run is not None and (state is None or state.run != run):
-        if run not in former:
-            raise ValueError(f"run={run!r} is none of the site's; `perada deploy status` lists them")
-        state = read_state(former[run])[0]
+    states = read_runs(given.state)[0]
+    if run is not None and run not in [one.run for one in states]:
+        raise ValueError(f"run={run!r} is none of the site's; `perada deploy status` lists them")
+    state = next((one for one in states if run in (None, one.run)), None)
     if state is None or not state.shared:
         raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")
     path = Path(name).absolute() if name else next(iter(given.recipes))
@@ -229,14 +224,10 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
 
 def _site_status(given: SiteFile) -> str:
     """What a site has trained and spent."""
-    if not (given.state / SITE_STATE).is_file():
+    states, all_runs = read_runs(given.state)
+    if not states:
         return f"Site {given.name} has trained nothing yet."
-    state, all_runs = read_state(given.state / SITE_STATE)
-    former = [read_state(path)[0] for path in sorted((given.state / "runs").glob("*.safetensors"))]
-    rows = [
-        [one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)]
-        for one in [state, *(one for one in former if one.run != state.run)]
-    ]
+    rows = [[one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)] for one in states]
     text = f"Site {given.name}, the current run first:\n\n"
     text += table(["run", "transport's id", "recipe", "rounds trained", "last round"], rows)
     total, limits = Ledger(), given.limits

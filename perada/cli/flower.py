@@ -24,7 +24,7 @@ from perada.cli.messages import one_line, quiet_lightning
 from perada.cli.recipes import whole
 from perada.core.checks import check_whole
 from perada.deploy.flower.app import check_target, write_app
-from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
+from perada.deploy.flower.keys import check_hosts, write_server_keys, write_site_keys
 from perada.deploy.flower.running import QUIET, Link, check_flower, program, run_app, write_connection
 from perada.deploy.protocol import Terms, Transport
 
@@ -90,7 +90,6 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
     parser.add_argument("--name", type=str, required=True, help="Name of the site, such as st-marys.")
     given = parser.parse_args(words)
-    check_site_name(given.name)
     write_site_keys(given.folder, given.name)
     print(f"Wrote {given.folder}: send {given.name}.pub to the server; {given.name}.key stays here")
 

@@ -125,10 +125,6 @@ class Terms:
 class Header:
     """What a message says beside its tensors: a dataclass whose fields are checked when it is made."""
 
-    def header(self) -> dict[str, Any]:
-        """In plain types."""
-        return dict(vars(self))
-
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> Self:
         """The one that a header was made of; Refused if there is none."""
@@ -227,13 +223,14 @@ def digest(message: bytes) -> str:
     return hashlib.sha256(message).hexdigest()
 
 
-def pack(header: Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> bytes:
-    """A message of a header in plain types, and of tensors.
+def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> bytes:
+    """A message of a header, which is of plain types, and of tensors.
 
     >>> header_of(pack({"code": "ok"}))
     {'code': 'ok'}
     """
-    text = json.dumps(header, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    plain = header if isinstance(header, Mapping) else vars(header)
+    text = json.dumps(plain, allow_nan=False, sort_keys=True, separators=(",", ":"))
     if not tensors:
         table = json.dumps({"__metadata__": {SECTION: text}}).encode()
         return len(table).to_bytes(8, "little") + table

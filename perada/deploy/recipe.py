@@ -18,12 +18,10 @@ from perada.algorithms import Broadcast, Stacks
 from perada.core.checks import check_whole
 from perada.core.states import State
 from perada.data import FederatedDataModule
-from perada.deploy.protocol import Terms
 from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import check_trainer
-from perada.privacy.client_level import ClientLevel
 
 REFUSED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
@@ -91,16 +89,6 @@ class Recipe:
         sections = {"privacy": self.loop.privacy, "client_privacy": self.loop.client_privacy}
         secure: dict[str, Any] = {name: own and replace(own, secure_rng=True) for name, own in sections.items()}
         return self.loop.settings_of(self.module, **{"storage": Storage("device")} | secure | changes)
-
-    def level(self, terms: Terms) -> ClientLevel | None:
-        """Privacy of whole clients in rounds on these terms; None where none is asked for.
-
-        A target is calibrated for a site that takes part in every round.
-        """
-        options = self.settings().client_privacy
-        if options is None:
-            return None
-        return ClientLevel(options, self.loop.seed, terms.min_sites, self.rounds)
 
     @cached_property
     def template(self) -> "Template":

@@ -190,6 +190,15 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
     return read_kept(path, SITE_FORMAT, build)
 
 
+def read_runs(folder: Path) -> tuple[list[RunState], dict[str, Any]]:
+    """The runs of a site, the current one first, and what :func:`read_state` says of all; nothing if there are none."""
+    if not (folder / SITE_STATE).is_file():
+        return [], {}
+    current, all_runs = read_state(folder / SITE_STATE)
+    former = [read_state(path)[0] for path in sorted((folder / "runs").glob("*.safetensors"))]
+    return [current, *(one for one in former if one.run != current.run)], all_runs
+
+
 @dataclass
 class Member:
     """A site of the roster; its place there is its number in the run."""

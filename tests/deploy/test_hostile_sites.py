@@ -43,7 +43,7 @@ def says(name, kind, **facts):
 
 def broken(*names):
     """Sites that say at once that their training broke."""
-    code = lambda message: pack(Answer("broken", digest(message)).header())  # noqa: E731
+    code = lambda message: pack(Answer("broken", digest(message)))  # noqa: E731
     return lambda who, what, reply, message: code(message) if who in names and what == "train" else reply
 
 

@@ -112,7 +112,7 @@ def test_what_a_hostile_site_sends_is_refused_by_name_and_changes_nothing(what, 
             return None
         spec = spec_of(coordinator.recipe.template.sent)
         good = {key: torch.zeros(shape) for key, (_, shape) in spec.items()}
-        return FORGED[what](Answer("ok", digest(message)).header(), good, next(iter(spec)))
+        return FORGED[what](vars(Answer("ok", digest(message))), good, next(iter(spec)))
 
     coordinator = parties.coordinator(Troubled(workers, forged), min_sites=2)
     assert coordinator.run().records[0].failed == {"site2": "malformed"}

@@ -40,7 +40,7 @@ def train(worker, round=0, kind="train", shift=0.0, **given):
     client = only_client(worker)
     order = Order(kind, RUN, client.recipe.digest, round, **{"client": 0, "clients": 3} | given)
     state = {key: value + shift if value.is_floating_point() else value for key, value in sending(client).items()}
-    return pack(order.header(), state)
+    return pack(order, state)
 
 
 def sending(client):
@@ -83,7 +83,7 @@ def test_rounds_of_the_past_and_the_future_are_refused(site):
 
 def test_a_recipe_that_is_not_approved_is_refused(site):
     client = only_client(site)
-    message = pack(Order("train", RUN, "0" * 64).header(), sending(client))
+    message = pack(Order("train", RUN, "0" * 64), sending(client))
     assert code(site.answer(message, ""), message) == "unapproved"
     assert state_bytes(site) is None
 
@@ -96,24 +96,24 @@ def hostile(client):
     yield "nothing", b""
     yield "pickle", b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
     yield "huge table", (2**32).to_bytes(8, "little") + b"{}" * 100
-    yield "cut off", pack(good.header(), state)[:-1]
-    yield "more at the end", pack(good.header(), state) + b"\0"
+    yield "cut off", pack(good, state)[:-1]
+    yield "more at the end", pack(good, state) + b"\0"
     yield "deep", (100_000).to_bytes(8, "little") + b"[" * 100_000
-    yield "NaN", pack(good.header(), state | {name: state[name] * torch.nan})
-    yield "infinite", pack(good.header(), state | {name: state[name] + torch.inf})
-    yield "too large", pack(good.header(), state | {name: state[name] + 1e9})
-    yield "shape", pack(good.header(), state | {name: state[name][..., :1]})
-    yield "dtype", pack(good.header(), state | {name: state[name].double()})
-    yield "another tensor", pack(good.header(), state | {"more": torch.zeros(1)})
-    yield "a tensor is missing", pack(good.header(), {key: value for key, value in state.items() if key != name})
-    yield "another kind", pack(good.header() | {"kind": "delete"}, state)
-    yield "a path for a run", pack(good.header() | {"run": "../../etc/passwd"}, state)
-    yield "a number of another type", pack(good.header() | {"round": 0.5}, state)
-    yield "true for a number", pack(good.header() | {"round": True}, state)
-    yield "one entry more", pack(good.header() | {"code": "import os"}, state)
-    yield "phases", pack(replace(good, lengths=[1, 2, 3]).header(), state)
-    yield "a length without end", pack(good.header() | {"lengths": [10**18]}, state)
-    yield "not a number", pack(good.header(), state).replace(b'\\"factor\\":1.0', b'\\"factor\\":NaN')
+    yield "NaN", pack(good, state | {name: state[name] * torch.nan})
+    yield "infinite", pack(good, state | {name: state[name] + torch.inf})
+    yield "too large", pack(good, state | {name: state[name] + 1e9})
+    yield "shape", pack(good, state | {name: state[name][..., :1]})
+    yield "dtype", pack(good, state | {name: state[name].double()})
+    yield "another tensor", pack(good, state | {"more": torch.zeros(1)})
+    yield "a tensor is missing", pack(good, {key: value for key, value in state.items() if key != name})
+    yield "another kind", pack(good | {"kind": "delete"}, state)
+    yield "a path for a run", pack(good | {"run": "../../etc/passwd"}, state)
+    yield "a number of another type", pack(good | {"round": 0.5}, state)
+    yield "true for a number", pack(good | {"round": True}, state)
+    yield "one entry more", pack(good | {"code": "import os"}, state)
+    yield "phases", pack(replace(good, lengths=[1, 2, 3]), state)
+    yield "a length without end", pack(good | {"lengths": [10**18]}, state)
+    yield "not a number", pack(good, state).replace(b'\\"factor\\":1.0', b'\\"factor\\":NaN')
 
 
 def test_hostile_messages_are_refused_and_nothing_changes(site):
@@ -127,7 +127,7 @@ def test_what_the_server_sends_cannot_write_lines_into_the_sites_log(site, caplo
     forged = "\x1b[2J\nround 1: all is well"
     client = only_client(site)
     for header in ({"kind": forged}, {"run": forged}, {"lengths": forged}, {"round": forged}, {"plain": forged}):
-        site.answer(pack(Order("train", RUN, client.recipe.digest).header() | header), forged)
+        site.answer(pack(Order("train", RUN, client.recipe.digest) | header), forged)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("perada")]
     assert len(said) == 5 and all("all is well" in line and line.isprintable() for line in said)
 
@@ -206,8 +206,8 @@ def test_neither_images_nor_texts_of_errors_leave_a_site(tiny, tmp_path, caplog)
     site, replies = parties.worker(0), []
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
-    asked = [train(site), pack(Order("evaluate", RUN, client.recipe.digest, 1).header(), shared)]
-    asked.append(pack(Order("join", RUN, client.recipe.digest).header()))
+    asked = [train(site), pack(Order("evaluate", RUN, client.recipe.digest, 1), shared)]
+    asked.append(pack(Order("join", RUN, client.recipe.digest)))
     replies = [site.answer(message, "") for message in asked]
     images.broken = True
     failing = train(site, 1)
@@ -242,7 +242,7 @@ def test_nothing_leaves_beside_updates_unless_the_site_says_so(tiny, tmp_path):
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
     for kind, tensors in (("join", None), ("evaluate", shared)):
-        message = pack(Order(kind, RUN, client.recipe.digest).header(), tensors)
+        message = pack(Order(kind, RUN, client.recipe.digest), tensors)
         facts = header_of(site.answer(message, ""))["facts"]
         assert set(facts) <= {"labels"}
     assert header_of(site.answer(train(site), ""))["facts"] == {}
@@ -274,7 +274,7 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
     assert limited.book.folder == folder
     for run in (RUN, "cd" * 16):  # nor does another run begin at zero
         client = only_client(limited)
-        message = pack(Order("train", run, client.recipe.digest, 2, clients=3).header(), sending(client))
+        message = pack(Order("train", run, client.recipe.digest, 2, clients=3), sending(client))
         assert code(limited.answer(message, ""), message) == "exhausted"
     assert limited.book.total.history(0) == {(sigma, rate): 2 * steps}
 
@@ -301,7 +301,7 @@ def test_noise_does_not_follow_from_what_the_server_knows(tiny, tmp_path):
 def other_run(worker, round=0):
     client = only_client(worker)
     order = Order("train", "cd" * 16, client.recipe.digest, round, clients=3)
-    return pack(order.header(), sending(client))
+    return pack(order, sending(client))
 
 
 def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny, tmp_path):
@@ -328,7 +328,7 @@ def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_pat
     codes = []
     for run in range(15):
         order = Order("train", f"{run:032x}", digest, 0, clients=3)
-        message = pack(order.header(), sending(only_client(worker)))
+        message = pack(order, sending(only_client(worker)))
         codes.append(code(worker.answer(message, ""), message))
     assert codes == ["ok"] * 4 + ["exhausted"] * 11
     assert worker.book.total.history(0) == {(1.0, 4 / 9): 4 * 10}
@@ -418,7 +418,7 @@ def test_fine_tuning_comes_after_the_last_round_alone(tiny, tmp_path):
     rounds = [train(worker), train(worker, 1)]
     initial = only_client(worker).recipe.template.initial
     early, last = (
-        pack(Order("tune", RUN, only_client(worker).recipe.digest, round, 0, 3).header(), initial) for round in (1, 2)
+        pack(Order("tune", RUN, only_client(worker).recipe.digest, round, 0, 3), initial) for round in (1, 2)
     )
     codes = [code(worker.answer(message, ""), message) for message in (rounds[0], early, rounds[1], last)]
     assert codes == ["ok", "other", "ok", "ok"]
@@ -440,7 +440,7 @@ def test_a_site_scores_one_state_a_round(site):
         shared = {
             f"shared/{key}": value + shift if value.is_floating_point() else value for key, value in initial.items()
         }
-        return pack(Order("evaluate", RUN, client.recipe.digest, round).header(), shared)
+        return pack(Order("evaluate", RUN, client.recipe.digest, round), shared)
 
     untrained = evaluation(1)
     assert code(site.answer(untrained, ""), untrained) == "other"
@@ -553,7 +553,7 @@ def test_runs_that_take_turns_keep_their_states(site):
     client = only_client(site)
     first = train(site)
     reply = site.answer(first, "")
-    other = pack(Order("train", "cd" * 16, client.recipe.digest, clients=3).header(), sending(client))
+    other = pack(Order("train", "cd" * 16, client.recipe.digest, clients=3), sending(client))
     assert code(site.answer(other, ""), other) == "ok"
     assert site.answer(first, "") == reply
 

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -163,7 +164,6 @@ class FlowerTransport:
         self._grid, self._poll, self.most = grid, poll, most
         self._under_way: list[_Sent] = []
         self._arrived = threading.Event()
-        self._warned: set[str] = set()
 
     def names(self) -> list[str]:
         """Registered names of the sites that are connected now, in their order."""
@@ -208,21 +208,15 @@ class FlowerTransport:
             left_out = f"SuperNode {node.node_id} is left out, since it has no"
             if not node.public_key:
                 remedy = "start it with --auth-supernode-private-key, and the SuperLink with --enable-supernode-auth"
-                self._warn(f"{left_out} key; {remedy}")
+                _warn(f"{left_out} key; {remedy}")
             elif not node.name:
-                self._warn(f"{left_out} name; register its key again, with --name")
+                _warn(f"{left_out} name; register its key again, with --name")
             else:
                 nodes[node.name].append((node.node_id, node.last_activated_at))
         for name, several in nodes.items():
             if len(several) > 1:
-                self._warn(f"{name!r} is registered for {len(several)} keys and is left out; unregister all but one")
+                _warn(f"{name!r} is registered for {len(several)} keys and is left out; unregister all but one")
         return {name: several[0] for name, several in nodes.items() if len(several) == 1}
-
-    def _warn(self, text: str) -> None:
-        """Say something once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning("%s", text)
 
     def _push(self, site: str, node: tuple[int, str], message: bytes, ttl: float) -> bool:
         """Hand a message to the SuperLink; whether it took it."""
@@ -258,6 +252,12 @@ class FlowerTransport:
             return Failure(_CODES.get(reply.error.code, "crashed"))
         malformed = reply.metadata.src_node_id != node
         return Failure("malformed") if malformed else unpacked(reply.content, self.most)
+
+
+@cache
+def _warn(text: str) -> None:
+    """Say something once."""
+    log.warning("%s", text)
 
 
 def _is_open(sent: _Sent, nodes: Mapping[str, tuple[int, str]]) -> bool:

@@ -44,12 +44,10 @@ class Link:
 
     def __post_init__(self) -> None:
         host, colon, port = self.where.rpartition(":")
-        if not colon:
-            if self.authority is not None:
-                raise ValueError(
-                    f"link={self.where!r} is a name, whose certificate Flower's configuration says; leave out "
-                    "--root-certificates, or give an address with its port"
-                )
+        if bool(colon) != (self.authority is not None):
+            what = "an address; give its certificate with" if colon else "a name, whose certificate Flower knows; drop"
+            raise ValueError(f"link={self.where!r} is {what} --root-certificates ca.crt")
+        if self.authority is None:
             file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
             links = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {}) if file.is_file() else {}
             known = sorted(name for name, value in links.items() if isinstance(value, dict))
@@ -62,8 +60,6 @@ class Link:
         check_hosts([host])
         if not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"link={self.where!r} has no port from 1 to 65535; give one, such as 8000")
-        if self.authority is None:
-            raise ValueError(f"link={self.where!r} is an address; give its certificate with --root-certificates ca.crt")
         _check_expiry(self.authority)
 
     @contextmanager
@@ -110,9 +106,8 @@ def check_flower() -> None:
 
 def program(name: str) -> Path:
     """A program of Flower's in the environment that runs this one."""
-    beside = Path(sys.executable).parent / name
-    found = shutil.which(name)
-    return beside if beside.is_file() or found is None else Path(found)
+    beside = Path(sys.executable).parent
+    return Path(shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}") or beside / name)
 
 
 def run_app(app: Path, link: Link, terms: Terms) -> int:

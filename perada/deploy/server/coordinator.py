@@ -178,7 +178,7 @@ class Coordinator:
         end = time.monotonic() + self.terms.deadline
 
         def message(name: str) -> bytes:
-            return pack(self._order(kind, numbers[name], **given).header(), tensors)
+            return pack(self._order(kind, numbers[name], **given), tensors)
 
         got = self._ask(asked, message, {}, end, record)
         for name, code in record.failed.items():
@@ -214,7 +214,7 @@ class Coordinator:
     def _admit(self, names: Sequence[str], seconds: float) -> None:
         """Let new sites join."""
         if new := self.roster.newcomers(names):
-            messages = dict.fromkeys(new, pack(self._order("join").header()))
+            messages = dict.fromkeys(new, pack(self._order("join")))
             answers, failed = ask(self.transport, messages, len(new), seconds, {}, Record(self.progress.done))
             self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
 
@@ -275,7 +275,7 @@ class Coordinator:
         if not self.settings.algorithm.compares:
             received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
             given = {key: value[0] for key, value in received.items()}
-        return pack(order.header(), given)
+        return pack(order, given)
 
     def _evaluate(self) -> None:
         """Have sites score the models on their own test images, and add up what they send."""

@@ -20,6 +20,7 @@ from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
 from perada.federation.metrics import Metric, spread
 from perada.federation.server import RoundReport, Server, look_at, parameter_counts
+from perada.privacy.client_level import ClientLevel
 from perada.server import Updates
 from perada.server.distill import ServerData
 
@@ -43,9 +44,11 @@ class Roster:
 
     def __init__(self, progress: Progress, terms: Terms, recipe: Recipe) -> None:
         self.progress, self.terms = progress, terms
-        self.settings, self.batch_size, self.level = recipe.settings(), recipe.data.batch_size, recipe.level(terms)
-        if self.level is not None and progress.level is not None:
-            self.level.load_state_dict(progress.level)
+        self.settings, self.batch_size, self.level = recipe.settings(), recipe.data.batch_size, None
+        if options := self.settings.client_privacy:  # a target is for a site that takes part in every round
+            self.level = ClientLevel(options, recipe.loop.seed, terms.min_sites, recipe.rounds)
+            if progress.level is not None:
+                self.level.load_state_dict(progress.level)
         self.outside: dict[str, str] = {}  # why a site that is connected has not joined
 
     @property

@@ -5,12 +5,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import Subset
 
 from perada.algorithms import Algorithm, Broadcast, Stacks
@@ -18,7 +18,7 @@ from perada.core.batches import AnyBatch, one_of
 from perada.core.files import write_atomic
 from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
 from perada.core.states import State, expand, to_device
-from perada.data.batches.samples import MapStore, RoundBatches, Rows, Samples, loader
+from perada.data.batches.samples import MapStore, RoundBatches, Samples, loader
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions.division import identities_of
@@ -37,14 +37,6 @@ from perada.privacy.account import Row
 from perada.privacy.accounting import ROUNDING, History, Ledger, Ledgers, history_epsilon
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
-
-
-class Done(NamedTuple):
-    """What came of a round at the site."""
-
-    trained: Trained
-    losses: dict[str, float]  # by role; none where training is private
-    failed: str  # why a sample could not be read, if one could not
 
 
 class Client:
@@ -182,8 +174,12 @@ class Client:
 
     def train(
         self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
-    ) -> Done:
-        """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched."""
+    ) -> tuple[Trained, dict[str, float], str]:
+        """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched.
+
+        Returns:
+            What came of it; losses by role, none where training is private; why a sample could not be read, or "".
+        """
         plan, tuning = self.plan(order), order.kind == "tune"
         with self.recipe.context():
             if tuning:
@@ -199,7 +195,7 @@ class Client:
         shown = self.recipe.loop.privacy is None and self.recipe.loop.client_privacy is None
         losses = {role: float(loss[0]) for role, loss in cohort.mean_losses().items()} if shown else {}
         finite = {role: loss for role, loss in losses.items() if math.isfinite(loss)}
-        return Done(trained, finite, next(iter(cohort.failed.values()), ""))
+        return trained, finite, next(iter(cohort.failed.values()), "")
 
     def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
@@ -267,21 +263,12 @@ def only(data: FederatedData, place: int) -> FederatedData:
 
 def numbered(store: Samples, number: int) -> Samples:
     """A store of one client, which has the ``number`` that it has in the federation."""
-    if not isinstance(store, MapStore):
-        return _Numbered(store, number)
-    made = MapStore([], store.labelled, store.size)  # what its datasets draw depends on the number
-    made.datasets, made.num_classes = {number: store.datasets[0]}, store.num_classes  # type: ignore[assignment]  # looked up only
-    made.sizes = {number: store.sizes[0]}  # type: ignore[assignment]  # likewise
+    made = copy(store)
+    made.sizes = {number: store.sizes[0]}  # type: ignore[assignment]  # looked up only
+    made.starts = torch.zeros(1, dtype=torch.int64).expand(number + 1)
+    if isinstance(made, MapStore):  # what its datasets draw depends on the number
+        made.datasets = {number: made.datasets[0]}  # type: ignore[assignment]  # likewise
     return made
-
-
-class _Numbered(Samples):
-    def __init__(self, store: Samples, number: int) -> None:
-        self.store, self.on_device = store, store.on_device
-        self.sizes = {number: store.sizes[0]}  # type: ignore[assignment]  # looked up only
-
-    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
-        return self.store.read(torch.zeros_like(owners), indices, key)
 
 
 SPLIT_FILE = "split.json"

@@ -123,8 +123,8 @@ class SiteWorker:
         costs = client.costs(order, protection, total)
         if costs is None:
             raise Refused(SPENT, "exhausted")
-        done = client.train(order, given, state, protection)
-        trained, facts = done.trained, {}
+        facts: dict[str, Any] = {}
+        trained, losses, failed = client.train(order, given, state, protection)
         account = protection.images
         if account is None:
             total.add(0, 0.0, 1.0, 1)
@@ -136,16 +136,16 @@ class SiteWorker:
             spent = {name: _finite(values[0]) for name, values in account.epsilons([0]).items()}
             facts = self._allowed(epsilon={"epsilon": spent})
         counts = bool(trained.counts[0]) or tune
-        if counts and done.losses:
-            facts |= self._allowed(losses={"losses": done.losses})
+        if counts and losses:
+            facts |= self._allowed(losses={"losses": losses})
         if bool(trained.finite[0]):
             kept = {role: {key: value.cpu() for key, value in part.items()} for role, part in trained.kept.items()}
             setattr(state, "tuned" if tune else "kept", kept)
-            outcome = f"{done.failed}; it is in no batch" if done.failed else ""
+            outcome = f"{failed}; it is in no batch" if failed else ""
         else:
-            outcome = f"{done.failed or 'the training became NaN or infinite'}; the personal state stays"
+            outcome = f"{failed or 'the training became NaN or infinite'}; the personal state stays"
         sent = {} if tune else {key: value[0] for key, value in trained.sent.items()}
-        reply = pack(Answer("ok", answers, facts).header(), sent)
+        reply = pack(Answer("ok", answers, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
         except Refused as error:
@@ -212,4 +212,4 @@ def _finite(value: float) -> float | None:
 
 
 def _reply(code: Code, answers: str, facts: dict[str, Any] | None = None) -> bytes:
-    return pack(Answer(code, answers, facts or {}).header())
+    return pack(Answer(code, answers, facts or {}))
