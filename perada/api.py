@@ -25,7 +25,7 @@ from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.strategies import check_trainer
-from perada.models.backbones import AdapterChoice
+from perada.models.adapted import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
 from perada.results.restore import plain_data

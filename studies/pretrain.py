@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from perada.core.batches import ImageConfig
+from perada.core.rounds import ImageConfig
 from perada.core.seeding import generator, seeded
 from perada.data.batches.transforms import augment, draw_crops, prepare_images
 from perada.data.sets.arrays import Digits, FashionMNIST

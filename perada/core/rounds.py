@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who trains in a round, for how many steps, on which samples: pure functions of the run's seed and the round.
+"""Who trains in a round, for how many steps, on which samples, and the batches that come of it.
+
+The former are pure functions of the run's seed and the round.
 
 The samples of a client form a stream of permutations, derived from (seed, "batches", round, client). A batch takes the
 next B samples of the stream, so it is always full: what an epoch lacks for its last batch comes from the next
@@ -10,7 +12,7 @@ of the round to the next. Shape suffixes: C clients, B batch, K classes.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -223,3 +225,47 @@ def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
     for phase, (steps, length) in enumerate(zip(plan.steps, plan.lengths, strict=True)):
         for step in range(length):
             yield phase, step, sum(own > step for own in steps)
+
+
+class CohortBatch(NamedTuple):
+    """One local step of every active client, of whom :func:`share_out` may leave none.
+
+    ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
+    the others are zero padding at the end. ``step`` is the index within the round. ``failed`` are clients of whom a
+    sample could not be read, and why.
+    """
+
+    clients: tuple[int, ...]
+    x: Tensor
+    y: Tensor
+    counts: tuple[int, ...]
+    phase: int
+    step: int
+    round: int = 0
+    failed: tuple[tuple[int, str], ...] = ()
+
+
+AnyBatch = CohortBatch | dict[str, CohortBatch]
+"""A step's batch, or one for each stream where training is private."""
+
+
+def one_of(batches: AnyBatch) -> CohortBatch:
+    """The batch, or any of them: they agree in all but images, labels and counts."""
+    return next(iter(batches.values())) if isinstance(batches, dict) else batches
+
+
+class EvalBatch(NamedTuple):
+    """Test images: ``x`` is (B, ...), ``y`` (B,) or (B, K), ``owner`` (B,) the index of the client each belongs to."""
+
+    x: Tensor
+    y: Tensor
+    owner: Tensor
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Images of a backbone: (channels, height, width), each channel in [0, 1] normalised by ``mean`` and ``std``."""
+
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federated data: sets of images, ways to divide them among clients, and the datamodule that serves rounds."""
 
-from perada.core.batches import CohortBatch, EvalBatch
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards

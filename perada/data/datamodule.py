@@ -10,9 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.core.batches import CohortBatch, EvalBatch, ImageConfig, one_of
 from perada.core.checks import check_choice, check_number, check_whole
-from perada.core.rounds import Phase, PrivateSampling, RoundPlan, Shares, batch_indices, make_plan, sample_cohort
+from perada.core.rounds import (
+    CohortBatch,
+    EvalBatch,
+    ImageConfig,
+    Phase,
+    PrivateSampling,
+    RoundPlan,
+    Shares,
+    batch_indices,
+    make_plan,
+    one_of,
+    sample_cohort,
+)
 from perada.core.states import send
 from perada.data.batches.datasets import length
 from perada.data.batches.samples import EvalBatches, FeatureCache, MapStore, RoundBatches, Samples, Store, loader

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from perada.core.batches import ImageConfig
 from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.rounds import ImageConfig
 from perada.core.text import some
 from perada.data.batches.datasets import as_labels, length, resolved
 from perada.data.batches.samples import MapStore

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.core.batches import CohortBatch
 from perada.core.checks import check_choice
+from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams, seeded
 from perada.core.states import State, expand, get_state, send, train_mode, unstack
 from perada.engine.fold import Fold, fold

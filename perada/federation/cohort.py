@@ -16,9 +16,8 @@ from torch import Tensor
 
 from perada.algorithms.base import Slot, Stacks
 from perada.algorithms.trial import no_logits
-from perada.core.batches import AnyBatch, one_of
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan, Shares
+from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
 from perada.core.states import State, clone
 from perada.engine.engine import Engine, client_losses

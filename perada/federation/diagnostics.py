@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from perada.algorithms import PerAda
-from perada.core.batches import CohortBatch
 from perada.core.checks import check_choice
 from perada.core.ranks import Ranks
-from perada.core.rounds import Shares
+from perada.core.rounds import CohortBatch, Shares
 from perada.core.states import State
 from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort

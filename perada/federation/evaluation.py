@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perada.core.batches import EvalBatch
+from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.engine import ensemble

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from perada.algorithms import Algorithm, Slot, Stacks
-from perada.core.batches import one_of
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan, Shares
+from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, expand, megabytes, prefix, stack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site

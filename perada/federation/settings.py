@@ -12,9 +12,8 @@ from torch import Tensor
 
 from perada.algorithms import Algorithm
 from perada.algorithms.base import Stacks
-from perada.core.batches import AnyBatch
 from perada.core.checks import check_choice
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.rounds import AnyBatch, Phase, RoundPlan
 from perada.engine.loss_scaling import MaskedAdam, MaskedSGD
 from perada.federation.store import ClientStore, DiskStore
 from perada.privacy.options import ClientPrivacy, Privacy, test_mode

@@ -10,8 +10,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.batches import AnyBatch
 from perada.core.checks import check_choice, check_number, check_options, check_whole
+from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import SPREADS
 from perada.data import EvalBatch
@@ -20,8 +20,8 @@ from perada.federation.evaluation import Evaluation, own_logits, sample_clients,
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
-from perada.models.adapted import make_slot
-from perada.models.backbones import AdaptedModel, AdapterChoice, ModelSpec, frozen_digest
+from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
+from perada.models.backbones import ModelSpec, frozen_digest
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 

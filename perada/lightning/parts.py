@@ -14,14 +14,13 @@ from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
 
-from perada.core.batches import AnyBatch, one_of
-from perada.core.rounds import PrivateSampling
+from perada.core.rounds import AnyBatch, PrivateSampling, one_of
 from perada.data import CohortBatch, EvalBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation.federation import Federation
 from perada.federation.server import RoundReport
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
-from perada.models.backbones import AdaptedModel
+from perada.models.adapted import AdaptedModel
 
 T = TypeVar("T")
 

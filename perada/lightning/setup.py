@@ -7,8 +7,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.algorithms import Algorithm
-from perada.core.batches import CohortBatch
-from perada.core.rounds import sample_cohort
+from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
 from perada.core.states import State, expand, get_state
 from perada.data import Phase

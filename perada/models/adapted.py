@@ -16,8 +16,8 @@ from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, Selec
 from perada.adapters.added import check_last_blocks, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
-from perada.core.batches import ImageConfig
 from perada.core.checks import is_of
+from perada.core.rounds import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
 from perada.models.char_lstm import CharLSTM
 

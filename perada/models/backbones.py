@@ -17,11 +17,11 @@ from timm.models import PretrainedCfg
 from torch import nn
 
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
-from perada.core.batches import ImageConfig
 from perada.core.checks import check_whole
+from perada.core.rounds import ImageConfig
 from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
-from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, adapter_names, insert_adapter, reset_parameters
+from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, insert_adapter, reset_parameters
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
 from perada.models.unwrapping import IMAGE, return_logits, unwrapped
@@ -29,16 +29,6 @@ from perada.models.weight_files import cached_file, load_weights, no_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-__all__ = [
-    "AdaptedModel",
-    "AdapterChoice",
-    "Backbone",
-    "ImageConfig",
-    "adapter_names",
-    "build_backbone",
-    "insert_adapter",
-]
 
 
 def build_backbone(

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perada.core.batches import CohortBatch, one_of
 from perada.core.ranks import Ranks
-from perada.core.rounds import RoundPlan
+from perada.core.rounds import CohortBatch, RoundPlan, one_of
 from perada.core.seeding import Streams, generator
 from perada.core.states import State
 from perada.privacy.account import Account, Budget

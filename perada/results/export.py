@@ -18,8 +18,7 @@ from torch import Tensor
 
 from perada.core.files import Scratch, check_sums
 from perada.core.states import State, get_state, set_state, trained_keys
-from perada.models.adapted import is_adapter_key, plain_names
-from perada.models.backbones import AdaptedModel, Backbone, insert_adapter
+from perada.models.adapted import AdaptedModel, Backbone, insert_adapter, is_adapter_key, plain_names
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import of_nobody, of_one
 from perada.results.run_file import RunFile

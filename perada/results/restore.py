@@ -22,8 +22,8 @@ from perada.engine.engine import Engine
 from perada.federation.federation import Federation
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.federation.store import locate
-from perada.models.adapted import make_slot
-from perada.models.backbones import AdaptedModel, Backbone, ModelSpec, build_backbone, frozen_digest
+from perada.models.adapted import AdaptedModel, Backbone, make_slot
+from perada.models.backbones import ModelSpec, build_backbone, frozen_digest
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights
 from perada.results.run_file import RUN_FILE
 from perada.server import Distillation

@@ -54,17 +54,14 @@ class TrimmedMean(_Coordinatewise):
 
     def check(self, clients: int) -> None:
         """Refuse so few clients a round that none would be dropped."""
-        if self._cut(clients) == 0:
-            need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if self._cut(c))
+        if whole_share(self.trim, clients) == 0:
+            need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if whole_share(self.trim, c))
             raise ValueError(
                 f"trim={self.trim!r} drops none of {clients} clients a round; sample at least {need}, or raise trim"
             )
 
-    def _cut(self, clients: int) -> int:
-        return whole_share(self.trim, clients)
-
     def _reduce(self, ordered: Tensor) -> Tensor:
-        cut = self._cut(len(ordered))
+        cut = whole_share(self.trim, len(ordered))
         left = ordered[cut : len(ordered) - cut]
         return mean({"": left}, client_weights("uniform", [1] * len(left)))[""]  # halves are summed as elsewhere
 
@@ -106,15 +103,12 @@ class ModifiedLocalGD(ComposedRule):
         known = given.state.get("initial", {})
         initial = known | {key: given.previous[key].clone() for key in target if key not in known}
         given.state["initial"] = initial
-        return {
-            key: _between(initial[key], value, alpha) if value.is_floating_point() else value
-            for key, value in target.items()
-        }
-
-
-def _between(start: Tensor, end: Tensor, share: float) -> Tensor:
-    exact = torch.promote_types(end.dtype, torch.float32)
-    return ((1 - share) * start.to(end.device, exact) + share * end.to(exact)).to(end.dtype)
+        moved = {}
+        for key, end in target.items():
+            exact = torch.promote_types(end.dtype, torch.float32)
+            start = initial[key].to(end.device, exact)
+            moved[key] = ((1 - alpha) * start + alpha * end.to(exact)).to(end.dtype) if end.is_floating_point() else end
+        return moved
 
 
 class _Optimizer(ComposedRule):

@@ -11,7 +11,7 @@ from torch import nn
 
 from perada.adapters import ResidualConfig
 from perada.core.states import get_state, train_mode, trained_keys
-from perada.models.backbones import adapter_names, insert_adapter
+from perada.models.adapted import adapter_names, insert_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

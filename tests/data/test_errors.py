@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
 import perada
-from perada.core.batches import ImageConfig
+from perada.core.rounds import ImageConfig
 from perada.data import (
     IID,
     Digits,

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from perada.core.batches import ImageConfig
+from perada.core.rounds import ImageConfig
 from perada.data import Digits, Dirichlet, FederatedData, FederatedDataModule, ImageFolder, Phase
 from perada.data.preprocessing import Preprocessing
 

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from perada.core.batches import ImageConfig
+from perada.core.rounds import ImageConfig
 from perada.core.seeding import generator
 from perada.data import CohortBatch, EvalBatch
 from perada.data.batches.transforms import Preparation, augment, draw_crops, prepare_images, to_image

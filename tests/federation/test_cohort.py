@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perada.algorithms import Ditto, FedAvg, PerAda, Standalone
-from perada.core.batches import CohortBatch
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.engine import client_losses

@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.api import make_trainer
-from perada.core.batches import EvalBatch
 from perada.core.ranks import Ranks
+from perada.core.rounds import EvalBatch
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients
 from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop

@@ -13,7 +13,7 @@ from torchvision.datasets import ImageFolder
 
 import perada
 from perada.algorithms import FedAvg
-from perada.core.batches import one_of
+from perada.core.rounds import one_of
 from perada.privacy import ClientPrivacy, Privacy
 
 

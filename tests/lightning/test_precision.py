@@ -16,9 +16,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import make_algorithm
-from perada.core.batches import CohortBatch
 from perada.core.ranks import Ranks
-from perada.core.rounds import Phase, RoundPlan
+from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.loss_scaling import LossScale, LossScales

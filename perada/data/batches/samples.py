@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.core.batches import AnyBatch, CohortBatch, EvalBatch, no_batch
 from perada.core.rounds import (
+    AnyBatch,
     BatchSize,
+    CohortBatch,
+    EvalBatch,
     PrivateSampling,
     RoundPlan,
     active_steps,
@@ -335,7 +337,7 @@ class RoundBatches(Dataset[AnyBatch]):
         phase, indices, round = self.walk[step][0], self.indices[step][name], self.plan.round
         clients, counts = self.plan.clients[: len(indices)], tuple(map(len, indices))
         if not clients:
-            return no_batch(phase, step, round)
+            return CohortBatch((), torch.empty(0), torch.empty(0), (), phase, step, round)
         owners, rows = torch.tensor(clients).repeat_interleave(torch.tensor(counts)), torch.cat(list(indices))
         if not len(rows):  # an image is read for its shape, and dropped
             owners, rows = torch.tensor(clients[:1]), torch.zeros(1, dtype=torch.int64)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as vision
 
-from perada.core.batches import CohortBatch, EvalBatch, ImageConfig
 from perada.core.checks import check_number
+from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.engine import real_rows

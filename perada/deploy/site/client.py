@@ -14,9 +14,8 @@ import torch
 from torch.utils.data import Subset
 
 from perada.algorithms import Algorithm, Broadcast, Stacks
-from perada.core.batches import AnyBatch, one_of
 from perada.core.files import write_atomic
-from perada.core.rounds import Phase, PrivateSampling, RoundPlan, active_steps, make_plan
+from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, active_steps, make_plan, one_of
 from perada.core.states import State, expand, to_device
 from perada.data.batches.samples import MapStore, RoundBatches, Samples, loader
 from perada.data.datamodule import FederatedDataModule
