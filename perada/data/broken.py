@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
 from perada.core.files import write_atomic
-from perada.data.batches.datasets import isolated_randomness, length, read_item, resolved, tensor_source
+from perada.data.batches.datasets import entries, isolated_randomness, length, read_item, resolved, tensor_source
 from perada.data.batches.transforms import UNREADABLE, MissingImageError, UnreadableImageError, to_image
 from perada.data.federated import FederatedData
-from perada.data.items import IMAGE_KEYS, check_datasets, parts_of
 from perada.data.sets.manifest import ImageFiles
 
 OnBroken = Literal["refuse", "skip"]
@@ -39,22 +38,22 @@ def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> Fe
         TypeError: If something is not a map-style dataset.
     """
     check_datasets(data)
-    parts, of_base = parts_of(data), dict[int, list[np.ndarray[Any, Any]]]()
-    found = [resolved(part.dataset) for part in parts]
+    parts, of_base = data.parts(), dict[int, list[np.ndarray[Any, Any]]]()
+    found = [resolved(dataset) for _, dataset in parts]
     for base, rows in found:
         of_base.setdefault(id(base), []).append(rows)
     lost = dict[int, dict[int, str]]()  # of each dataset, which others may be Subsets of, the items and why
-    for part, (base, _) in zip(parts, found, strict=True):
+    for (who, _), (base, _) in zip(parts, found, strict=True):
         if id(base) not in lost:
             wanted = np.unique(np.concatenate(of_base[id(base)])).tolist()
-            lost[id(base)] = _broken(base, wanted, part.who, workers)
+            lost[id(base)] = _broken(base, wanted, who, workers)
     sets, said = list[Dataset[Any]](), []
-    for part, (base, rows) in zip(parts, found, strict=True):
+    for (who, dataset), (base, rows) in zip(parts, found, strict=True):
         broken = lost[id(base)]
         gone = [place for place, row in enumerate(rows.tolist()) if row in broken] if broken else []
-        kept = np.setdiff1d(np.arange(length(part.dataset)), gone).tolist()
-        sets.append(Subset(part.dataset, kept) if gone else part.dataset)
-        said += [f"{part.who}: {broken[rows[place]]}" for place in gone]
+        kept = np.setdiff1d(np.arange(length(dataset)), gone).tolist()
+        sets.append(Subset(dataset, kept) if gone else dataset)
+        said += [f"{who}: {broken[rows[place]]}" for place in gone]
     if not said:
         return data
     what = f"{len(said)} image{'s' * (len(said) > 1)} cannot be read ({'; '.join(said)})"
@@ -62,6 +61,33 @@ def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> Fe
         raise ValueError(f"{what}: fix them or take them out, or leave them out by on_broken: skip (--data.on_broken)")
     warnings.warn(f"{what}: left out, as on_broken is skip", stacklevel=2)
     return data.with_datasets(sets)
+
+
+def check_datasets(data: FederatedData) -> None:
+    """Refuse what is not a map-style dataset, before any is opened.
+
+    Raises:
+        TypeError: If a client's or the server's dataset is a DataLoader, a dict of datasets or a stream, or the
+            clients' datasets are not in a list.
+    """
+    for name, sets in (("train", data.train), ("test", data.test)):
+        if not isinstance(sets, Sequence):
+            raise TypeError(
+                f"FederatedData.{name} is a {type(sets).__name__}, and no list: give a list with one dataset per client"
+            )
+    for who, dataset in data.parts():
+        base: Any = dataset
+        while type(base) is Subset:
+            base = base.dataset
+        wrong = ""
+        if isinstance(base, DataLoader):
+            wrong = "which has batches and no items: give its .dataset"
+        elif isinstance(base, Mapping):
+            wrong = f"with the keys {', '.join(map(repr, base))}, and no dataset: give one of its entries"
+        elif isinstance(base, IterableDataset) or not {"__len__", "__getitem__"} <= {*dir(type(base))}:
+            wrong = "whose items have no numbers: give a dataset with len() and [index], such as a list of its items"
+        if wrong:
+            raise TypeError(f"{who} is a {type(dataset).__name__}, {wrong}")
 
 
 def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict[int, str]:
@@ -120,11 +146,9 @@ def _wrong(dataset: Dataset[Any], who: str, row: int) -> str:
         item = read_item(dataset, row, who)
     except (UnreadableImageError, MissingImageError) as error:
         return str(error).removeprefix(f"{who}, ")
-    if isinstance(item, Mapping):
-        item = next((item[key] for key in IMAGE_KEYS if key in item), None)
     with suppress(TypeError, IndexError):  # of another kind than images, which is said later
         try:  # a picture may be read only now
-            image = to_image(item[0] if isinstance(item, tuple | list) else item)
+            image = to_image(entries(item, labelled=False)[0])
         except UNREADABLE as error:
             return f"sample {row} cannot be read ({' '.join(str(error).split())})"
         if image.is_floating_point() and not image.isfinite().all():

@@ -30,7 +30,6 @@ from perada.data.batches.samples import EvalBatches, FeatureCache, MapStore, Rou
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
-from perada.data.items import as_pairs
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out, positions
 from perada.data.preprocessing import Preprocessing, preprocessing_of
@@ -196,14 +195,12 @@ class FederatedDataModule(pl.LightningDataModule):
             data = replace(data, train=train)
         self._record = self._recorded(data if on_test else replace(data, test=given.test), validation)
         data = data if on_test else replace(data, test=validation)
-        if self.data is not None:
-            data = as_pairs(data, self._num_classes)
         found = check(data, self._num_classes, self.image_size)
         self.conditions = conditions(self.shifts, found, self.image_size) if on_test else []
         self.preparation.check_shape(found.image[0])
         self.num_clients, self.train_sizes = len(data.train), found.train.sizes
         self.num_classes, self.multilabel = found.num_classes, found.multilabel
-        self.classes = None if data.classes is None else list(data.classes)
+        self.classes = found.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
         self._found = found
 

@@ -2,7 +2,7 @@
 """Datasets of the clients and the server, and the checks of what they hold."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -14,32 +14,24 @@ from torch.utils.data import Dataset
 
 from perada.core.checks import check_whole
 from perada.core.text import some
-from perada.data.batches.datasets import Kind, check_kind, isolated_randomness, kind, length
+from perada.data.batches.datasets import (
+    LABEL_KEYS,
+    Kind,
+    as_labels,
+    check_kind,
+    declared_labels,
+    entries,
+    isolated_randomness,
+    kind,
+    length,
+    read_item,
+    resolved,
+)
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
-from perada.data.sets.base import class_names
+from perada.data.sets.base import ImageSet, class_names
 
+Labels = Tensor | list[Any]  # of one client; a list where some are words
 _CHUNK = 4096  # images of a tensor gathered at a time
-
-
-def public_overlap(train: Store, public: Store) -> tuple[int, int, int] | None:
-    """Find the first training image that is in the public set too, the same to the last byte.
-
-    Images are compared as they are stored, before they are resized or augmented, with their shape and type; grey uint8
-    images (H, W) and (1, H, W) are alike. What a dataset draws at random is drawn alike for all. A changed copy of an
-    image, by as little as one pixel, is another image.
-
-    Returns:
-        The client, the index among its images, and the index among the public ones; None if no image is in both.
-    """
-    known: dict[bytes, int] = {}
-    for index, digest in enumerate(_digests(public)):
-        known.setdefault(digest, index)
-    digests = _digests(train)
-    for client, size in enumerate(train.sizes):
-        for index, digest in enumerate(islice(digests, size)):
-            if digest in known:
-                return client, index, known[digest]
-    return None
 
 
 def _digests(store: Store) -> Iterator[bytes]:
@@ -119,6 +111,13 @@ class FederatedData:
         known = f"name one of {some(names)}, or give the images of one alone" if names else "name them"
         raise ValueError(f"the data are of {len(self.train)} clients, and {which}; {known}")
 
+    def parts(self) -> list[tuple[str, Dataset[Any]]]:
+        """All datasets, in the order of the fields, and what messages call each."""
+        parts = [(f"client {client}: the training set", one) for client, one in enumerate(self.train)]
+        parts += [(f"client {client}: the test set", one) for client, one in enumerate(self.test)]
+        server = ("the public set", self.public), ("the server's validation set", self.server_validation)
+        return parts + [(who, one) for who, one in server if one is not None]
+
     def with_datasets(self, made: Iterable[Dataset[Any]]) -> "FederatedData":
         """The same with other datasets, in the order of the fields."""
         left = iter(made)
@@ -136,6 +135,7 @@ class Checked:
     public: Store | None
     server_validation: Store | None
     num_classes: int
+    classes: list[str] | None
     multilabel: bool
     image: Kind
 
@@ -153,17 +153,25 @@ class Checked:
                 )
 
     def check_overlap(self) -> None:
-        """Refuse images of the server's that clients train on; images in files are all read for it."""
+        """Refuse images of the server's that clients train on, the same to the last byte; files are all read for it.
+
+        Images are compared as they are stored, before they are resized or augmented, with their shape and type; grey
+        uint8 images (H, W) and (1, H, W) are alike. What a dataset draws at random is drawn alike for all. A changed
+        copy of an image, by as little as one pixel, is another image.
+        """
+        known: dict[bytes, str] = {}
         for name, store in (("public", self.public), ("server_validation", self.server_validation)):
-            found = None if store is None else public_overlap(self.train, store)
-            if found is not None:
-                client, index, other = found
-                raise ValueError(
-                    f"image {index} of client {client} is also image {other} of the {name} set: the server would "
-                    "distil by a private image, which the ledgers do not count. Take such images out of the "
-                    f"{name} set; where it is a fraction of a dataset that holds an image twice, give another set as "
-                    f"{name}"
-                )
+            for index, digest in enumerate(_digests(store)) if store is not None else ():
+                known.setdefault(digest, f"image {index} of the {name} set")
+        digests = _digests(self.train) if known else iter(())
+        for client, size in enumerate(self.train.sizes):
+            for index, digest in enumerate(islice(digests, size)):
+                if digest in known:
+                    raise ValueError(
+                        f"image {index} of client {client} is also {known[digest]}: the server would distil by a "
+                        "private image, which the ledgers do not count. Take such images out of the server's set; "
+                        "where it is a fraction of a dataset that holds an image twice, give another set"
+                    )
 
     def extreme_tokens(self) -> list[int]:
         """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
@@ -174,12 +182,12 @@ class Checked:
     def class_counts(self) -> dict[str, list[list[int]]]:
         """Samples (M, K) of each client and class by ``train`` and ``test``; with several labels, those that have each.
 
-        A part is left out if a label is known only once its sample is read, or for more than ``COUNT_LIMIT`` numbers.
+        A part is left out if it is too large to read every label, or for more than ``COUNT_LIMIT`` numbers.
         """
         counts = {}
         for part, store in (("train", self.train), ("test", self.test)):
             few = store is not None and len(store.sizes) * self.num_classes <= COUNT_LIMIT
-            clients = store.client_labels() if store is not None and few else [None]
+            clients: Sequence[Tensor | None] = store.client_labels() if store is not None and few else [None]
             known = [labels for labels in clients if labels is not None]
             if len(known) == len(clients):
                 counts[part] = [
@@ -192,12 +200,14 @@ class Checked:
 def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:
     """Open the data and verify them; uint8 images are resized to ``image_size``, unless it is None.
 
-    The number of classes K is ``num_classes``, or what the data say, or what is found in the labels.
+    The number of classes K is ``num_classes``, or what the data say, or what is found in the labels. Words become
+    their places in ``classes``, or in their sorted order over all clients, which then is ``classes``. The names that
+    Hugging Face's datasets carry are taken over, unless ``num_classes`` is another number.
 
     Raises:
-        ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, or the
-            data say another number of classes.
-        TypeError: If images or labels are of a type that cannot be used.
+        ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, the
+            data say another number of classes, labels are words at some clients alone, or names of classes differ.
+        TypeError: If items, images or labels are of a type that cannot be used.
     """
     if num_classes is not None and data.num_classes not in (None, num_classes):
         raise ValueError(
@@ -211,15 +221,12 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     sets["validation"] = [] if data.server_validation is None else [data.server_validation]
     stores = {part: make_store(datasets, size=image_size) for part, datasets in sets.items() if len(datasets)}
     public = None if data.public is None else make_store([data.public], labelled=False, size=image_size)
-    image, found = None, {}
-    for part, store in stores.items():
-        # Tensors were compared when the store was made.
-        for client in [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist():
-            got = first_image(store, client, image_size)
-            check_kind(client, got, image or got, f"{part} data: ")
-            image = got
-        found[part] = _known_labels(part, store, num_classes)
-    assert image is not None
+    named = num_classes or (None if data.classes is None else len(data.classes))
+    given = {part: _known_labels(part, store, named) for part, store in stores.items()}
+    words = _words(given)
+    classes = data.classes or words or _carried(sets, num_classes)
+    numbers = {word: number for number, word in enumerate(classes or ())} if words else None
+    found = {part: _numbered(store, given[part], numbers) for part, store in stores.items()}
     known = [(client, labels) for part in found.values() for client, labels in enumerate(part) if len(labels)]
     first = known[0][1]
     for client, labels in known:
@@ -229,12 +236,12 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
                 "integer, or all a float vector of K labels"
             )
     multilabel = first.ndim == 2
-    if data.classes is not None:
-        num_classes = num_classes or len(data.classes)
-        class_names("the data", data.classes, num_classes)
+    if classes is not None:
+        num_classes = num_classes or len(classes)
+        class_names("the data", classes, num_classes)
         if num_classes == 1 and not multilabel:
             raise ValueError(
-                f"all images are of one class ({data.classes[0]}), and nothing can be learned: add images of another; "
+                f"all images are of one class ({classes[0]}), and nothing can be learned: add images of another; "
                 "where an image has a label or not, give vectors of zeros and ones (a list of columns of a table)"
             )
     if num_classes is None:
@@ -250,9 +257,23 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
             check_labels(f"{who} has the {part} label", labels, num_classes, multilabel)
     for store in stores.values():
         if isinstance(store, MapStore) and not multilabel:
-            store.num_classes = num_classes
+            store.classes = store.classes or range(num_classes)
+    image = _common_kind(stores, image_size)
     test, validation = stores.get("test"), stores.get("validation")
-    return Checked(stores["training"], test, public, validation, num_classes, multilabel, image)
+    names = None if classes is None else list(classes)
+    return Checked(stores["training"], test, public, validation, num_classes, names, multilabel, image)
+
+
+def _common_kind(stores: Mapping[str, Store], size: int | None) -> Kind:
+    """What all images are, by the first one of each client; tensors were compared when the store was made."""
+    image = None
+    for part, store in stores.items():
+        for client in [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist():
+            got = first_image(store, client, size)
+            check_kind(client, got, image or got, f"{part} data: ")
+            image = got
+    assert image is not None
+    return image
 
 
 def _check_counts(data: FederatedData) -> None:
@@ -286,24 +307,85 @@ def first_image(store: Store, client: int = 0, size: int | None = None) -> Kind:
     return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
 
 
-def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Tensor]:
+def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labels]:
     """Labels of every client, those that datasets declare, or else read sample by sample within SCAN_LIMIT."""
-    scan = sum(store.sizes) <= SCAN_LIMIT
-    found = []
+    if isinstance(store, TensorStore):
+        return [*store.client_labels()]
+    scan, found = sum(store.sizes) <= SCAN_LIMIT, list[Labels]()
     with isolated_randomness():
-        for client, labels in enumerate(store.client_labels()):
+        for client, dataset in enumerate(store.datasets):
+            labels, size = declared_labels(dataset), store.sizes[client]
+            if size and labels is not None and not isinstance(resolved(dataset)[0], ImageSet):
+                words = isinstance(_label(dataset, client, 0), str)
+                labels = labels if words == isinstance(labels, list) else None  # not what the items have
             if labels is None:
-                assert isinstance(store, MapStore)
                 if not scan and num_classes is None:
                     raise ValueError(
                         f"client {client} declares no labels, and the {sum(store.sizes)} {part} samples are too many "
-                        "to read them all: give num_classes, or its dataset an attribute targets"
+                        "to read them all: give num_classes, or classes where they are words, or its dataset an "
+                        "attribute targets"
                     )
-                count = store.sizes[client] if scan else min(1, store.sizes[client])
-                read = [label for index in range(count) if (label := store.item(client, index)[1]) is not None]
-                labels = torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
+                read = [_label(dataset, client, index) for index in range(size if scan else min(1, size))]
+                words = any(isinstance(label, str) for label in read)
+                labels = read if words else torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
             found.append(labels)
     return found
+
+
+def _label(dataset: Dataset[Any], client: int, index: int) -> Any:  # noqa: ANN401
+    """The label of a sample: a word or a tensor."""
+    try:
+        label = entries(read_item(dataset, index, f"client {client}"), labelled=True)[1]
+        return label if isinstance(label, str) else as_labels(label)
+    except TypeError as error:
+        raise TypeError(f"client {client}, sample {index}: {error}") from None
+
+
+def _words(found: Mapping[str, list[Labels]]) -> list[str] | None:
+    """All words among the labels, sorted; None where all are numbers."""
+    clients = [(part, client, one) for part, own in found.items() for client, one in enumerate(own) if len(one)]
+    words = {
+        label for _, _, labels in clients if isinstance(labels, list) for label in labels if isinstance(label, str)
+    }
+    for part, client, labels in clients if words else ():
+        wrong = next((label for label in labels if not isinstance(label, str)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"client {client} has the {part} label {torch.as_tensor(wrong).tolist()}, and others are words, such "
+                f"as {min(words)!r}: give words to all, or numbers to all"
+            )
+    return sorted(words) or None
+
+
+def _carried(sets: Mapping[str, Sequence[Any]], num_classes: int | None) -> list[str] | None:
+    """The names of classes that Hugging Face's datasets carry, where they are as many as there are classes."""
+    found: dict[str, list[str]] = {}
+    for part, datasets in sets.items():
+        for client, dataset in enumerate(datasets):
+            features = getattr(resolved(dataset)[0], "features", None)
+            for key in LABEL_KEYS if isinstance(features, Mapping) else ():
+                names = getattr(features.get(key), "names", None)
+                found |= {} if names is None else {f"client {client}: the {part} set": list(names)}
+    for who, names in found.items():
+        first = next(iter(found))
+        if names != found[first]:
+            raise ValueError(
+                f"{who} has the classes {names}, and {first} has {found[first]}: number them alike, or give words as "
+                "labels"
+            )
+    names = next(iter(found.values()), None)
+    return names if names and num_classes in (None, len(names)) else None
+
+
+def _numbered(store: Store, given: list[Labels], numbers: dict[str, int] | None) -> list[Tensor]:
+    """The labels of every client, with ``numbers`` for words; a store that reads item by item is told of both."""
+    if isinstance(store, MapStore):
+        store.classes = numbers
+        for client, labels in enumerate(given):
+            if isinstance(labels, list):
+                given[client] = torch.stack([store.number(client, word) for word in labels])
+        store.known = [labels if len(labels) == size else None for labels, size in zip(given, store.sizes, strict=True)]
+    return [labels for labels in given if isinstance(labels, Tensor)]
 
 
 def check_labels(what: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:

@@ -126,15 +126,15 @@ def pairs(labels):
         ([{"train": LABELLED}], {}, "client 0: the training set is a dict, with the keys 'train'.* one of its entries"),
         (LABELLED, {}, "FederatedData.train is a TensorDataset, and no list: give a list with one dataset per client"),
         ({"a": LABELLED}, {}, "FederatedData.train is a dict, and no list"),
-        ([list(images(3, 1))], {}, "client 0: the training set, sample 0: the item is a Tensor: give .image, label."),
+        ([list(images(3, 1))], {}, "client 0, sample 0: the item is a Tensor: give .image, label."),
         ([dicts(images(2, 1), [0, 1], label="fine_label")], {}, "keys 'image', 'fine_label', 'id', which has no label"),
         ([dicts(images(2, 1), [0, 1], "x")], {"public": LABELLED}, "has no image: name one entry image, img or pixel"),
         ([[{"img": 0, "image": 0, "label": 1}]], {}, "more than one image, 'image' and 'img': name one entry"),
-        ([[*dicts(images(2, 1), [0, 1]), {"image": 0}]], {}, "sample 2: the item is a dict with the keys 'image', and"),
-        ([pairs(WORDS), LABELLED], {}, "client 1: the training set has labels that are not words, .*'owl'"),
-        ([pairs(WORDS), pairs([1, 2])], {}, "client 1: the training set has labels that are not words, such as 1"),
-        ([pairs([*WORDS, 4])], {}, "client 0: the training set has the label 4 among words"),
-        ([pairs(WORDS)], {"classes": ["owl", "bee"]}, "has the label 'ant', and the classes are 'owl', 'bee': correct"),
+        ([[*dicts(images(2, 1), [0, 1]), {"image": 0}]], {}, "sample 2: the item is a dict with the keys 'image', which has no label"),
+        ([pairs(WORDS), LABELLED], {}, "client 1 has the training label 0, and others are words, such as 'ant': give words to all"),
+        ([pairs(WORDS), pairs([1, 2])], {}, "client 1 has the training label 1, and others are words"),
+        ([pairs([*WORDS, 4])], {}, "client 0 has the training label 4, and others are words"),
+        ([pairs(WORDS)], {"classes": ["owl", "bee"]}, "client 0 has the label 'ant', outside 'owl', 'bee': correct the label or classes"),
         ([pairs(WORDS)], {"num_classes": 2}, "3 names for 2 classes"),
         ([pairs([1, None])], {}, "client 0, sample 1: labels are None: give integer classes"),
         (
@@ -151,7 +151,7 @@ def test_one_line_says_what_was_given(train, rest, words):
 
 
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
-    monkeypatch.setattr("perada.data.items.SCAN_LIMIT", 2)
-    with pytest.raises(ValueError, match="declares none, and 3 samples are too many to read them all: give classes"):
+    monkeypatch.setattr("perada.data.federated.SCAN_LIMIT", 2)
+    with pytest.raises(ValueError, match="declares no labels, and the 3 training samples are too many .* or classes where"):
         opened(FederatedData([pairs(WORDS)]))
     assert opened(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3

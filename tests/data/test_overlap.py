@@ -2,6 +2,7 @@
 """Public images that clients train on are found, whatever kind of dataset they are in."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import make_store
-from perada.data.federated import public_overlap
+from perada.data.federated import Checked, first_image
 
 GREY = torch.arange(6 * 16, dtype=torch.uint8).view(6, 4, 4)
 
@@ -36,7 +37,13 @@ def tensors(images, labelled=True):
 
 def overlap(clients, public, make, make_public=None, size=None):
     train = make_store([make(own) for own in clients], size=size)
-    return public_overlap(train, make_store([(make_public or make)(public, labelled=False)], labelled=False, size=size))
+    server = make_store([(make_public or make)(public, labelled=False)], labelled=False, size=size)
+    try:
+        Checked(train, None, server, None, 1, None, False, first_image(train)).check_overlap()
+    except ValueError as error:
+        index, client, other = re.findall(r"\d+", str(error))
+        return int(client), int(index), int(other)
+    return None
 
 
 def noisy_items(images, labelled=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a map-style dataset holds: the tensors behind it, its items, its labels."""
+"""What a map-style dataset holds: the tensors behind it, its items, of which some are dicts, and its labels."""
 
 import random
 import reprlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,6 +18,8 @@ from perada.data.batches.transforms import MissingImageError, UnreadableImageErr
 from perada.data.sets.base import ImageSet
 
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
+IMAGE_KEYS = ("image", "img", "pixel_values")
+LABEL_KEYS = ("label", "labels")
 
 
 class Source(NamedTuple):
@@ -84,14 +86,48 @@ def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
     return labels.long()
 
 
-def declared_labels(dataset: Dataset[Any]) -> Tensor | None:
-    """The labels a dataset declares, as torchvision's and image sets do, without an image; None if it declares none."""
+def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
+    """The labels a dataset declares without an image, a list if some are words; None if it declares none.
+
+    Image sets and torchvision's have ``targets``, Hugging Face's a column.
+    """
     base, rows = resolved(dataset)
     targets = base.labels if isinstance(base, ImageSet) else getattr(base, "targets", None)
-    if targets is None or getattr(base, "target_transform", None) is not None:
+    column = [key for key in LABEL_KEYS if key in (getattr(base, "column_names", None) or ())]
+    if column and base.format["type"] != "custom":  # a function that makes the items may make the labels too
+        targets = base[column[0]][:]
+    if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
-    labels = as_labels(targets)
-    return labels[torch.from_numpy(rows)] if len(labels) == length(base) else None
+    if not isinstance(targets, Tensor) and any(isinstance(label, str) for label in targets):
+        return [targets[row] for row in rows.tolist()]
+    return as_labels(targets)[torch.from_numpy(rows)]
+
+
+def entries(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN401
+    """The image of an item, and its label or None: of a pair, or of a dict that has one of the usual keys for each.
+
+    Raises:
+        TypeError: If the item is neither.
+    """
+    if isinstance(item, Mapping):
+        return _entry(item, "image", IMAGE_KEYS), _entry(item, "label", LABEL_KEYS) if labelled else None
+    if not labelled:
+        return (item[0] if isinstance(item, tuple | list) else item), None
+    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
+        what = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
+        raise TypeError(f"the item is a {what}: give (image, label), or a dict of both")
+    return item[0], item[1]
+
+
+def _entry(item: Mapping[str, Any], what: str, usual: Sequence[str]) -> Any:  # noqa: ANN401
+    here = [key for key in usual if key in item]
+    if len(here) != 1:
+        has = f"more than one {what}, {' and '.join(map(repr, here))}" if here else f"no {what}"
+        raise TypeError(
+            f"the item is a dict with the keys {', '.join(map(repr, item)) or 'none'}, which has {has}: name one entry "
+            f"{', '.join(usual[:-1])} or {usual[-1]}"
+        )
+    return item[here[0]]
 
 
 def read_item(dataset: Dataset[Any], index: int, who: str) -> Any:  # noqa: ANN401

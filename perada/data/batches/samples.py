@@ -7,7 +7,7 @@ Samples are gathered by index where the clients' datasets are tensors, and read 
 import math
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from perada.data.batches.datasets import (
     Source,
     as_labels,
     check_kind,
-    declared_labels,
+    entries,
     isolated_randomness,
     kind,
     length,
@@ -113,7 +113,7 @@ class TensorStore(Samples):
         rows = send(self.table[self.starts[owners] + indices], self.images.device)
         return self.images[rows], None if self.labels is None else self.labels[rows], {}
 
-    def client_labels(self) -> list[Tensor | None]:
+    def client_labels(self) -> list[Tensor]:
         """Labels of every client's samples, in order."""
         assert self.labels is not None
         return list(torch.split(self.labels[self.table.to(self.labels.device)], list(self.sizes)))
@@ -129,7 +129,8 @@ class MapStore(Samples):
     """Clients' samples read one by one from map-style datasets, one a client.
 
     Of items that are not ``labelled`` only the image is looked at. uint8 images are resized to ``size`` as they are
-    read, so that they can be stacked.
+    read, so that they can be stacked. The checks of the data say what they find: the number of each label, if an image
+    has one alone (``classes``), and the labels of every client of which all are known (``known``).
     """
 
     by_item = True
@@ -137,16 +138,18 @@ class MapStore(Samples):
     def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
         self.datasets, self.labelled, self.size = datasets, labelled, size
         self.sizes = tuple(length(dataset) for dataset in datasets)
-        self.num_classes: int | None = None  # classes that labels are checked against as they are read
+        self.classes: Mapping[str, int] | range | None = None
+        self.known: list[Tensor | None] = [None] * len(datasets)
         self._blank: tuple[Tensor, Tensor | None] | None = None  # a sample of zeros
 
-    def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | None]:
+    def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | str | None]:
         """Read one sample: image, in the store's size or as the dataset has it, and label or None."""
         who = f"client {owner}" if self.labelled else "the public set"
         item = read_item(self.datasets[owner], index, who)
         try:
-            image = to_image(item[0] if self.labelled or isinstance(item, tuple | list) else item)
-            label = as_labels(item[1]) if self.labelled else None
+            given, label = entries(item, self.labelled)
+            image = to_image(given)
+            label = as_labels(label) if self.labelled and not isinstance(label, str) else label
         except TypeError as error:
             raise TypeError(f"{who}, sample {index}: {error}") from None
         if image.is_floating_point() and not image.isfinite().all():
@@ -154,14 +157,22 @@ class MapStore(Samples):
             raise UnreadableImageError(
                 f"{who}, sample {index}{where}, is an image with NaN or infinity: fix it or leave it out"
             )
-        if label is not None and self.num_classes is not None and not 0 <= label < self.num_classes:
-            raise ValueError(
-                f"client {owner} has the label {int(label)}, outside 0..{self.num_classes - 1}: correct the label or "
-                "num_classes"
-            )
         if resize and self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
-        return image, label
+        return image, label if label is None or self.classes is None else self.number(owner, label)
+
+    def number(self, owner: int, label: Tensor | str) -> Tensor:
+        """The class of a label; a ValueError if it is none of those known."""
+        value: Any = label if isinstance(label, str) else int(label)
+        assert self.classes is not None
+        if value not in self.classes:
+            words = not isinstance(self.classes, range)
+            known = ", ".join(map(repr, self.classes)) if words else f"0..{len(self.classes) - 1}"
+            raise ValueError(
+                f"client {owner} has the label {value!r}, outside {known}: correct the label or "
+                f"{'classes' if words else 'num_classes'}"
+            )
+        return torch.tensor(self.classes[value])
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Read rows; a store of which nothing was read yet raises the reason why the first cannot be read."""
@@ -173,6 +184,7 @@ class MapStore(Samples):
                 seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
                 try:
                     image, label = self.item(owner, index)
+                    assert not isinstance(label, str)
                     first = first or kind(image, 0)
                     check_kind(owner, kind(image, 0), first)
                 except Exception as error:  # of one client, whom the others need not share it with
@@ -189,8 +201,8 @@ class MapStore(Samples):
         return torch.stack([image for image, _ in known]), torch.stack(labels) if labels else None, failed
 
     def client_labels(self) -> list[Tensor | None]:
-        """Labels of every client's samples, where datasets declare them."""
-        return [declared_labels(dataset) for dataset in self.datasets]
+        """Labels of every client's samples, where all are known."""
+        return self.known
 
 
 Store = TensorStore | MapStore
