@@ -157,7 +157,7 @@ def test_one_line_says_what_was_given(train, rest, words):
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
     monkeypatch.setattr("perada.data.federated.SCAN_LIMIT", 2)
     with pytest.raises(
-        ValueError, match="declares no labels, and the 3 training samples are too many .* or classes where"
+        ValueError, match=r"declares no labels, and the 3 training samples are too many .* or classes where"
     ):
         opened(FederatedData([pairs(WORDS)]))
     assert opened(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3
