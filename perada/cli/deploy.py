@@ -213,7 +213,7 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     if state is None or not state.shared:
         raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")
     path = Path(name).absolute() if name else next(iter(given.recipes))
-    client = Client(site_recipe(path, given))
+    client = client_of(path, given)
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
     shared = to_device(state.shared, client.recipe.device)

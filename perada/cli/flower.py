@@ -12,10 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -150,7 +150,7 @@ def demo(parser: ArgumentParser, words: list[str]) -> None:
     sys.exit(run_demo(given.rounds))
 
 
-class Loopback:
+class Loopback(AbstractContextManager["Loopback"]):
     """A SuperLink with TLS and authentication, and one SuperNode and one worker for each site, on this machine.
 
     It ends all its processes when its context is left, those that they started included. The folder gets keys, Flower's
@@ -166,9 +166,6 @@ class Loopback:
         self.environment["NO_PROXY"] = "localhost,127.0.0.1"
         for name in ("flwr", "keys", "logs", "run"):
             (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -277,8 +274,7 @@ class Loopback:
 
 def free_port() -> int:
     """A port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 

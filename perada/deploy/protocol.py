@@ -155,11 +155,10 @@ class Order(Header):
         _check_hexadecimal("recipe", self.recipe, 64)
         if not isinstance(self.lengths, list) or len(self.lengths) > 16:
             raise ValueError(f"lengths={self.lengths!r} are not a list of a few")
-        bounds = {"round": ROUNDS, "clients": CLIENTS, "models": MODELS}
-        wholes = [(name, getattr(self, name), most) for name, most in bounds.items()]
-        wholes += [("a length", length, STEPS) for length in self.lengths]
-        for name, value, most in wholes:
-            check_whole(name, value, 0, most=most)
+        for name, most in (("round", ROUNDS), ("clients", CLIENTS), ("models", MODELS)):
+            check_whole(name, getattr(self, name), 0, most=most)
+        for length in self.lengths:
+            check_whole("a length", length, 0, most=STEPS)
         check_whole("client", self.client, 0, most=self.clients - 1)
         check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
         check_number("factor", self.factor, least=0, most=1e6)
@@ -300,16 +299,12 @@ def _parts(message: bytes, most: int = TABLE) -> tuple[dict[str, Any], dict[str,
         raise Refused(f"the table is said to have {size} bytes of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])
-        header = json.loads(table.pop("__metadata__")[SECTION], parse_constant=_refuse)
+        header = json.loads(table.pop("__metadata__")[SECTION], parse_constant={}.__getitem__)  # NaN: a KeyError
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"its table cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):
         raise Refused("its header is not a dictionary")
     return header, table
-
-
-def _refuse(word: str) -> float:
-    raise ValueError(word)
 
 
 class Transport(Protocol):

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 FILES = Path(__file__).with_name("files")
 """Templates of what is written, at their places in the folder."""
-SERVE = "perada.cli.flower:serve"
-"""What runs a recipe at the server; the app names it, since this package knows no command."""
 Serve = Callable[[Path, Transport, Terms, Path], None]
 """Runs a recipe over a transport: the recipe's file, the transport, the terms, the folder for the server's state."""
 _APP = "[a-z][a-z0-9-]{0,40}"
@@ -59,9 +57,8 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     Beside it there are unit files for systemd, a ``site.yaml`` of sites that reach the server as ``host``, a README.
     """
     check_target(folder, name)
-    module, function = SERVE.split(":")
     sha256 = hashlib.sha256(recipe.encode()).hexdigest()
-    values = {"name": name, "sha256": sha256, "digest": digest, "host": host, "module": module, "function": function}
+    values = {"name": name, "sha256": sha256, "digest": digest, "host": host}
     values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in Terms().config().items())  # in TOML
     for template in sorted(path for path in FILES.rglob("*") if path.is_file()):
         target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl

@@ -20,9 +20,6 @@ except ImportError:  # it comes with Flower
 
 AUTHORITY_DAYS = 3650
 """How long the authority's certificate is valid: sites have a copy of it."""
-USES = "digital_signature content_commitment key_encipherment data_encipherment key_agreement key_cert_sign crl_sign"
-USES += " encipher_only decipher_only"
-"""What the key of a certificate may be said to be for."""
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?")
 
@@ -80,10 +77,9 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
         authority_key = serialization.load_pem_private_key(authority_key_file.read_bytes(), None)
     else:
         authority_key = ec.generate_private_key(ec.SECP384R1())
-        usage = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in USES.split()})
+        usage = x509.KeyUsage(*[False] * 5, True, True, False, False)  # signs certificates and lists of revoked ones
         extensions = [(x509.BasicConstraints(True, 0), True), (usage, True)]
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "perada federation")])
-        authority = _certificate(name, authority_key, name, authority_key, AUTHORITY_DAYS, extensions)
+        authority = _certificate("perada federation", authority_key, None, authority_key, AUTHORITY_DAYS, extensions)
         _write_private(authority_key_file, authority_key, "PKCS8")
         _write(authority_file, authority.public_bytes(serialization.Encoding.PEM), 0o644)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -91,8 +87,7 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
     names = [x509.DNSName(one) if isinstance(one, str) else x509.IPAddress(one) for one in addresses]
     extensions = [(x509.BasicConstraints(False, None), True), (x509.SubjectAlternativeName(names), False)]
     extensions.append((x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False))
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
-    certificate = _certificate(name, key, authority.subject, authority_key, days, extensions)
+    certificate = _certificate(hosts[0][:64], key, authority.subject, authority_key, days, extensions)
     _write_private(folder / "server.key", key, "PKCS8")
     _write(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     last: datetime.datetime = certificate.not_valid_after_utc
@@ -124,19 +119,20 @@ def _begin(folder: Path, *names: str) -> None:
 
 
 def _certificate(
-    name: "x509.Name",
+    name: str,
     key: "ec.EllipticCurvePrivateKey",
-    issuer: "x509.Name",
+    issuer: "x509.Name | None",
     signer: "ec.EllipticCurvePrivateKey",
     days: int,
     extensions: Sequence[tuple["x509.ExtensionType", bool]],
 ) -> "x509.Certificate":
-    """A certificate that is valid for some days, with extensions of which some are critical."""
+    """A certificate that is valid for some days, with extensions of which some are critical; its own without issuer."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
     builder = (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(issuer)
+        .subject_name(subject)
+        .issuer_name(issuer or subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ

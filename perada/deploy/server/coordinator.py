@@ -163,7 +163,7 @@ class Coordinator:
             if time.monotonic() >= end:
                 return got
             if not found and failed:
-                _pause(end)
+                time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
     def _fits(self, state: State) -> bool:
         """Whether the whole numbers that travel beside the model, such as a mode's, can be meant."""
@@ -204,7 +204,7 @@ class Coordinator:
                     "round %d waits for sites, %.0f s more: %d of at least %d are there; connected, not joined: %s",
                     *(progress.done, end - time.monotonic(), len(able), terms.min_sites, outside or "none"),
                 )
-            _pause(end)
+            time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
         if len(able) < terms.min_sites:
             missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
             raise TimeoutError(self._too_few(f"round {progress.done}", len(able), missing, begin))
@@ -296,7 +296,3 @@ class Coordinator:
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)
         write_progress(self.folder, self.progress, self.server.state_dict())
-
-
-def _pause(end: float) -> None:
-    time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))

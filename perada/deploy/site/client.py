@@ -43,7 +43,7 @@ class Client:
 
     Args:
         recipe: With the site's data alone.
-        limits: Of the site; by default those that a site has that says none.
+        limits: Of the site.
 
     Attributes:
         planned: Noisy steps of one whole run, as {(σ, q): steps}: all rounds that the recipe's own limits leave room
@@ -53,8 +53,7 @@ class Client:
         ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
     """
 
-    def __init__(self, recipe: Recipe, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
+    def __init__(self, recipe: Recipe, limits: Limits) -> None:
         self.recipe, self.module, self.data, self.limits = recipe, recipe.module, recipe.data, limits
         self.data.setup()
         if self.data.num_clients != 1:
