@@ -228,15 +228,11 @@ class Cohort:
         engine, settings, clients = site.engine, site.settings, len(plan.clients)
         tuned = settings.algorithm.personalization() if tuning else None
         self.algorithm, self.phases = (settings.algorithm, settings.phases) if tuned is None else (tuned[0], tuned[1:])
-        self.engine, self.slot, self.training, self.plan, self.factor = (
-            engine,
-            site.slot,
-            settings.training,
-            plan,
-            factor,
-        )
-        self.kept, self.received, account = kept, received, site.protection.images
-        self.private = account and PrivateRound(account, site.gradients, settings.seed, plan, tuning)
+        self.engine, self.slot, self.training = engine, site.slot, settings.training
+        self.plan, self.kept, self.received, self.factor = plan, kept, received, factor
+        self.private: PrivateRound | None = None
+        if site.protection.images is not None:
+            self.private = PrivateRound(site.protection.images, site.gradients, settings.seed, plan, tuning)
         device = next(iter(received.values())).device
         self.scales = site.scales.open("clients", clients, device)
         size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients

@@ -260,27 +260,23 @@ class Scores:
         models = range(self._counts.shape[1]) if models is None else models
         groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
         if self._counted:
-            self._count(logits, y, groups, models, counted)
+            if self.multilabel:
+                right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
+                every = torch.full_like(right, logits.shape[-1])
+            else:
+                right = (logits.argmax(-1) == y).long()
+                every = torch.ones_like(right)
+            both = torch.stack([right, every])
+            both = both if counted is None else both * counted
+            self._counts = send(self._counts, both.device)
+            sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
+            self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
         if not self._kept:
             return
         # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
         predictions = probabilities(logits.cpu(), self.multilabel)
         rows = slice(None) if counted is None else counted.cpu()
         self._pieces.append((tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
-
-    def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
-        if self.multilabel:
-            right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
-            every = torch.full_like(right, logits.shape[-1])
-        else:
-            right = (logits.argmax(-1) == y).long()
-            every = torch.ones_like(right)
-        both = torch.stack([right, every])
-        if counted is not None:
-            both = both * counted
-        self._counts = send(self._counts, both.device)
-        sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
-        self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
 
     @property
     def counts(self) -> Tensor:

@@ -189,10 +189,6 @@ class DiskStore(ClientStore):
         self._unsynced: list[Path] = []  # since the last checkpoint
         self._named: list[set[Path]] = [set(), set()]  # the files of the last two checkpoints
 
-    def put(self, clients: Sequence[int], rows: Tensor) -> None:
-        """Write files of the clients' rows (C, size)."""
-        super().put(clients, rows.cpu())
-
     def drop(self, clients: Sequence[int]) -> None:
         """Forget what ``clients`` keep; their files go when no checkpoint needs them."""
         for path in [self.written.pop(client) for client in clients if client in self.written]:
@@ -228,7 +224,11 @@ class DiskStore(ClientStore):
             if path.parent != self.folder:
                 self.written[client] = own = self.folder / path.name
                 if not own.exists():
-                    _link(path, own)
+                    try:
+                        os.link(path, own)
+                    except OSError:  # on another file system
+                        with path.open("rb") as content, open_atomic(own, durable=False) as file:
+                            shutil.copyfileobj(content, file)
                 self._unsynced.append(own)
         sync([*(path for path in self._unsynced if path.exists()), self.folder])
         self._unsynced = []
@@ -367,12 +367,3 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     if found == folder and "clients" not in folder.parts[-2:]:
         raise ValueError(f"the checkpoint names files in {str(folder)!r}, which is not a run's; {_REMEDY}")
     return saved | {"folder": str(found)}
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; a copy where the two are on different file systems."""
-    try:
-        os.link(source, target)
-    except OSError:
-        with source.open("rb") as content, open_atomic(target, durable=False) as file:
-            shutil.copyfileobj(content, file)

@@ -48,8 +48,11 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
         return 0.0
     if segments[0][0] == 0:
         return math.inf
-    if accountant == "gdp":
-        return _gdp_epsilon(segments, delta)
+    if accountant == "gdp" and len(segments) > 1:
+        raise ValueError(
+            f"the gdp accountant knows one noise multiplier and sample rate, and this history has {len(segments)}; "
+            "use 'rdp' or 'prv'"
+        )
     return _epsilon(tuple(segments), delta, accountant)
 
 
@@ -85,8 +88,9 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 
 @lru_cache(maxsize=100_000)  # clients who did not take part in a round are asked about again
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
-    """ε by ``rdp`` or ``prv``."""
+    """ε by Opacus, and what its ``gdp`` cannot say itself: 0 below its range, infinity above."""
     from opacus.accountants import create_accountant
+    from opacus.accountants.analysis import gdp
 
     with warnings.catch_warnings():
         # Of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter.
@@ -96,6 +100,15 @@ def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accou
             return _rdp_epsilon(segments, delta)
         opacus = create_accountant(mechanism=accountant)
         opacus.history = list(segments)
+        if accountant == "gdp":
+            ((sigma, rate, steps),) = segments
+            if 1 / sigma**2 > 700:  # exp would overflow
+                return math.inf
+            mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate)
+            if gdp.delta_eps_mu(eps=0.0, mu=mu) <= delta:
+                return 0.0
+            if not gdp.delta_eps_mu(eps=500.0, mu=mu) <= delta:  # 500 is as far as Opacus searches
+                return math.inf
         return float(opacus.get_epsilon(delta=delta))
 
 
@@ -133,29 +146,6 @@ def _step_rdp(sigma: float, rate: float, order: float) -> float:
     from opacus.accountants.analysis import rdp
 
     return float(rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=float(order)))
-
-
-def _gdp_epsilon(segments: list[tuple[float, float, int]], delta: float) -> float:
-    """Opacus's GDP accountant, and what it cannot say itself: 0 below its range, infinity above."""
-    if len(segments) > 1:
-        raise ValueError(
-            f"the gdp accountant knows one noise multiplier and sample rate, and this history has {len(segments)}; "
-            "use 'rdp' or 'prv'"
-        )
-    from opacus.accountants import create_accountant
-    from opacus.accountants.analysis import gdp
-
-    opacus = create_accountant(mechanism="gdp")
-    opacus.history = segments
-    ((sigma, rate, steps),) = segments
-    if 1 / sigma**2 > 700:  # exp would overflow
-        return math.inf
-    mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate)
-    if gdp.delta_eps_mu(eps=0.0, mu=mu) <= delta:
-        return 0.0
-    if not gdp.delta_eps_mu(eps=500.0, mu=mu) <= delta:  # 500 is as far as Opacus searches
-        return math.inf
-    return float(opacus.get_epsilon(delta=delta))
 
 
 def check_delta(delta: float, section: str = "") -> None:

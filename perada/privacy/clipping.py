@@ -48,16 +48,6 @@ def factors_of(norms: State, mask: Tensor, max_norm: float, method: str = "flat"
     return dict.fromkeys(norms, (factors * mask).nan_to_num(0, 0, 0))
 
 
-def weighted_sum(rows: Tensor, factors: Tensor) -> Tensor:
-    """Sum (C, ...) over each client's rows (C·B, ...), each multiplied by its factor (C, B); see :func:`left_out`.
-
-    In double precision where the device has it. With the factors of :func:`factors_of`, one image more or less changes
-    the sums by the bound at most, but for rounding: see :func:`summed_products`.
-    """
-    ones = rows.new_ones(1, 1, 1).expand(len(rows), 1, 1)
-    return summed_products(rows.reshape(len(rows), 1, -1), ones, factors).view(len(factors), *rows.shape[1:])
-
-
 def summed_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
     """Σ_r f_r Σ_n b_rn a_rnᵀ (C, O, I) over each client's rows r, of a (C·B, N, I), b (C·B, N, O) and factors f (C, B).
 
@@ -105,7 +95,7 @@ def noisy_mean(
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
     when std = noise multiplier · bound. It is computed in double precision and rounded once, with the noise in it, as
     is what is ``added`` to the sum. Parameters take their noise in the order of their names, whatever that of the
-    dictionary. The sums are ``{parameter: (C, ...)}``, from :func:`weighted_sum`; the result has their order and
+    dictionary. The sums are ``{parameter: (C, ...)}``, such as of clipped gradients; the result has their order and
     dtypes. There is one ``std`` for all clients, or one for each. Without generators, one for each client, a
     cryptographic one is drawn from.
 

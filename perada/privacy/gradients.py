@@ -29,7 +29,7 @@ from perada.core.states import State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import Twin, fold, shell
 from perada.engine.prefix import Wrapper
-from perada.privacy.clipping import factors_of, noisy_mean, summed_products, weighted_sum, wide
+from perada.privacy.clipping import factors_of, noisy_mean, summed_products, wide
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
 
@@ -176,8 +176,14 @@ class Whole:
         return self.rows.flatten(1).square().sum(1)
 
     def summed(self, factors: Tensor) -> Tensor:
-        """Sum (C, ...) over each client's rows, times their factors (C, B); rows of factor 0 are left out."""
-        return weighted_sum(self.rows, factors)
+        """Sum (C, ...) over each client's rows, times their factors (C, B); see :func:`.left_out`.
+
+        In double precision where the device has it. With the factors of :func:`.factors_of`, one image more or less
+        changes the sums by the bound at most, but for rounding: see :func:`.summed_products`.
+        """
+        ones = self.rows.new_ones(1, 1, 1).expand(len(self.rows), 1, 1)
+        found = summed_products(self.rows.reshape(len(self.rows), 1, -1), ones, factors)
+        return found.view(len(factors), *self.rows.shape[1:])
 
 
 @dataclass

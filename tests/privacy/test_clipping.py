@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from perada.privacy import noisy_mean
-from perada.privacy.clipping import factors_of, weighted_sum, wide
+from perada.privacy.clipping import factors_of, wide
 from perada.privacy.gradients import Whole
 
 SHAPES = {"head.weight": (4, 3), "head.bias": (4,), "scale": ()}
@@ -41,7 +41,7 @@ def factors(gradients, mask, *bound):
 def clipped(gradients, mask, *bound):
     """The clipped sums."""
     found = factors(gradients, mask, *bound)
-    return {name: weighted_sum(gradient.flatten(0, 1), found[name]) for name, gradient in gradients.items()}
+    return {name: Whole(gradient.flatten(0, 1)).summed(found[name]) for name, gradient in gradients.items()}
 
 
 def clip_one(gradient, max_norm, method, gamma=0.01):
