@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as words of a command name them, and what is understood of them before anything is trained."""
+"""Images as words of a command name them, what is understood of them, and a first recipe for them (`perada init`)."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import yaml
 from jsonargparse import ArgumentParser
 
+from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.files import writing
 from perada.core.text import printable, some
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions import Assignment, Split
 from perada.data.partitions.division import Division
+from perada.data.sets.folders import list_images, proposal
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure
@@ -29,6 +33,13 @@ FEW = 10  # clients with fewer training images are named
 FEW_OF_CLASS = 5  # and classes with fewer
 COLUMNS = 12  # classes that the table shows
 NAMES = 10  # files and clients that are named of each kind
+TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
+QUESTIONS = {
+    "images": ("Your images, a folder or a table; empty for the handwritten digits that come with perada", ""),
+    "algorithm": ("Algorithm: perada and ditto give every client a model, fedavg gives all of them one", "perada"),
+    "rounds": ("Communication rounds", "30"),
+    "epsilon": ("Privacy: the ε that training may cost each image, such as 8; empty for none", ""),
+}
 
 
 def kind_of(value: str) -> type[Source] | None:
@@ -81,31 +92,26 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
     if given.output is not None:
         check_drawing("perada data inspect --output")
         kinds = new_figure(1, 1).canvas.get_supported_filetypes()
-        if given.output.suffix.lower().lstrip(".") not in kinds:
-            raise ValueError(
-                f"--output={given.output} is not a kind of picture; end its name in .png, or one of {', '.join(kinds)}"
-            )
-    of_recipe = any(word.startswith("--config") for word in words)
-    found = inspect_division(division_of_recipe(words) if of_recipe else _of_source(parser, words))
+        check_choice("--output: the kind of picture", given.output.suffix.lower().lstrip("."), list(kinds))
+    if any(word.startswith("--config") for word in words):
+        division = division_of_recipe(words)
+    else:
+        parser.add_argument("source", help=f"{SOURCE} Or --config RECIPE and its options.")
+        if words and not words[0].startswith("-") and kind_of(words[0]) is None:
+            told = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
+            raise FileNotFoundError(f"{words[0]!r} {told}; give one: {SOURCE[0].lower()}{SOURCE[1:].rstrip('.')}")
+        kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
+        add_options(parser, kind)
+        options = vars(parser.parse_args(words))
+        options.pop("output")
+        division = division_of(options.pop("source"), kind, {"size": 32} | options)  # small: what is read is not kept
+    found = inspect_division(division)
     print(shown(found))
     if given.output is not None:
         draw(found, given.output)
         print(f"Figure: {given.output}")
     if not found.usable:
         sys.exit(1)
-
-
-def _of_source(parser: ArgumentParser, words: list[str]) -> Division:
-    """The images of a folder or a table, by client where clients are known."""
-    parser.add_argument("source", help=f"{SOURCE} Or --config RECIPE and its options.")
-    if words and not words[0].startswith("-") and kind_of(words[0]) is None:
-        told = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
-        raise FileNotFoundError(f"{words[0]!r} {told}; give one: {SOURCE[0].lower()}{SOURCE[1:].rstrip('.')}")
-    kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
-    add_options(parser, kind)
-    given = vars(parser.parse_args(words))
-    given.pop("output")
-    return division_of(given.pop("source"), kind, {"size": 32} | given)  # small: what is read is not kept
 
 
 def shown(found: Inspection) -> str:
@@ -118,14 +124,11 @@ def shown(found: Inspection) -> str:
         "Only one client has it": [f"class {name}: {client}" for name, client in found.of_one_client],
         "Worth knowing": _notes(found),
     }
-    template = (Path(__file__).parent / "inspection.txt.jinja").read_text(encoding="utf-8")
-    made = jinja2.Environment(trim_blocks=True).from_string(template)
     given = {"table": _table(found), "lists": lists, "most": NAMES, "printable": printable, "median": np.median}
-    return made.render(given, found=found)
+    return TEMPLATES.get_template("inspection.txt.jinja").render(given, found=found)
 
 
 def _table(found: Inspection) -> str:
-    """Training and test images of each client and class."""
     header = ["client", *found.classes[:COLUMNS]]
     more = len(found.classes) - COLUMNS
     header += [f"… {more} more", "images"] if more > 0 else ["images"]
@@ -162,3 +165,58 @@ def draw(found: Inspection, output: Path) -> None:
     with drawing(), writing(output):
         figure = partition_figure(found.train.tolist(), found.classes, found.clients)
         figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)
+
+
+def init(parser: ArgumentParser, words: list[str]) -> None:
+    """Ask what no option says, and write the recipe."""
+    for name, (question, default) in QUESTIONS.items():
+        parser.add_argument(f"--{name}", type=str, help=f"{question}. (default: {default or 'none'})")
+    parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
+    parser.add_argument("--yes", action="store_true", help="Ask nothing: what no option says has its default.")
+    parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
+    given = parser.parse_args(words)
+    if given.output.exists() and not given.force:
+        raise FileExistsError(f"{str(given.output)!r} exists already; choose another --output or add --force")
+    if not given.yes and not sys.stdin.isatty() and any(given[name] is None for name in QUESTIONS):
+        raise ValueError("there is no terminal to ask in: add --yes, and options for what is not to be the default")
+    answers = {}
+    for name, (question, default) in QUESTIONS.items():
+        asks = given[name] is None and not given.yes
+        answer = input(f"{question} [{default}]: ").strip() or default if asks else given[name]
+        answers[name] = default if answer is None else answer
+    text = recipe(**answers)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(given.output):
+        given.output.write_text(text, encoding="utf-8")
+    print(f"Wrote {given.output}; run it with: perada fit --config {given.output}")
+
+
+def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
+    """A recipe by the answers to the questions, each a text as it was typed.
+
+    Raises:
+        ValueError: If an answer cannot be used.
+        FileNotFoundError: If the images are not there.
+    """
+    from perada.algorithms import make_algorithm
+
+    distils = make_algorithm(algorithm).distills
+    check_whole("rounds", yaml.safe_load(rounds))
+    if epsilon:
+        check_number("epsilon", yaml.safe_load(epsilon), above=0, hint="or nothing for no privacy")
+    made = TEMPLATES.get_template("recipe.yaml.jinja")
+    answers = {"images": images, "algorithm": algorithm, "rounds": int(rounds), "epsilon": epsilon}
+    if not images:
+        return made.render(answers, distils=distils)
+    kind = kind_of(images)
+    if kind is None or not Path(images).exists():
+        raise FileNotFoundError(f"images={images!r} is not there; give a folder or a table ({', '.join(TABLES)})")
+    if kind is ImageTable:
+        options, clients = {"table": images}, "client" in ImageTable(images).listed[0]
+    else:
+        layout = proposal(list_images(Path(images))[0])
+        if not layout:
+            raise ValueError(f"images={images!r} holds no folders of clients or classes; give one that does")
+        options, clients = {"root": images, "layout": layout}, "{client}" in layout
+    written = json.dumps(options, ensure_ascii=False)
+    return made.render(answers, distils=distils, kind=kind.__name__, options=written, clients=clients)

@@ -42,10 +42,10 @@ COMMANDS: Tree = {
     "validate": ("cli.main:run", "Score the models of a checkpoint and print the table of clients."),
     "test": ("cli.main:run", "The same as validate, and the scores on shifted test sets."),
     "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
-    "check": ("cli.check:check", "Say all that a run would refuse or warn of, without training."),
+    "check": ("cli.runs:check", "Say all that a run would refuse or warn of, without training."),
     "ls": ("cli.main:ls", "List the shipped recipes."),
     "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),
-    "init": ("cli.init:init", "Ask four questions and write a recipe."),
+    "init": ("cli.data:init", "Ask four questions and write a recipe."),
     "schema": ("cli.parser:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
         "cli.runs:compare",

@@ -18,9 +18,8 @@ from perada.data.sets.arrays import (
 )
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFolder, Images, UnlabelledFolder
-from perada.data.sets.published import CheXpert, OfficeHome, OpenImage
+from perada.data.sets.published import CheXpert, OfficeHome, OpenImage, Shakespeare
 from perada.data.sets.tables import HuggingFace, ImageTable
-from perada.data.sets.text import Shakespeare
 from perada.data.shifts import Corruptions, LabelShift, Shift
 
 __all__ = [

@@ -28,8 +28,8 @@ from perada.core.states import send
 from perada.data.batches.datasets import length
 from perada.data.batches.samples import EvalBatches, FeatureCache, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
-from perada.data.broken import OnBroken, without_broken
 from perada.data.federated import Checked, FederatedData, check
+from perada.data.inspection import OnBroken, without_broken
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out, positions
 from perada.data.preprocessing import Preprocessing, preprocessing_of

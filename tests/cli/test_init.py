@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from perada.cli import main
-from perada.cli.init import QUESTIONS, recipe
+from perada.cli.data import QUESTIONS, recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import make_cli
 

@@ -12,8 +12,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
-import perada.data.broken as broken
 from perada.data import ByDomain, FederatedData, FederatedDataModule, Images
+from perada.data.inspection import without_broken
 
 
 @pytest.fixture(autouse=True)
@@ -160,4 +160,4 @@ def test_whole_data_say_nothing(root):
         warnings.simplefilter("error")
         module(root, on_broken="skip").setup()
         data = [TorchvisionFolder(str(root / client / "train")) for client in ("north", "south")]
-        assert broken.without_broken(FederatedData(data), "refuse", 0).train == data
+        assert without_broken(FederatedData(data), "refuse", 0).train == data

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.cli import main
 from perada.data import ByDomain, FederatedDataModule, Shakespeare
-from perada.data.sets.text import CHARACTERS
+from perada.data.sets.published import CHARACTERS
 
 TEXT = "Now is the winter of our discontent made glorious summer by this sun of York;\nAnd all the clouds that lour'd "
 TEXT += "upon our house\nIn the deep bosom of the ocean buried. (1594) [Enter CLARENCE, guarded]"

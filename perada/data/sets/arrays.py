@@ -71,16 +71,13 @@ class Downloadable(ImageSet):
     def _places(self) -> list[Path]:
         return [Path(self.root or "data") / folder for folder in (*self._folders, "")]
 
-    def _folder(self) -> Path | None:
-        return find_folder(self._places(), self._file)
-
     def download(self) -> None:
         """Fetch the files if that was asked for and they are missing."""
-        if self._may_download and self._folder() is None:
+        if self._may_download and find_folder(self._places(), self._file) is None:
             self._kind(self.root or "data", download=True)
 
     def _found(self) -> Path:
-        if folder := self._folder():
+        if folder := find_folder(self._places(), self._file):
             return folder
         raise FileNotFoundError(
             f"{type(self).__name__} is not in {' or '.join(map(str, self._places()))}: set root to the folder with its "
@@ -206,19 +203,23 @@ class _TestSet(ImageSet):
 
     num_classes = 10
     _source: str
+    _folders: tuple[str, ...]  # where the files may be, in root
+    _file: str  # one of them, as a pattern
 
-    def __init__(self, train: bool) -> None:
+    def __init__(self, root: str, train: bool) -> None:
         if train:
             raise ValueError(
                 f"{type(self).__name__} is a test set and has no training split: train on CIFAR10, and give this one "
                 "with train: false where another set is scored or as public"
             )
         super().__init__(train)
+        self.root = root
 
-    def _array(self, path: Path, *shape: int) -> Tensor:
-        """Images with their channels first, or labels."""
-        array = map_array(path, shape, self._source)
-        return array.long() if array.ndim == 1 else array.permute(0, 3, 1, 2)
+    def _read(self, names: Sequence[str], labels: str, count: int) -> tuple[list[Tensor], Tensor]:
+        """So many images of each of some files, with their channels first, and the labels of each."""
+        folder = find_folder([Path(self.root) / name for name in self._folders], self._file) or Path(self.root)
+        images = [map_array(folder / name, (count, 32, 32, 3), self._source).permute(0, 3, 1, 2) for name in names]
+        return images, map_array(folder / labels, (count,), self._source).long()
 
 
 class CIFAR10_1(_TestSet):
@@ -233,18 +234,18 @@ class CIFAR10_1(_TestSet):
     """
 
     _source = "https://github.com/modestyachts/CIFAR-10.1/tree/master/datasets"
+    _folders = ("", "CIFAR-10.1", "datasets", "CIFAR-10.1/datasets")
+    _file = "cifar10.1_*.npy"
 
     def __init__(self, root: str = "data", version: Literal["v4", "v6"] = "v6", train: bool = False) -> None:
-        super().__init__(train)
+        super().__init__(root, train)
         check_choice("version", version, ["v4", "v6"])
-        self.root, self.version = root, version
+        self.version = version
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        root, name, count = Path(self.root), f"cifar10.1_{self.version}", 2000 if self.version == "v6" else 2021
-        places = [root / inside for inside in ("", "CIFAR-10.1", "datasets", "CIFAR-10.1/datasets")]
-        folder = find_folder(places, f"{name}_*.npy") or root
-        images = self._array(folder / f"{name}_data.npy", count, 32, 32, 3).contiguous()
-        return images, self._array(folder / f"{name}_labels.npy", count)
+        name, count = f"cifar10.1_{self.version}", 2000 if self.version == "v6" else 2021
+        (images,), labels = self._read([f"{name}_data.npy"], f"{name}_labels.npy", count)
+        return images.contiguous(), labels
 
 
 class CIFAR10C(_TestSet):
@@ -261,19 +262,20 @@ class CIFAR10C(_TestSet):
     """
 
     _source = "https://zenodo.org/records/2535967"
+    _folders = ("CIFAR-10-C", "")
+    _file = "*.npy"
 
     def __init__(self, corruption: str, severity: int | None = None, root: str = "data", train: bool = False) -> None:
-        super().__init__(train)
+        super().__init__(root, train)
         check_choice("corruption", corruption, (*CORRUPTIONS, *_GROUPS))
         check_whole("severity", severity, most=5, optional=True)
-        self.corruption, self.severity, self.root = corruption, severity, root
+        self.corruption, self.severity = corruption, severity
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        folder = find_folder([Path(self.root) / "CIFAR-10-C", Path(self.root)], "*.npy") or Path(self.root)
-        names = _GROUPS.get(self.corruption, (self.corruption,))
-        files = [self._array(folder / f"{name}.npy", 50_000, 32, 32, 3) for name in names]
+        names = [f"{name}.npy" for name in _GROUPS.get(self.corruption, (self.corruption,))]
+        files, labels = self._read(names, "labels.npy", 50_000)
         rows = slice(None) if self.severity is None else slice((self.severity - 1) * 10_000, self.severity * 10_000)
-        labels = self._array(folder / "labels.npy", 50_000)[rows]
+        labels = labels[rows]
         images = torch.empty(len(files) * len(labels), 3, 32, 32, dtype=torch.uint8)
         return torch.cat([file[rows] for file in files], out=images), labels.repeat(len(files))
 

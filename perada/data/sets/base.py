@@ -32,7 +32,8 @@ class ImageSet(Dataset[Any], ABC):
     Items are (uint8 image (Ch, H, W), label). Attributes: ``images`` all of them as a tensor, or None if they stay on
     disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name;
     ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None;
-    ``classes`` the names of the classes in the order of their numbers, or None.
+    ``classes`` the names of the classes in the order of their numbers, or None; ``identities`` a word (N,) that stands
+    for each image, or for its group, by which it is set aside, or None: its position.
 
     Args:
         train: The training split, or else the test split.
@@ -41,6 +42,7 @@ class ImageSet(Dataset[Any], ABC):
     num_classes: int | None = None
     classes: tuple[str, ...] | None = None
     group_column: str | None = None
+    identities: Array | None = None
 
     _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
@@ -82,11 +84,6 @@ class ImageSet(Dataset[Any], ABC):
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
         """Facts about each image of the split in ``self.train``, (N,) by name, for partitions that divide by them."""
         return {}
-
-    @property
-    def identities(self) -> np.ndarray[Any, Any] | None:
-        """A word (N,) that stands for each image, or for its group, by which it is set aside; None: its position."""
-        return None
 
     def download(self) -> None:
         """Fetch the files if that was asked for and they are missing."""
@@ -175,52 +172,43 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
         ValueError: If they are not two, do not fit one another, or have axes that images or labels do not have.
         TypeError: If they are of a type that cannot be used.
     """
+    given = f"{who}: _load returned"
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         what = f"{len(loaded)} values" if isinstance(loaded, tuple | list) else _shown(loaded)
-        raise ValueError(
-            f"{who}: _load returned {what}; return images and labels, with None for labels of which there are none"
-        )
-    images, labels = (_tensor(who, what, one) for what, one in zip(("images", "labels"), loaded, strict=True))
+        raise ValueError(f"{given} {what}; return images and labels, with None for labels of which there are none")
+    images, labels = (_tensor(f"{given} {what}", one) for what, one in zip(("images", "labels"), loaded, strict=True))
     if images is not None:
-        _check_images(who, images)
-    if images is not None and labels is not None and len(images) != len(labels):
-        raise ValueError(
-            f"{who}: _load returned {len(images)} images and {len(labels)} labels; return one label for each image"
-        )
+        try:
+            check_dtype(images)
+        except TypeError as error:
+            raise TypeError(f"{who}: {error}") from None
+        shape = tuple(images.shape)
+        remedy = "return (N, channels, height, width), or (N, height, width) of one grey channel"
+        last = len(shape) == 4 and shape[3] in _CHANNELS and shape[1] not in _CHANNELS and min(shape[1:3]) > shape[3]
+        if last:
+            remedy = "its channels seem to come last: return images.permute(0, 3, 1, 2)"
+        if last or len(shape) not in ((3, 4) if images.dtype == torch.uint8 else range(2, 9)):
+            raise ValueError(f"{given} images of shape {shape}; {remedy}")
+        if labels is not None and len(images) != len(labels):
+            raise ValueError(f"{given} {len(images)} images and {len(labels)} labels; return one label for each image")
     whole = labels is None or not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     if labels is not None and (labels.ndim != 1 if whole else labels.ndim != 2 or not labels.is_floating_point()):
         raise TypeError(
-            f"{who}: _load returned labels {_shown(labels)}, which are neither classes nor vectors; return whole "
-            "numbers (N,), a class for each image, or floats (N, K) of zeros and ones for several labels each"
+            f"{given} labels {_shown(labels)}, which are neither classes nor vectors; return whole numbers (N,), a "
+            "class for each image, or floats (N, K) of zeros and ones for several labels each"
         )
     return images, labels.long() if labels is not None and whole else labels
 
 
-def _check_images(who: str, images: Tensor) -> None:
-    try:
-        check_dtype(images)
-    except TypeError as error:
-        raise TypeError(f"{who}: {error}") from None
-    shape = tuple(images.shape)
-    remedy = "return (N, channels, height, width), or (N, height, width) of one grey channel"
-    if images.ndim == 4 and shape[3] in _CHANNELS and shape[1] not in _CHANNELS and min(shape[1:3]) > shape[3]:
-        remedy = "its channels seem to come last: return images.permute(0, 3, 1, 2)"
-    elif images.ndim in ((3, 4) if images.dtype == torch.uint8 else range(2, 9)):
-        return
-    raise ValueError(f"{who}: _load returned images of shape {shape}; {remedy}")
-
-
-def _tensor(who: str, what: str, given: Any) -> Tensor | None:  # noqa: ANN401
-    """A tensor or an array of numbers, as a tensor."""
+def _tensor(who: str, given: Any) -> Tensor | None:  # noqa: ANN401
     if given is None or isinstance(given, Tensor):
         return given
     try:
         array = np.ascontiguousarray(given)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError):  # words, lists of unequal lengths
-        raise TypeError(
-            f"{who}: _load returned {what} as {_shown(given)}, which is not a tensor of numbers; return a tensor"
-        ) from None
+        reason = f"{who} as {_shown(given)}, which is not a tensor of numbers; return a tensor"
+        raise TypeError(reason) from None
 
 
 def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[Any, Any]]:  # noqa: ANN401
@@ -279,14 +267,8 @@ def reading(path: Path, again: str, expected: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read ({reason}), and {expected} is expected: {again}") from None
 
 
-def ordered(names: set[str]) -> tuple[str, ...]:
-    """Sorted names, as numbers where all are whole numbers."""
-    numeric = all(re.fullmatch(r"\d{1,18}", name) for name in names)
-    return tuple(sorted(names, key=lambda name: (int(name), name) if numeric else (0, name)))
-
-
 def numbered(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tuple[tuple[str, ...], Array]:
-    """The classes, by default all there are, and the labels by the words of each image.
+    """The classes, by default all there are, sorted, as numbers where all are, and the labels by each image's words.
 
     Labels are int64 (N,) of one word an image, and float32 zeros and ones (N, K) of a list of words each.
 
@@ -295,7 +277,10 @@ def numbered(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tu
     """
     several = any(isinstance(own, list) for own in words)
     rows = words if several else [[word] for word in words]
-    classes = ordered({word for own in rows for word in own}) if classes is None else classes
+    if classes is None:
+        found = {word for own in rows for word in own}
+        numeric = all(re.fullmatch(r"\d{1,18}", name) for name in found)
+        classes = tuple(sorted(found, key=lambda name: (int(name), name) if numeric else (0, name)))
     numbers = {name: number for number, name in enumerate(classes)}
     if not several:
         return classes, np.array([numbers[word] for word in words], dtype=np.int64)

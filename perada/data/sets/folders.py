@@ -5,13 +5,13 @@ import os
 import re
 import warnings
 from collections import Counter
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from perada.core.checks import check_known
 from perada.core.text import some
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, numbered, renumbered
@@ -141,11 +141,9 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
     for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):
         if part.startswith("{"):
             name = part[1:-1]
-            if name not in FIELDS or name in fields:
-                close = get_close_matches(name, FIELDS, 1)
-                hint = f"did you mean {{{close[0]}}}?" if close else f"fields are {', '.join(FIELDS)}"
-                wrong = "twice; put * in one of the places" if name in fields else f"which is unknown; {hint}"
-                raise ValueError(f"layout={layout!r} has the field {part}, {wrong}")
+            check_known("layout: field", name, FIELDS)
+            if name in fields:
+                raise ValueError(f"layout={layout!r} has the field {part} twice; put * in one of the places")
             fields.append(name)
             pattern += f"(?P<{name}>[^/]+?)"
         else:

@@ -90,11 +90,9 @@ class ImageFiles(ImageSet):
         return _of_file(path, state.st_size, state.st_mtime_ns)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        labels = self.manifest.labels
-        return (self._read_all() if self.in_memory else None), None if labels is None else torch.from_numpy(labels)
-
-    def _read_all(self) -> Tensor:
-        """All images; an UnreadableImageError names every file that cannot be read."""
+        labels = None if self.manifest.labels is None else torch.from_numpy(self.manifest.labels)
+        if not self.in_memory:
+            return None, labels
         images, broken = [], []
         for path in self.manifest.paths:
             try:
@@ -105,7 +103,7 @@ class ImageFiles(ImageSet):
             raise UnreadableImageError(
                 f"{'; '.join(broken)}; to leave such out, set in_memory: false and on_broken: skip"
             )
-        return torch.stack(images)
+        return torch.stack(images), labels
 
     @property
     def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
@@ -152,7 +150,6 @@ class OwnImages(ImageFiles):
         known: Identities of which it is settled that they are test images, or not.
     """
 
-    _how = "the layout"  # where a split is said
     _clients = "client"  # column by which images are set aside
 
     def __init__(
@@ -167,7 +164,7 @@ class OwnImages(ImageFiles):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        self._names = None if classes is None else class_names(type(self).__name__, classes, None)
+        self._names = class_names(type(self).__name__, classes, None)
         if classes is not None and not self._names:
             raise ValueError(f"classes={classes!r} cannot be used; give a list of their names, or leave it out")
         check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
@@ -180,9 +177,14 @@ class OwnImages(ImageFiles):
     def _divided(self, found: Manifest) -> Manifest:
         found = found if self._names is None else renumbered(found, self._names, self.where)
         if found.split is None:
-            found = replace(found, identities=self._identified(found))
-            split = np.full(len(found.paths), "train")
-            split[self._hashed(found)] = "test"
+            identities = self._identified(found)
+            found, split = replace(found, identities=identities), np.full(len(found.paths), "train")
+            clients = found.columns.get(self._clients, np.zeros(len(split), np.int64)).tolist()
+            assert found.labels is not None
+            several = found.labels.ndim == 2
+            classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
+            given = identities.tolist(), clients, classes, self.test_share, self.seed, self.known
+            split[hashed_share(*given, leave=self._names is None)] = "test"
         else:
             split = self._said(found, found.split.tolist())
         self._check_classes(found, split == "train")
@@ -197,7 +199,7 @@ class OwnImages(ImageFiles):
             return np.array(list(pool.map(self.digest, found.paths)))
 
     @property
-    def identities(self) -> Array | None:
+    def identities(self) -> Array:  # type: ignore[override]  # known from the files
         """A digest (N,) of each image's group, or else of its content."""
         own = self.manifest.identities
         return self._identified(self.manifest) if own is None else own
@@ -209,38 +211,23 @@ class OwnImages(ImageFiles):
         return other
 
     @property
-    def divided(self) -> bool:
-        """Whether training and test images were divided here, and not by the source."""
-        return self.manifest.identities is not None
-
-    @property
     def group_column(self) -> str | None:  # type: ignore[override]  # known from the source
         """The column of groups, if there is one."""
         return "group" if "group" in self.columns else None
-
-    def _hashed(self, found: Manifest) -> Array:
-        """The rows of the test split where the source has none."""
-        assert found.identities is not None and found.labels is not None
-        clients = found.columns.get(self._clients, np.zeros(len(found.paths), np.int64)).tolist()
-        several = found.labels.ndim == 2
-        classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
-        given = found.identities.tolist(), clients, classes, self.test_share, self.seed, self.known
-        return hashed_share(*given, leave=self._names is None)
 
     def _said(self, found: Manifest, words: list[str]) -> Array:
         """The split (N,) that the source's words mean."""
         split = np.array([SPLITS.get(word.lower(), "") for word in words])
         if "" in split:
-            place = split.tolist().index("")
+            place = int(np.argmax(split == ""))
             raise ValueError(
                 f"{found.paths[place]}: the split {words[place]!r} is none of {', '.join(SPLITS)}; correct it"
             )
-        leave = f"leave the split out of {self._how}"
         has = Counter(split.tolist())
         if not has["train"] or not has["test"] + has["val"]:
             raise ValueError(
                 f"{self.where} has no {'test' if has['train'] else 'training'} images in its split: add some, or "
-                f"{leave}, and test_share of the images is the test split"
+                "leave the split out, and test_share of the images is the test split"
             )
         if not has["test"]:
             split[split == "val"] = "test"
@@ -252,12 +239,11 @@ class OwnImages(ImageFiles):
         if len(both):
             raise ValueError(
                 f"{self.where} has both training and test images of the group{'s' * (len(both) > 1)} "
-                f"{some(both.tolist())}: put all images of a group on one side, or {leave}"
+                f"{some(both.tolist())}: put all images of a group on one side, or leave the split out"
             )
         return split
 
     def _check_classes(self, found: Manifest, train: Array) -> None:
-        """Refuse classes without images to train on, unless the classes were named."""
         if self._names is not None:
             return
         assert found.labels is not None and found.classes is not None
@@ -310,12 +296,10 @@ class ListedImages(OwnImages):
             raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
         return name
 
-    def column(
-        self, option: str, name: str, remedy: str = "fill it in, or take the row out", gaps: bool = False
-    ) -> list[Any]:
+    def column(self, option: str, name: str, remedy: str = "fill it in, or take the row out") -> list[Any]:
         """The values of a column, which must have no gaps."""
-        values: list[Any] = self.listed[0][self.named(option, name)][:]
-        empty = [place for place, one in enumerate(values) if one in ("", None) and not gaps]
+        values = list(self.listed[0][self.named(option, name)][:])
+        empty = [place for place, one in enumerate(values) if one in ("", None)]
         self.refuse(empty, f"{name} is empty", remedy)
         return values
 

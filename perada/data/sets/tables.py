@@ -45,8 +45,6 @@ class ImageTable(ListedImages):
         **options: Those of :class:`.ListedImages`.
     """
 
-    _how = "the table"
-
     def __init__(
         self,
         table: str,
@@ -63,10 +61,10 @@ class ImageTable(ListedImages):
         self.split, self.separator = split, separator
 
     @cached_property
-    def listed(self) -> tuple[dict[str, list[Any]], Array]:
-        """The columns as the file has them, and the number (N,) of each row in it."""
+    def listed(self) -> tuple[dict[str, list[Any]], list[int]]:
+        """The columns as the file has them, and the number of each row in it."""
         columns, numbers = read_table(Path(self.table))
-        return {name: column.tolist() for name, column in columns.items()}, numbers
+        return {name: column.tolist() for name, column in columns.items()}, numbers.tolist()
 
     def read_manifest(self) -> Manifest:
         """List the rows of the table."""
@@ -89,7 +87,7 @@ class ImageTable(ListedImages):
     def _labels(self) -> tuple[tuple[str, ...], Array]:
         if not isinstance(self.label, str):
             return numbered(self._of_columns(self.label), tuple(self.label))
-        column = self.column("label", self.label, gaps=True)
+        column = self.listed[0][self.named("label", self.label)]
         if self.separator is not None or any(isinstance(cell, list) for cell in column):
             cells = [cell.split(self.separator) if isinstance(cell, str) else cell for cell in column]
             return numbered([[part.strip() for part in cell if part.strip()] for cell in cells])
@@ -112,7 +110,6 @@ class ImageTable(ListedImages):
         return numbered(column)
 
     def _of_columns(self, names: list[str]) -> list[list[str]]:
-        """The labels of each image, where each has a column of zeros and ones."""
         known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
         labels: list[list[str]] = [[] for _ in self.listed[1]]
         for name in names:
@@ -141,8 +138,6 @@ class HuggingFace(ListedImages):
         **options: Those of :class:`.ListedImages`.
     """
 
-    _how = "splits"
-
     def __init__(
         self,
         name: str,
@@ -160,7 +155,19 @@ class HuggingFace(ListedImages):
     @cached_property
     def _rows(self) -> tuple["Dataset", dict[str, int]]:
         """The rows of all splits that are used, and where in them each ``split[row]`` is."""
-        found = _load(self.name, self.config, self.revision)
+        datasets, folder = _installed("datasets", self.name, "datasets"), Path(self.name)
+        try:
+            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+                read = datasets.load_from_disk(self.name)
+            else:
+                read = datasets.load_dataset(self.name, self.config, revision=self.revision)
+        except Exception as error:  # it raises many types
+            reason = " ".join(str(error).split())
+            raise FileNotFoundError(
+                f"the data set {self.name!r} cannot be had ({type(error).__name__}: {reason[:300]}): set name to one "
+                "of the Hub or to a folder, and config where it has several"
+            ) from None
+        found = dict(read) if isinstance(read, dict) else {str(read.split or "train"): read}
         known = [split for split, part in found.items() if split.lower() in SPLITS and len(part)]
         wanted = self.splits or (known if len(found) > 1 else list(found))
         for split in wanted:
@@ -172,7 +179,7 @@ class HuggingFace(ListedImages):
                 "used, or a single one"
             )
         names = [f"{split}[{row}]" for split in wanted for row in range(len(found[split]))]
-        whole = _installed("datasets", self.name, "datasets").concatenate_datasets([found[split] for split in wanted])
+        whole = datasets.concatenate_datasets([found[split] for split in wanted])
         return whole, {name: row for row, name in enumerate(names)}
 
     @cached_property
@@ -181,28 +188,29 @@ class HuggingFace(ListedImages):
         whole, places = self._rows
         return {name: whole[name] for name in whole.column_names}, list(places)
 
-    def _only(self, option: str, fitting: list[str], what: str) -> str:
-        """The column that an option names, or the only one that fits."""
+    def _only(self, option: str, usual: list[str], what: str, able: list[str]) -> str:
+        """The column that an option names, or the only usual one; it must be one of those that are able."""
         given: str | None = getattr(self, option)
-        if given is not None:
-            return self.named(option, given)
-        if len(fitting) != 1:
-            there = f"several ({', '.join(fitting)})" if fitting else "none"
+        found = usual if given is None else [self.named(option, given)]
+        if len(found) != 1:
+            there = f"several ({', '.join(found)})" if found else "none"
             raise ValueError(
                 f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.listed[0])}; name it"
             )
-        return fitting[0]
+        if found[0] not in able:
+            kind = self._rows[0].features[found[0]]
+            raise ValueError(
+                f"{option}: column {found[0]!r} of {self.name} holds {kind}, and no {option}s; name another"
+            )
+        return found[0]
 
     @cached_property
     def _images(self) -> "Dataset":
-        """The images alone, as they are stored."""
         from datasets import Image as ImageFeature
 
         whole, _ = self._rows
         fitting = [name for name, kind in whole.features.items() if isinstance(kind, ImageFeature)]
-        column = self._only("image", fitting, "of images")
-        if column not in fitting:
-            raise ValueError(f"image: column {column!r} of {self.name} holds {whole.features[column]}, and no images")
+        column = self._only("image", fitting, "of images", fitting)
         return whole.select_columns([column]).cast_column(column, ImageFeature(decode=False))
 
     def content(self, path: str) -> bytes:
@@ -236,12 +244,10 @@ class HuggingFace(ListedImages):
         inner = {name: getattr(kind, "feature", kind) for name, kind in features.items()}
         usual = [name for name in _LABELS if name in inner][:1]
         fitting = usual or [name for name, kind in inner.items() if isinstance(kind, ClassLabel)]
-        column = self._only("label", fitting, f"called {', '.join(_LABELS)} or of class labels")
+        dtypes = {name: str(getattr(kind, "dtype", "")) for name, kind in inner.items()}
+        able = [name for name, dtype in dtypes.items() if re.match("u?int|bool|(large_)?string", dtype)]
+        column = self._only("label", fitting, f"called {', '.join(_LABELS)} or of class labels", able)
         kind = inner[column]
-        if not isinstance(kind, ClassLabel) and not re.match("u?int|bool|(large_)?string", getattr(kind, "dtype", "")):
-            raise ValueError(
-                f"label: column {column!r} of {self.name} holds {kind}, and no classes; name another column"
-            )
         values = self.column("label", column)
         several = kind is not features[column]
         rows = values if several else [[value] for value in values]
@@ -254,25 +260,7 @@ class HuggingFace(ListedImages):
         return numbered(words if several else [own[0] for own in words], classes)
 
 
-def _load(name: str, config: str | None, revision: str | None) -> dict[str, "Dataset"]:
-    """All splits of a set."""
-    datasets, folder = _installed("datasets", name, "datasets"), Path(name)
-    try:
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            found = datasets.load_from_disk(name)
-        else:
-            found = datasets.load_dataset(name, config, revision=revision)
-    except Exception as error:  # it raises many types
-        reason = " ".join(str(error).split())
-        raise FileNotFoundError(
-            f"the data set {name!r} cannot be had ({type(error).__name__}: {reason[:300]}): set name to one of the Hub "
-            "or to a folder, and config where it has several"
-        ) from None
-    return dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
-
-
 def _installed(module: str, what: object, extra: str) -> Any:  # noqa: ANN401  # a module
-    """A library of an extra."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -330,7 +318,6 @@ def _text(path: Path) -> tuple[list[str], list[Array], list[int]]:
 
 
 def _parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
-    """The same of a Parquet file."""
     parquet = _installed("pyarrow.parquet", path, "tables")
     content = parquet.ParquetFile(path).read()
     columns = [np.fromiter(map(_as_text, one.to_pylist()), dtype=object) for one in content.columns]

@@ -285,7 +285,7 @@ def image_split(served: FederatedDataModule) -> ImageSplit | None:
     data = served.data
     assert data is not None
     images = data.train[0].dataset if isinstance(data.train[0], Subset) else None
-    if not isinstance(images, OwnImages) or not images.divided:
+    if not isinstance(images, OwnImages) or images.manifest.identities is None:
         return None
     test: dict[str, bool] = {}
     for side, part in [*((False, part) for part in data.train), *((True, part) for part in data.test)]:
