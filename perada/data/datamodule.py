@@ -156,7 +156,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.image_size, self.device_cache_mb, self.on_broken = image_size, device_cache_mb, on_broken
         self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
         self.conditions: list[Condition] = []
-        self.preparation = Preparation(None, image_size, crop_padding, flip)
+        self.prepare = Preparation(None, image_size, crop_padding, flip)
         self._num_classes = num_classes
         self._found: Checked | None = None
         self._record: dict[str, Any] = {}
@@ -197,7 +197,7 @@ class FederatedDataModule(pl.LightningDataModule):
         data = data if on_test else replace(data, test=validation)
         found = check(data, self._num_classes, self.image_size)
         self.conditions = conditions(self.shifts, found, self.image_size) if on_test else []
-        self.preparation.check_shape(found.image[0])
+        self.prepare.check_shape(found.image[0])
         self.num_clients, self.train_sizes = len(data.train), found.train.sizes
         self.num_classes, self.multilabel = found.num_classes, found.multilabel
         self.classes = found.classes
@@ -256,7 +256,7 @@ class FederatedDataModule(pl.LightningDataModule):
             data.check_channels(image.input_size[0])
         self._clients_per_round, self._phases = clients_per_round, phases
         self._private, self._eligible, self._shares = private, eligible, None
-        self.preparation = replace(self.preparation, image=image, seed=seed, secure=bool(private and private.secure))
+        self.prepare = replace(self.prepare, image=image, seed=seed, secure=bool(private and private.secure))
 
     def plan(self, round: int) -> RoundPlan:
         """Draw a round's clients: a function of the run's seed, the round and who may take part (refused if none)."""
@@ -266,7 +266,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """A round's clients and who trains them: drawn and divided once, when the round is first asked for."""
         if self._shares is None or self._shares.plan.round != round:
             count, at = len(self.checked.train.sizes), self.trainer
-            drawn = sample_cohort(self.preparation.seed, round, count, self._clients_per_round, self._eligible)
+            drawn = sample_cohort(self.prepare.seed, round, count, self._clients_per_round, self._eligible)
             plan = self.plan_for(drawn, round)
             self._shares = Shares.of(plan) if at is None else Shares.of(plan, at.world_size, at.global_rank)
         return self._shares
@@ -282,7 +282,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
         """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
         plan, store = self.plan_for(clients, 0), self.served(self.checked.train)
-        batch = one_of(RoundBatches(store, plan, self.batch_size, self.preparation.seed)[0])
+        batch = one_of(RoundBatches(store, plan, self.batch_size, self.prepare.seed)[0])
         for _, reason in batch.failed:
             raise ValueError(reason)
         return self.prepare(batch)
@@ -294,7 +294,7 @@ class FederatedDataModule(pl.LightningDataModule):
         drawn, by default as :meth:`configure_rounds` was told.
         """
         store, private = self.served(self.checked.train), private or self._private
-        batches = RoundBatches(store, plan, self.batch_size, self.preparation.seed, private)
+        batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private)
         return loader(batches, store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
@@ -310,7 +310,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """
         if not condition.kind:
             return self._in_order(self.served(condition.store))
-        return self._in_order(CorruptedStore(condition, self.preparation.seed, self.image_size))
+        return self._in_order(CorruptedStore(condition, self.prepare.seed, self.image_size))
 
     @property
     def public_size(self) -> int:
@@ -333,13 +333,13 @@ class FederatedDataModule(pl.LightningDataModule):
         Returns:
             Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round.
         """
-        return batch_indices(self.public_size, batch_size, steps, self.preparation.seed, "public", round)
+        return batch_indices(self.public_size, batch_size, steps, self.prepare.seed, "public", round)
 
     def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
         store = self.checked.public
         assert store is not None
-        images, _ = self.served(store).take(torch.zeros_like(indices), indices, (self.preparation.seed, -2))
+        images, _ = self.served(store).take(torch.zeros_like(indices), indices, (self.prepare.seed, -2))
         return self.prepare(send(images, device))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
@@ -354,7 +354,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def preprocessing(self) -> Preprocessing:
         """What is done to images before the model sees them, but for random changes."""
         source = None if self.division is None else self.division.dataset
-        return preprocessing_of(self.checked, self.preparation, getattr(source, "full_scale", None))
+        return preprocessing_of(self.checked, self.prepare, getattr(source, "full_scale", None))
 
     def partition_dict(self) -> dict[str, Any]:
         """What ``partition.json`` holds."""
@@ -368,12 +368,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: BatchT, dataloader_idx: int) -> BatchT:
         """Prepare a batch once it is on the device."""
-        return self.preparation(batch)
-
-    @property
-    def prepare(self) -> Preparation:
-        """Makes a batch on its device ready for the model; those of the Trainer are so already."""
-        return self.preparation
+        return self.prepare(batch)
 
     def use_features(
         self, encode: Callable[[Tensor], Tensor] | None, size: int = 0, image: tuple[int, ...] = ()
@@ -394,7 +389,7 @@ class FederatedDataModule(pl.LightningDataModule):
                 yield self.prepare(send(x, device)), send(y, device)
 
     def _in_order(self, store: Samples) -> DataLoader[EvalBatch]:
-        return loader(EvalBatches(store, self.eval_batch_size, self.preparation.seed), store, self.num_workers)
+        return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)
 
     def served(self, store: Store) -> Samples:
         """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
@@ -402,5 +397,5 @@ class FederatedDataModule(pl.LightningDataModule):
             return store
         if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
-        augmented = store is self.checked.train and self.preparation.augments
+        augmented = store is self.checked.train and self.prepare.augments
         return store if self._features is None or augmented else self._features(store)

@@ -147,7 +147,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "precision": str(module.trainer.precision),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
-        "augmentation": [data.preparation.crop_padding, data.preparation.flip],
+        "augmentation": [data.prepare.crop_padding, data.prepare.flip],
         **{name: getattr(settings, name) for name in ("clients_per_round", "weighting", "refuse_far")},
         "local_training": repr(settings.phases),
         "algorithm": repr(settings.algorithm),

@@ -99,7 +99,7 @@ def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
 def run_info(parts: Parts) -> dict[str, Any]:
     """The facts of ``Run.info``; without the seed where noise would follow from it."""
     settings, data, module, federation = parts.settings, parts.data, parts.module, parts.federation
-    algorithm, prepared = settings.algorithm, data.preparation
+    algorithm, prepared = settings.algorithm, data.prepare
     options = ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric")
     training = {  # what a client does that joins later
         "algorithm": algorithm_record(algorithm),

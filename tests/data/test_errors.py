@@ -370,27 +370,30 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
     [
         (
             ([[0, 1], [2, 1]], [[0], [1]]),
-            "gave the training row 1 to clients 0 and 1; give each row to one client, once",
+            "returned the training row 1 for the clients 0 and 1; return two lists.* a row belongs to one client, once",
         ),
-        (([[0], [1]], [[0], [3, 3]]), "gave the test row 3 to clients 1 and 1"),
-        (([[0], [6]], [[0], [1]]), r"gave client 1 the training row 6, and there are 6, .* positions in train\.labels"),
-        (([[0], [1]], [[-1], [1]]), r"gave client 0 the test row -1, .* test\.labels"),
+        (([[0], [1]], [[0], [3, 3]]), "returned the test row 3 for the clients 1 and 1"),
+        (
+            ([[0], [6]], [[0], [1]]),
+            r"returned the training row 6 for client 1, and there are 6, .* positions in train\.labels",
+        ),
+        (([[0], [1]], [[-1], [1]]), r"returned the test row -1 for client 0, .* test\.labels"),
         (
             (np.arange(6), np.arange(6)),
-            r"returned, as the training rows of client 0, an array \(\) of int64; return two lists",
+            r"returned an array \(\) of int64 as the training rows of client 0; return two lists",
         ),
         (([[0], [1], [2]],), "returned 3 values; return two lists"),
         ((np.zeros((2, 3), int),), "returned one ndarray; return two lists"),
         (([[0], [1]], [[0]]), "returned rows of 2 clients for training and of 1 for testing"),
         (
             ([[0.0], [1.0]], [[0], [1]]),
-            r"returned, as the training rows of client 0, an array \(1,\) of float64; return two lists",
+            r"returned an array \(1,\) of float64 as the training rows of client 0; return two lists",
         ),
         (
             ([np.arange(6) < 3, [4]], [[], []]),
-            r"returned, as the training rows of client 0, an array \(6,\) of bool .np.flatnonzero makes rows",
+            r"returned an array \(6,\) of bool .np.flatnonzero makes rows of a mask. as the training rows of client 0",
         ),
-        (([[[0, 1]], [[2]]], [[], []]), r"returned, as the training rows of client 0, an array \(1, 2\)"),
+        (([[[0, 1]], [[2]]], [[], []]), r"returned an array \(1, 2\) .* as the training rows of client 0"),
         (({0: [1]}, [[0]]), "returned the training rows as dict; return two lists"),
     ],
 )

@@ -120,16 +120,12 @@ def _split(images: ImageSet, index: Array) -> Split:
     return Split(images.labels.numpy()[index], index, rows, type(images).__name__)
 
 
-_RETURN = "return two lists, of the clients' training rows and of their test rows, each with one integer array a client"
-
-
 def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assignment:
     """Each client's rows of both splits, as ``partition`` gives them.
 
     Raises:
         ValueError: If ``split`` takes other arguments, returns something else than rows for each client, a row that
             there is not, or one twice; or if it refuses the data.
-        TypeError: If rows are not whole numbers.
     """
     who = f"{type(partition).__name__}.split"
     try:
@@ -140,41 +136,36 @@ def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assign
         ) from None
     given = partition.split(train, test, seed)
     if not isinstance(given, tuple | list) or len(given) != 2:
-        what = f"{len(given)} values" if isinstance(given, tuple | list) else f"one {type(given).__name__}"
-        raise ValueError(f"{who} returned {what}; {_RETURN}")
+        raise _wrong(who, f"{len(given)} values" if isinstance(given, tuple | list) else f"one {type(given).__name__}")
     rows = _rows(who, "training", given[0], len(train)), _rows(who, "test", given[1], len(test))
     if len(rows[1]) not in (0, len(rows[0])):
-        raise ValueError(
-            f"{who} returned rows of {len(rows[0])} clients for training and of {len(rows[1])} for testing; give each "
-            "client an entry in both lists, an empty array where it has no test rows"
-        )
+        raise _wrong(who, f"rows of {len(rows[0])} clients for training and of {len(rows[1])} for testing")
     return rows
+
+
+def _wrong(who: str, what: str) -> ValueError:
+    return ValueError(
+        f"{who} returned {what}; return two lists, of the clients' training rows and of their test rows, each with one "
+        "integer array a client, of positions in train.labels or test.labels; a row belongs to one client, once"
+    )
 
 
 def _rows(who: str, part: str, given: Any, size: int) -> list[Array]:  # noqa: ANN401  # whatever a partition gives
     """The rows of each client, of which there are ``size``."""
     if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
-        raise ValueError(f"{who} returned the {part} rows as {type(given).__name__}; {_RETURN}")
-    clients = list(map(np.asarray, given))
+        raise _wrong(who, f"the {part} rows as {type(given).__name__}")
+    clients, owner_of = list(map(np.asarray, given)), dict[int, int]()
     for client, own in enumerate(clients):
         if own.ndim != 1 or (len(own) and not np.issubdtype(own.dtype, np.integer)):
             what = f"array {own.shape} of {own.dtype}" + " (np.flatnonzero makes rows of a mask)" * (own.dtype == bool)
-            raise TypeError(f"{who} returned, as the {part} rows of client {client}, an {what}; {_RETURN}")
-        wrong = own[(own < 0) | (own >= size)]
-        if len(wrong):
-            raise ValueError(
-                f"{who} gave client {client} the {part} row {wrong[0]}, and there are {size}, from 0; give "
-                f"positions in {'train' if part == 'training' else 'test'}.labels, not values of index"
-            )
-    flat = np.concatenate([np.array([], np.int64), *(own.astype(np.int64) for own in clients)])
-    twice = np.flatnonzero(np.bincount(flat) > 1)
-    if len(twice):
-        owners = np.repeat(np.arange(len(clients)), list(map(len, clients)))[flat == twice[0]].tolist()
-        raise ValueError(
-            f"{who} gave the {part} row {twice[0]} to clients {owners[0]} and {owners[1]}; give each row to one "
-            "client, once"
-        )
-    return np.split(flat, np.cumsum(list(map(len, clients)))[:-1]) if clients else []
+            raise _wrong(who, f"an {what} as the {part} rows of client {client}")
+        for row in own.tolist():
+            if not 0 <= row < size:
+                raise _wrong(who, f"the {part} row {row} for client {client}, and there are {size}, from 0")
+            if row in owner_of:
+                raise _wrong(who, f"the {part} row {row} for the clients {owner_of[row]} and {client}")
+            owner_of[row] = client
+    return [own.astype(np.int64) for own in clients]
 
 
 def positions(dataset: Dataset[Any]) -> list[int]:
@@ -229,9 +220,14 @@ def hold_out(
     identities = list(map(identities_of, datasets))
     pairs = zip(datasets, identities, strict=True)
     groups = [groups_of(dataset) if known is None else known for dataset, known in pairs]
-    _refuse([client for client, own in enumerate(groups) if len(own) < 2], share, "fewer than 2")
-    alone = [client for client, own in enumerate(groups) if len(np.unique(own)) < 2]
-    _refuse(alone, share, "those of one group alone, as one patient")
+    few = [str(client) for client, own in enumerate(groups) if len(np.unique(own)) < 2]
+    if few:
+        raise ValueError(
+            f"client_validation={share} asks every client for a validation image and one to train on, and "
+            f"client{'s' * (len(few) > 1)} {some(few, 10)} {'have' if len(few) > 1 else 'has'} fewer than 2, or those "
+            "of one group alone, as one patient: give them more (min_per_client of Dirichlet), leave them out, or set "
+            "client_validation to 0"
+        )
     train, validation = list[Dataset[Any]](), list[Dataset[Any]]()
     for client, (dataset, own) in enumerate(zip(datasets, groups, strict=True)):
         if identities[client] is None:
@@ -244,14 +240,3 @@ def hold_out(
         train.append(Subset(dataset, np.setdiff1d(np.arange(len(own)), held).tolist()))
         validation.append(Subset(dataset, held.tolist()))
     return train, validation
-
-
-def _refuse(clients: Sequence[int], share: float, what: str) -> None:
-    """Name the clients that cannot hold out images, if there are any."""
-    if clients:
-        several = len(clients) > 1
-        raise ValueError(
-            f"client_validation={share} asks every client for a validation image and one to train on, and "
-            f"client{'s' * several} {some(list(map(str, clients)), 10)} {'have' if several else 'has'} {what}: give "
-            "them more (min_per_client of Dirichlet), leave them out, or set client_validation to 0"
-        )

@@ -54,7 +54,7 @@ class Coordinator:
         module, loop = recipe.module, recipe.loop
         self.settings = recipe.settings()
         assert module.adapted is not None
-        prepare = replace(recipe.data.preparation, image=module.adapted.backbone.image, seed=loop.seed)
+        prepare = replace(recipe.data.prepare, image=module.adapted.backbone.image, seed=loop.seed)
         self.images = ServerImages(recipe.public, prepare)
         self._check()
         self.server = Server(Site(module.engine, module.slot, self.settings), module.initial_state)

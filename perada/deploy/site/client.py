@@ -146,7 +146,7 @@ class Client:
         """The prepared local steps of a plan."""
         data, device = self.data, self.recipe.device
         store = numbered(data.served(data.checked.train), plan.clients[0])
-        whole = RoundBatches(store, plan, data.batch_size, data.preparation.seed, private)
+        whole = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
         # Others may take more steps: nothing is done then, and a site may say any number.
         own = Subset(whole, [place for place, (*_, active) in enumerate(active_steps(plan)) if active])
         for batch in loader(own, store, data.num_workers):
