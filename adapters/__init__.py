@@ -2,7 +2,7 @@
 """PEFT methods of perada's own: importing this package registers them with PEFT.
 
 One file a method: its configuration (what is saved), its layer (what wraps a module) and its tuner (where it goes).
-A new method adds its file and one row to ``METHODS``.
+A new method adds its file, and registers itself below.
 """
 
 if __name__ != "perada.adapters":
@@ -20,21 +20,14 @@ from .bottleneck import BottleneckConfig, BottleneckModel
 from .residual import ResidualConfig, ResidualModel
 from .selective import SelectiveConfig, SelectiveModel
 
-__all__ = ["METHODS", "AddedLayer", "AddingModel", "BottleneckConfig", "ResidualConfig", "SelectiveConfig", "register"]
-
-METHODS: dict[str, tuple[type[PeftConfig], type[BaseTuner]]] = {
-    "PERADA_RESIDUAL": (ResidualConfig, ResidualModel),
-    "PERADA_BOTTLENECK": (BottleneckConfig, BottleneckModel),
-    "PERADA_SELECTIVE": (SelectiveConfig, SelectiveModel),
-}
-"""PEFT type (a plain string: PEFT's own enumeration is closed) of each method, with its config and tuner."""
+__all__ = ["AddedLayer", "AddingModel", "BottleneckConfig", "ResidualConfig", "SelectiveConfig", "register"]
 
 
 def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> None:
     """Register a method with PEFT, whose configurations then are adapters like any other.
 
     Args:
-        name: The ``peft_type`` that its configurations give themselves.
+        name: The ``peft_type`` that its configurations give themselves, a plain string: PEFT's enumeration is closed.
         config: The class of its configuration.
         model: The tuner, with a ``prefix`` that begins the names of all that it adds to a layer.
 
@@ -51,5 +44,6 @@ def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> Non
     mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind] = model.prefix
 
 
-for _name, (_config, _model) in METHODS.items():
-    register(_name, _config, _model)
+register("PERADA_RESIDUAL", ResidualConfig, ResidualModel)
+register("PERADA_BOTTLENECK", BottleneckConfig, BottleneckModel)
+register("PERADA_SELECTIVE", SelectiveConfig, SelectiveModel)

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import PurePath
-from types import UnionType
-from typing import Literal, Union, get_args, get_origin
 
 LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
 COUNTABLE = 10**12
@@ -129,7 +127,8 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
     ValueError: optimizer='sgdd' is unknown; choose one of 'sgd', 'adam'
     """
     if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}{_ending(hint)}")
+        more = f" ({hint})" if hint else ""
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}{more}")
 
 
 def check_known(name: str, value: object, known: Iterable[str], also: str = "") -> None:
@@ -168,13 +167,9 @@ def _range(least: float | None, above: float | None, most: float | None, below: 
 
 
 def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:
-    leave, text = ", or leave it out" if optional else "", repr(value)
-    short = text if len(text) <= 80 else f"{text[:60]}…"
-    raise ValueError(f"{name}={short} cannot be used; give {what}{leave}{_ending(hint)}")
-
-
-def _ending(hint: str) -> str:
-    return f" ({hint})" if hint else ""
+    more = (", or leave it out" if optional else "") + (f" ({hint})" if hint else "")
+    short = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:60]}…"
+    raise ValueError(f"{name}={short} cannot be used; give {what}{more}")
 
 
 def check_options(name: str, value: object, hint: str) -> None:
@@ -186,26 +181,3 @@ def check_options(name: str, value: object, hint: str) -> None:
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{name}={value!r} cannot be used; give a dictionary of options, such as {hint}")
-
-
-def is_of(value: object, hint: object) -> bool:
-    """Whether a value is of a type as written in an annotation; what is inside of lists and dictionaries is not read.
-
-    Of literals, too, only the type counts. Whole numbers are numbers, ``True`` and ``False`` are none, and a set or a
-    tuple will do for a list.
-
-    >>> is_of(3, float), is_of(True, int), is_of(["fc"], list[str] | str | None), is_of("abc", int)
-    (True, False, True, False)
-    """
-    origin = get_origin(hint) or hint
-    if origin in (Union, UnionType):
-        return any(is_of(value, one) for one in get_args(hint))
-    if origin is Literal:
-        return any(type(value) is type(one) for one in get_args(hint))
-    if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-    if origin in (list, set, tuple):
-        return isinstance(value, list | set | tuple)
-    if hint is None:
-        return value is None
-    return not isinstance(origin, type) or isinstance(value, origin)

@@ -47,11 +47,6 @@ def sync(paths: Iterable[Path]) -> None:
         list(pool.map(_sync, paths))
 
 
-def sync_tree(folder: Path) -> None:
-    """Have a folder with all that is in it written to the disk."""
-    sync([folder, *folder.rglob("*")])
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Have an error of the disk name the file that is being written: those of writes have no path."""

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """One process, alone. Every method is a collective: all ranks call it, in the same order.
+    """One process, alone, or all of torch's default process group, gloo or NCCL.
+
+    Every method is a collective: all ranks call it, in the same order. Tensors may be on any device.
 
     Attributes:
         rank: Number of this process, from 0.
@@ -22,56 +24,20 @@ class Ranks:
     rank = 0
     size = 1
 
+    def __init__(self, together: bool = False) -> None:
+        self._device = torch.device("cpu")
+        if together:
+            self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            if torch.distributed.get_backend() == "nccl":
+                self._device = torch.device("cuda", torch.cuda.current_device())
+
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by its sum over the ranks; those of one dtype travel together."""
+        self._together(tensors, lambda buffer: torch.distributed.all_reduce(buffer))
 
     def max_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by its largest values over the ranks."""
-
-    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by that of rank 0."""
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value (anything that pickles; tensors on the CPU), in order of rank.
-
-        >>> Ranks().gather(3)
-        [3]
-        """
-        return [value]
-
-    def collect(self, value: T) -> list[T]:
-        """Every rank's value on rank 0; an empty list on the others."""
-        return [value]
-
-    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send a tensor to each rank named in ``outgoing``, and fill those of ``incoming`` by the rank they are from.
-
-        What a rank sends to another must have the dtype and shape that the other one expects.
-        """
-
-
-def this_rank() -> int:
-    """Number of this process among those that share the work; 0 where it is alone."""
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if together else 0
-
-
-class Distributed(Ranks):
-    """The processes of torch's default process group, gloo or NCCL. Tensors may be on any device."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        nccl = torch.distributed.get_backend() == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by its sum over the ranks."""
-        self._together(tensors, torch.distributed.all_reduce)
-
-    def max_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by its largest values over the ranks."""
-        largest = torch.distributed.ReduceOp.MAX
-        self._together(tensors, lambda buffer: torch.distributed.all_reduce(buffer, largest))
+        self._together(tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX))
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by that of rank 0."""
@@ -80,7 +46,7 @@ class Distributed(Ranks):
     def _together(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
         """Apply a collective to all tensors of one dtype as one flat buffer."""
         groups: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
+        for tensor in tensors if self.size > 1 else ():
             groups.setdefault(tensor.dtype, []).append(tensor)
         for group in groups.values():
             buffer = torch.cat([tensor.detach().reshape(-1).to(self._device) for tensor in group])
@@ -89,19 +55,28 @@ class Distributed(Ranks):
                 tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank."""
-        values: list[T | None] = [None] * self.size
-        torch.distributed.all_gather_object(values, value)
-        return values  # type: ignore[return-value]  # each place was filled
+        """Every rank's value (anything that pickles; tensors on the CPU), in order of rank.
+
+        >>> Ranks().gather(3)
+        [3]
+        """
+        values = [value] * self.size
+        if self.size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
 
     def collect(self, value: T) -> list[T]:
-        """Every rank's value on rank 0, an empty list on the others."""
-        values: list[T] | None = [value] * self.size if self.rank == 0 else None
-        torch.distributed.gather_object(value, values)
+        """Every rank's value on rank 0; an empty list on the others."""
+        values = [value] * self.size if self.rank == 0 else None
+        if self.size > 1:
+            torch.distributed.gather_object(value, values)
         return values or []
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send and receive, all at once."""
+        """Send a tensor to each rank named in ``outgoing``, and fill those of ``incoming`` by the rank they are from.
+
+        What a rank sends to another must have the dtype and shape that the other one expects.
+        """
         buffers = {rank: torch.empty_like(tensor, device=self._device) for rank, tensor in incoming.items()}
         transfers = [
             torch.distributed.P2POp(torch.distributed.isend, tensor.to(self._device).contiguous(), rank)
@@ -111,3 +86,9 @@ class Distributed(Ranks):
             transfer.wait()
         for rank, buffer in buffers.items():
             incoming[rank].copy_(buffer)
+
+
+def this_rank() -> int:
+    """Number of this process among those that share the work; 0 where it is alone."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if together else 0

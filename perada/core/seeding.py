@@ -122,9 +122,6 @@ class Streams:
         seeds, gammas = table.view(-1, 2).to(device).unbind(1)
         return cls(seeds, gammas | 1)
 
-    def __len__(self) -> int:
-        return len(self.seeds)
-
     def __getitem__(self, clients: slice) -> "Streams":
         return Streams(self.seeds[clients], self.gammas[clients])
 

@@ -22,6 +22,7 @@ from perada.core.checks import check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams, seeded
 from perada.core.states import State, expand, get_state, send, train_mode, unstack
+from perada.core.text import some
 from perada.engine.fold import Fold, fold
 from perada.engine.prefix import Prefix, find_prefix
 
@@ -56,8 +57,7 @@ class Engine:
         folded = fold(model)
         if folded.missing:
             named = [f"{path} ({name})" for path, name in folded.missing.items()]
-            more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-            message = f"trained layers without a stacked twin: {', '.join(named[:4])}{more}"
+            message = f"trained layers without a stacked twin: {some(named, 4)}"
             if kind == "folded":
                 raise ValueError(f"engine='folded' cannot run {message}; use engine='loop' or 'auto'")
             if kind == "auto":

@@ -222,20 +222,16 @@ class StackedDropout(Twin):
         """Drop single elements of (R, ...)."""
         return x_R * self.mask(x_R, x_R.dim()) if self.training else x_R
 
-    @property
-    def p(self) -> float:
-        """Probability of dropping."""
-        return drop_rate(self.original[0])
-
     def mask(self, x_R: Tensor, dims: int) -> Tensor:
         """0 or 1/(1-p) for all that has one place in the first ``dims`` axes: (R, ...), of size 1 along the others."""
         shape = [*x_R.shape[:dims], *[1] * (x_R.dim() - dims)]
-        threshold = round(self.p * 2**16) - 2**15
+        rate = drop_rate(self.original[0])
+        threshold = round(rate * 2**16) - 2**15
         if threshold >= 2**15:
             return x_R.new_zeros(shape)
         keep = self.context.next_streams().bits(math.prod(shape) // self.context.clients) >= threshold
         mask = torch.empty_like(x_R) if dims == x_R.dim() else x_R.new_empty(shape)
-        return mask.copy_(keep.view(shape)).mul_(1 / (1 - self.p))
+        return mask.copy_(keep.view(shape)).mul_(1 / (1 - rate))
 
 
 class StackedChannelDropout(StackedDropout):

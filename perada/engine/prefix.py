@@ -172,11 +172,8 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> Prefix | None:
 
 
 def _stand_for(prefix: Prefix, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
-    """Whether features give the logits of their images in evaluation and training mode, but for our dropout.
-
-    What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember
-    what they saw last.
-    """
+    """Whether features give the logits of their images in evaluation and training mode, but for our dropout."""
+    # What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember.
     tensors = {
         key: (value + 0.01 if value.requires_grad else value).detach().clone()
         for key, value in [*module.named_parameters(), *module.named_buffers()]
@@ -209,10 +206,7 @@ class _Output(NamedTuple):
 
 
 def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
-    """Shape of one image's output of the outermost modules that depend on nothing trained, in order of their calls.
-
-    Their outputs have no gradient, and are the same in training mode, with fewer images and with other trained tensors.
-    """
+    """Shape of one image's output of the outermost modules that depend on nothing trained, in order of their calls."""
     first, again = (_outputs(model, x, training) for x, training in ((x_R, False), (x_R[:2], True)))
 
     def constant(path: str) -> bool:
@@ -230,10 +224,7 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
 
 
 def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
-    """What modules give in a pass that leaves no trace, by path; ``None`` where it cannot be a feature.
-
-    In training mode all that is trained has other values.
-    """
+    """What modules give in a pass that leaves no trace, by path; ``None`` where it cannot be a feature."""
     outputs: dict[str, _Output | None] = {}
     cuda = x_R.is_cuda
 

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_choice, check_number, check_whole
-from perada.core.ranks import Distributed, Ranks
+from perada.core.ranks import Ranks
 from perada.data import CohortBatch, FederatedDataModule
 from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
@@ -200,7 +200,7 @@ class FederatedLoop(pl.Callback):
                 )
             module.federation, self.history = None, []
         if module.federation is None:
-            ranks = Distributed() if trainer.world_size > 1 else Ranks()
+            ranks = Ranks(together=trainer.world_size > 1)
             done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
             checkpoints.check_alike(ranks, checkpoints.alike(parts, done))
             given = module.engine, module.slot, module.initial_state

@@ -5,7 +5,9 @@ import copy
 import re
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast, get_type_hints
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import peft
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
@@ -16,7 +18,6 @@ from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, Selec
 from perada.adapters.added import check_last_blocks, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
-from perada.core.checks import is_of
 from perada.core.rounds import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
 from perada.models.char_lstm import CharLSTM
@@ -119,7 +120,7 @@ def _method(config: PeftConfig) -> str:
 
 
 AdapterChoice = str | PeftConfig
-"""What can be asked for as an adapter: a name of ``adapter_names()`` or a PEFT configuration."""
+"""What can be asked for as an adapter: one of ``ADAPTERS`` or a PEFT configuration."""
 
 METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
@@ -128,6 +129,7 @@ METHODS: dict[str, type[PeftConfig]] = {
     "ia3": IA3Config,
 }
 SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "full": ["all"]}
+ADAPTERS = [*METHODS, *SELECTIONS]
 INTERNAL = {field.name for field in fields(PeftConfig)}
 
 
@@ -170,15 +172,6 @@ class AdaptedModel:
         return not dora and _method(self.config) not in {"BOFT", "OFT", "HRA"}
 
 
-def adapter_names() -> list[str]:
-    """Return the names that ``insert_adapter`` knows.
-
-    >>> adapter_names()
-    ['residual', 'bottleneck', 'lora', 'ia3', 'head', 'bias_norm', 'full']
-    """
-    return [*METHODS, *SELECTIONS]
-
-
 def is_adapter_key(key: str) -> bool:
     """Whether a name in an adapted model is of what the adapter added, rather than of the backbone or a copy of it.
 
@@ -204,7 +197,7 @@ def insert_adapter(
 
     Args:
         backbone: A backbone without adapter.
-        adapter: One of ``adapter_names()``, or any PEFT configuration of a method that changes layers.
+        adapter: One of ``ADAPTERS``, or any PEFT configuration of a method that changes layers.
         train_backbone: Train the backbone's own parameters beside the adapter's.
         **options: Fields of the named method's configuration, such as ``r`` of ``"lora"``.
 
@@ -267,14 +260,14 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config.base_model_name_or_path = None  # of the model that it was saved with
         config.inference_mode = False
     elif not isinstance(adapter, str):
-        raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {adapter_names()} or a PeftConfig")
-    elif adapter not in adapter_names():
-        raise ValueError(f"adapter {adapter!r} is unknown: choose one of {adapter_names()} or give a PeftConfig")
+        raise TypeError(f"adapter is a {type(adapter).__name__}: give one of {ADAPTERS} or a PeftConfig")
+    elif adapter not in ADAPTERS:
+        raise ValueError(f"adapter {adapter!r} is unknown: choose one of {ADAPTERS} or give a PeftConfig")
     else:
         config = _named(adapter, options, backbone.head)
     if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
         raise ValueError(
-            f"{type(config).__name__} cannot train a classification head beside it: choose one of {adapter_names()}"
+            f"{type(config).__name__} cannot train a classification head beside it: choose one of {ADAPTERS}"
         )
     if isinstance(config, AdaLoraConfig):
         raise ValueError(
@@ -300,7 +293,7 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
         if name not in known:
             choice = ", ".join(sorted(known)) or "none"
             raise ValueError(f"adapter {adapter!r} has no option {name!r}: its options are {choice}")
-        if name in hints.keys() - {"last_blocks"} and not is_of(value, hints[name]):
+        if name in hints.keys() - {"last_blocks"} and not _is_of(value, hints[name]):
             what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
             raise ValueError(f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}")
     last_blocks = cast(int | None, options.get("last_blocks"))
@@ -309,6 +302,20 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
     if adapter in METHODS:
         return METHODS[adapter](**cast(dict[str, Any], {name: options[name] for name in options if name in hints}))
     return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
+
+
+def _is_of(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
+    """Whether a value is of a type; any sequence or set will do for a list, what is in it is not looked at."""
+    origin = get_origin(hint) or hint
+    if origin in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return any(type(value) is type(one) for one in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if origin in (list, set, tuple):
+        return isinstance(value, list | set | tuple)
+    return value is None if hint is None else not isinstance(origin, type) or isinstance(value, origin)
 
 
 def _chooses(config: PeftConfig) -> bool:

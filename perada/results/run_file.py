@@ -24,7 +24,6 @@ from perada.core.files import (
     locked,
     sealed,
     sync,
-    sync_tree,
     write_atomic,
 )
 
@@ -53,7 +52,7 @@ def together(folder: Path) -> Iterator[Path]:
             raise _busy(folder)
         try:
             yield stage
-            sync_tree(stage)
+            sync([stage, *stage.rglob("*")])
             stage.rename(folder / READY)
         except BaseException as error:
             shutil.rmtree(stage, ignore_errors=True)

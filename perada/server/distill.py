@@ -200,10 +200,7 @@ class Distiller:
             yield self.data.public_images(rows[own], device), logits[send(positions[step, own], device)]
 
     def _own_sum(self, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Sum (B, K) of the logits of this rank's teachers in double precision, and the dtype of the logits.
-
-        A rank may have no teacher: it then gives zeros, whose shape it takes from the student's logits.
-        """
+        """Sum (B, K) of the logits of this rank's teachers, if any, in double precision, and the logits' dtype."""
         some = len(next(iter(teachers.values()))) > 0
         logits = self.engine.shared_logits(teachers if some else expand(student, 1), x)
         return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype

@@ -112,10 +112,7 @@ class ModifiedLocalGD(ComposedRule):
 
 
 class _Optimizer(ComposedRule):
-    """Treats the aggregate's change Δ of the parameters as minus a gradient, and takes a step with it.
-
-    Running statistics and counters take the aggregate's value: a variance that overshot could become negative.
-    """
+    """Treats the aggregate's change Δ of the parameters as minus a gradient, and takes a step with it."""
 
     function_of_mean = True
 
@@ -125,7 +122,7 @@ class _Optimizer(ComposedRule):
         self.lr = lr
 
     def __call__(self, given: Aggregation) -> State:
-        target = self._aggregate(given)
+        target = self._aggregate(given)  # whose statistics stay: a variance that overshot could become negative
         return target | {
             key: self._moved(given, key, value)
             for key, value in target.items()
@@ -175,44 +172,10 @@ class FedAvgM(_Optimizer):
         return _keep(state, "momentum", key, self.momentum * _kept(state, "momentum", key, delta, 0.0) + delta)
 
 
-class _Adaptive(_Optimizer):
-    """m ← β₁ m + (1 − β₁) Δ, then w ← w + lr · m / (√v + τ). m starts at 0 and v at τ², without bias correction."""
-
-    def __init__(
-        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
-    ) -> None:
-        super().__init__(lr, aggregate)
-        check_number("beta1", beta1, least=0, below=1)
-        check_number("tau", tau, above=0)
-        self.beta1, self.tau = beta1, tau
-
-    def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        first = _kept(state, "momentum", key, delta, 0.0)
-        first = _keep(state, "momentum", key, self.beta1 * first + (1 - self.beta1) * delta)
-        second = self._second(_kept(state, "variance", key, delta, self.tau**2), delta.square())
-        return first / (_keep(state, "variance", key, second).sqrt() + self.tau)
-
-    @abstractmethod
-    def _second(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Next v, given Δ²."""
-
-
-class FedAdagrad(_Adaptive):
-    """Adagrad on the server: v ← v + Δ² (Reddi et al., ICLR 2021, Algorithm 2).
-
-    Args:
-        lr: Server learning rate η.
-        beta1: Decay of the momentum m. Default: 0, as in the paper's experiments, since Adagrad has no momentum.
-        tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
-        aggregate: Where Δ comes from. Default: the mean.
-    """
-
-    def _second(self, v: Tensor, squared: Tensor) -> Tensor:
-        return v + squared
-
-
-class FedAdam(_Adaptive):
+class FedAdam(_Optimizer):
     """Adam on the server: v ← β₂ v + (1 − β₂) Δ² (Reddi et al., ICLR 2021, Algorithm 2).
+
+    m ← β₁ m + (1 − β₁) Δ, then w ← w + lr · m / (√v + τ). m starts at 0 and v at τ², without bias correction.
 
     Args:
         lr: Server learning rate η.
@@ -230,11 +193,20 @@ class FedAdam(_Adaptive):
         tau: float = 1e-3,
         aggregate: ServerRule | None = None,
     ) -> None:
-        super().__init__(lr, beta1, tau, aggregate)
+        super().__init__(lr, aggregate)
+        check_number("beta1", beta1, least=0, below=1)
+        check_number("tau", tau, above=0)
         check_number("beta2", beta2, least=0, below=1)
-        self.beta2 = beta2
+        self.beta1, self.beta2, self.tau = beta1, beta2, tau
+
+    def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
+        first = _kept(state, "momentum", key, delta, 0.0)
+        first = _keep(state, "momentum", key, self.beta1 * first + (1 - self.beta1) * delta)
+        second = self._second(_kept(state, "variance", key, delta, self.tau**2), delta.square())
+        return first / (_keep(state, "variance", key, second).sqrt() + self.tau)
 
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
+        """Next v, given Δ²."""
         return self.beta2 * v + (1 - self.beta2) * squared
 
 
@@ -246,6 +218,25 @@ class FedYogi(FedAdam):
 
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
         return v - (1 - self.beta2) * squared * torch.sign(v - squared)
+
+
+class FedAdagrad(FedAdam):
+    """Adagrad on the server: v ← v + Δ² (Reddi et al., ICLR 2021, Algorithm 2).
+
+    Args:
+        lr: Server learning rate η.
+        beta1: Decay of the momentum m. Default: 0, as in the paper's experiments, since Adagrad has no momentum.
+        tau: Degree of adaptivity τ. The smaller it is, the more alike are the steps of all coordinates.
+        aggregate: Where Δ comes from. Default: the mean.
+    """
+
+    def __init__(
+        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
+    ) -> None:
+        super().__init__(lr, beta1, tau=tau, aggregate=aggregate)
+
+    def _second(self, v: Tensor, squared: Tensor) -> Tensor:
+        return v + squared
 
 
 SERVER_RULES: dict[str, Callable[[], ServerRule]] = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from perada.adapters import ResidualConfig
 from perada.core.states import get_state, train_mode, trained_keys
-from perada.models.adapted import adapter_names, insert_adapter
+from perada.models.adapted import ADAPTERS, insert_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -62,7 +62,7 @@ def randomise(model):
 
 
 def test_the_table_holds_every_adapter():
-    assert {row[1] for row in TABLE} == set(adapter_names())
+    assert {row[1] for row in TABLE} == set(ADAPTERS)
 
 
 @each_row
