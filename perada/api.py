@@ -40,8 +40,6 @@ DISTILLATION = {"lr_server": "lr", "server_optimizer": "optimizer"} | {
     for name in ("steps", "batch_size", "temperature", "until_round", "validate_every", "share_steps")
 }
 """Fields of the distillation that :func:`finetune` has under names of their own."""
-OTHERS = {"privacy", "client_privacy", "seed"}
-"""Arguments that are sections of their own."""
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 
 
@@ -144,15 +142,15 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     arguments["server_rule"] = make_rule(server_rule)
     shorthands = {name: arguments[name] for name in DISTILLATION if arguments[name] is not None}
     arguments["distillation"] = _distillation(distillation, shorthands, chosen, bool(data.public_size))
+    arguments["privacy"] = options_of(Privacy, "privacy", privacy)
+    arguments["client_privacy"] = options_of(ClientPrivacy, "client_privacy", client_privacy)
     model, server = (
-        {name: arguments[name] for name in inspect.signature(kind).parameters if name in arguments.keys() - OTHERS}
+        {name: arguments[name] for name in inspect.signature(kind).parameters if name in arguments}
         for kind in (FederatedClassifier, FederatedLoop)
     )
-    protected: dict[str, Any] = {
-        "privacy": options_of(Privacy, "privacy", privacy),
-        "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
-    }
-    loop, module = FederatedLoop(**server | protected, seed=seed), FederatedClassifier(**model)
+    loop, module = FederatedLoop(**server), FederatedClassifier(**model)
+    del server["seed"]
+    sections = {name: server.pop(name) for name in ("privacy", "client_privacy")}
     seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
     if trainer is None:
         lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
@@ -160,7 +158,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     else:
         _take_over(trainer, loop, rounds, eval_every, trainer_kwargs)
         lightning = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
-    config = seeds | {"trainer": lightning, "model": model, "federated": server} | protected
+    config = seeds | {"trainer": lightning, "model": model, "federated": server} | sections
     loop.config = {name: as_plain(value) for name, value in config.items()} | {
         "data": f"{type(given).__name__} of {data.num_clients} clients",
         "ckpt_path": ckpt_path,
@@ -231,10 +229,8 @@ def _take_over(
         raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         if trainer.max_epochs not in (None, -1, 1000, rounds):  # 1000 is Lightning's default
-            raise ValueError(
-                f"the trainer has max_epochs={trainer.max_epochs} and rounds={rounds}; give both the same, or leave "
-                "max_epochs out"
-            )
+            given = f"max_epochs={trainer.max_epochs} and rounds={rounds}"
+            raise ValueError(f"the trainer has {given}; give both the same, or leave max_epochs out")
         trainer.fit_loop.max_epochs = rounds
     if eval_every is not None:
         trainer.check_val_every_n_epoch = eval_every

@@ -36,18 +36,13 @@ BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_
 """Options that take a class by the name of an algorithm or a server rule."""
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
 ELSEWHERE = {name: tuple(targets.split()) for targets, names in TEXTS["elsewhere"].items() for name in names.split()}
-"""What options are called in papers and other programs, and which they may be here."""
-
 FIRST: list[str] = TEXTS["first"].split()
-"""The options that are shown first."""
 LIGHTNING: dict[str, str] = TEXTS["lightning"]
-"""What Lightning's options are for here; its others are shown by ``--help=all`` alone."""
 _WRONG = (
     r"(?:unrecognized arguments|ambiguous option): (?:\S+ )*?(?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
     r"(?:Group '(?P<group>[^']+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)'",
     r"(?:Problem with given class_path '(?P<kind>[^']+)':\s+)?Option '(?P<key>[^']+)' is not accepted",
 )
-"""How jsonargparse says that there is no such option."""
 
 
 def wrong_option(message: str) -> tuple[re.Match[str], str] | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -41,31 +41,21 @@ class WholeCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(target, former=target.with_name(PREVIOUS) if target.name == LAST else None) as file:
-            hashed = _Hashed(file)
             try:
-                torch.save(checkpoint, hashed)  # type: ignore[arg-type]  # it needs write and flush
+                torch.save(checkpoint, file)
             except RuntimeError as error:  # torch's own, while it handles what the file raised
                 raise (error.__context__ or error) from None
+            file.flush()
+            with open(file.name, "rb") as written:
+                digest = hashlib.file_digest(written, "sha256").hexdigest()
             file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
-            file.write(LENGTH + MARK + hashed.digest.hexdigest().encode())
+            file.write(LENGTH + MARK + digest.encode())
 
     def load_checkpoint(self, path: str | Path, *options: Any, **others: Any) -> dict[str, Any]:
         """Read a checkpoint; a ValueError says so if it is damaged."""
         if "://" not in str(path):
             check_whole_file(Path(path))
         return super().load_checkpoint(path, *options, **others)
-
-
-class _Hashed:
-    """A file that is written from its beginning to its end, with the digest of its bytes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest, self.flush = file, hashlib.sha256(), file.flush
-
-    def write(self, content: bytes) -> int:
-        """Write some more."""
-        self.digest.update(content)
-        return self.file.write(content)
 
 
 CLIENTS = "clients"
@@ -227,8 +217,7 @@ def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) 
     """
     if "loops" not in checkpoint:
         raise ValueError(
-            "the checkpoint was saved with save_weights_only=True, which leaves out how far training was; it can be "
-            "evaluated, and training can resume from one that was saved without"
+            "the checkpoint was saved with save_weights_only=True, and can only be evaluated; resume from another"
         )
     if rounds > max_epochs >= 0:
         raise ValueError(

@@ -39,7 +39,7 @@ def keep_clients_apart(parts: Parts, x: Tensor) -> None:
     if module.engine_name == "folded":
         raise ValueError(f"engine='folded' cannot run {what}; use engine='loop' or 'auto'")
     warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
-    module.take_loop()
+    module.engine = module.make_engine("loop")
 
 
 def check_images(parts: Parts, x: Tensor) -> None:
@@ -69,9 +69,8 @@ def _warn_of_range(parts: Parts, x: Tensor) -> None:
         return
     if float(x.min()) >= 0 and float(x.max()) <= 1 and any(backbone.image.mean):
         rank_zero_warn(
-            f"images have values from 0 to 1 and reach backbone {backbone.name!r} as they are, but its weights expect "
-            f"mean {backbone.image.mean} and standard deviation {backbone.image.std}: give uint8 images, which are "
-            "normalised, or normalise them yourself"
+            f"images from 0 to 1 reach backbone {backbone.name!r} as they are, but its weights expect mean "
+            f"{backbone.image.mean} and standard deviation {backbone.image.std}: give uint8 images, or normalise them"
         )
 
 
@@ -164,8 +163,7 @@ def use_features(parts: Parts, image: Tensor) -> Prefix | None:
     prefix = module.engine.find_prefix(parts.near(image), 0.0 if module.cache_features else LEAST_SHARE)
     if prefix is None and module.cache_features:
         raise ValueError(
-            "cache_features=True, and the model has no frozen part that everything trained comes after; leave "
-            "cache_features out, or choose an adapter that has (head, lora)"
+            "cache_features=True, and the model has no frozen part before all that is trained; leave it out"
         )
 
     def encode(images: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from perada.lightning.strategies import set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
-from perada.results.restore import CHECKPOINT_KEY, contents, find_clients, restoring, states_of
+from perada.results.restore import CHECKPOINT_KEY, LAST, contents, find_clients, restoring, states_of
 from perada.results.run import Run
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
@@ -110,7 +110,7 @@ class FederatedLoop(pl.Callback):
         self.config: dict[str, Any] = {}
         self.measured = scoring.Measured()
         self._parts: Parts | None = None
-        self._began, self._step = False, 0
+        self._began = False
         self._failures: list[tuple[float, float]] = []
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
@@ -158,11 +158,20 @@ class FederatedLoop(pl.Callback):
         data, module = trainer.datamodule, pl_module  # type: ignore[attr-defined]  # set by Lightning
         for given, kind in ((data, FederatedDataModule), (module, FederatedClassifier)):
             if not isinstance(given, kind):
-                raise TypeError(
-                    f"FederatedLoop needs a {kind.__name__}, not {type(given).__name__}; give the Trainer one"
-                )
+                raise TypeError(f"FederatedLoop needs a {kind.__name__}, not {type(given).__name__}; give one")
         assert isinstance(module, FederatedClassifier)
-        self._check_own(data, module, stage)
+        if stage == "fit" and self._began:
+            raise ValueError(
+                "this FederatedLoop has been fitted, and rounds, noise and ledgers begin once; make a new "
+                "FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
+            )
+        own = self._parts
+        used = module.federation is not None if own is None else (own.data, own.module) != (data, module)
+        if used:
+            raise ValueError(
+                "a FederatedLoop belongs to one FederatedClassifier and to one FederatedDataModule, and this one or "
+                "its module was used with others; make new ones"
+            )
         set_up_trainer(trainer, FederatedLoop)
         module.build(data.num_classes, data.multilabel, self.seed)
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
@@ -173,31 +182,14 @@ class FederatedLoop(pl.Callback):
         self.protection = set_up_rounds(parts, stage, self.protection)
         self._parts, self.num_clients = parts, data.num_clients
 
-    def _check_own(self, data: FederatedDataModule, module: FederatedClassifier, stage: str) -> None:
-        """Refuse, by a ValueError, a loop's second fit, and objects of another run."""
-        if stage == "fit" and self._began:
-            raise ValueError(
-                "this FederatedLoop has been fitted, and rounds, noise and ledgers begin once; make a new "
-                "FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
-            )
-        own = self._parts
-        used = module.federation is not None if own is None else (own.data, own.module) != (data, module)
-        if used:
-            raise ValueError(
-                "a FederatedLoop belongs to one FederatedClassifier, which holds the adapters that it trained, and to "
-                "one FederatedDataModule, and this one or its module was used with others; make new ones"
-            )
-
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
         parts, module = self.parts, self.parts.module
         fits = trainer.state.fn == "fit" and not self._began
         if fits:
             if self._loaded is None and module.federation is not None and module.federation.rounds_done:
-                raise ValueError(
-                    f"the FederatedClassifier holds {module.federation.rounds_done} rounds of a checkpoint that was "
-                    "evaluated; give the checkpoint to fit too (ckpt_path), or make new objects"
-                )
+                what = f"{module.federation.rounds_done} rounds of a checkpoint that was evaluated"
+                raise ValueError(f"the FederatedClassifier holds {what}; give it to fit too, or make new objects")
             module.federation, self.history = None, []
         if module.federation is None:
             ranks = Ranks(together=trainer.world_size > 1)
@@ -211,7 +203,7 @@ class FederatedLoop(pl.Callback):
                 parts.federation.load_state_dict(saved["federation"])
                 scoring.restore_scores(parts, saved)
             self.measured.restore(saved["metrics"])
-            self.history, self._step = saved["metrics"]["rounds"], saved["step"]
+            self.history = saved["metrics"]["rounds"]
             self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
             self._loaded = None
         if fits:
@@ -235,7 +227,7 @@ class FederatedLoop(pl.Callback):
             self.on_train_end(trainer, pl_module)
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, checkpoints.RoundCheckpoint) and callback.dirpath:
-                    trainer.save_checkpoint(Path(callback.dirpath) / "last.ckpt")
+                    trainer.save_checkpoint(Path(callback.dirpath) / LAST)
         self.measured.begin(self.parts)
         pl_module.train()  # the engine sets the mode of every pass; Lightning would warn of eval mode
         run_folder.log_history(trainer, self.history)
@@ -270,8 +262,7 @@ class FederatedLoop(pl.Callback):
         warn_report(plan.round, report, parts.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)
-        self._step = trainer.global_step
-        self.history.append({"round": plan.round, "step": self._step, **report.metrics})
+        self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
         self._failures.append((len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)
         trainer.should_stop |= not parts.anyone_left(plan.clients)
@@ -331,7 +322,7 @@ class FederatedLoop(pl.Callback):
         checkpoint[CHECKPOINT_KEY] = {
             "federation": parts.federation.state_dict(),
             "metrics": scoring.metrics_of(parts, self.history, self.measured),
-            "step": self._step,
+            "step": self.history[-1]["step"] if self.history else 0,
             "scores": parts.module.scores,
             "shifted": parts.module.shifted,
             "info": scoring.run_info(parts),

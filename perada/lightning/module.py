@@ -18,7 +18,7 @@ from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
+from perada.federation.metrics import Metric, make_metrics, metric_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
 from perada.models.backbones import ModelSpec, frozen_digest
@@ -165,16 +165,12 @@ class FederatedClassifier(pl.LightningModule):
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
         compiled = {} if self.torch_compile is True else self.torch_compile or None
-        self._make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compiled)
-        self.engine = self._make_engine(self.engine_name)
+        self.make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compiled)
+        self.engine = self.make_engine(self.engine_name)
         self.slot = make_slot(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )
-
-    def take_loop(self) -> None:
-        """Have clients trained one after another from now on."""
-        self.engine = self._make_engine("loop")
 
     @property
     def spec(self) -> ModelSpec:
@@ -220,11 +216,6 @@ class FederatedClassifier(pl.LightningModule):
         federation = self._states()
         everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
         self._evaluation = Evaluation(federation, self.metrics, everywhere)
-
-    @property
-    def score_names(self) -> dict[str, bool]:
-        """Names of the scores of models, by which settings can be chosen, and whether the lower one is the better."""
-        return score_names(self.metric)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run the personal models and the global one on a batch of the test set."""

@@ -77,10 +77,9 @@ class Parts:
         able = set(protection.affordable(range(self.federation.num_clients)))
         spent = [client for client in clients if client not in able]
         if spent and options is not None and options.max_epsilon is not None:
-            rank_zero_warn(
-                f"privacy: client {', '.join(map(str, spent))} cannot take part any more: another round would pass "
-                f"max_epsilon={options.max_epsilon} of its {options.ledger} ledger"
-            )
+            limit = f"max_epsilon={options.max_epsilon} of its {options.ledger} ledger"
+            who = f"client {', '.join(map(str, spent))}"
+            rank_zero_warn(f"privacy: {who} cannot take part any more: another round would pass {limit}")
         return bool(able)
 
     def folder(self) -> Path | None:

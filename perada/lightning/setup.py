@@ -65,7 +65,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
             try_gradients(settings.privacy, parts.module, batch, features=prefix is not None)
     if prefix is not None and stage == "fit" and isinstance(data.served(data.checked.train), FeatureStore):
         rank_zero_info(
-            f"the frozen layers before what is trained, {prefix.share:.0%} of a pass, run once for each image"
+            f"the frozen layers before everything trained, {prefix.share:.0%} of a pass, run once for each image"
         )
     check_server_images(settings, data.public_size, data.validation_size)
     if stage == "fit":

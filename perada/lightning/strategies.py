@@ -145,10 +145,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         raise ValueError(f"{given} cannot be used: torchrun started {started} processes; leave both out")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
-            raise ValueError(
-                f"{type(callback).__name__} cannot be used: it trains steps on trial, which belong to no round and, in "
-                "private training, to no ledger; set batch_size and the learning rates yourself"
-            )
+            why = "it trains steps on trial, which no ledger counts; set batch_size and learning rates yourself"
+            raise ValueError(f"{type(callback).__name__} cannot be used: {why}")
     for name, (allowed, why) in OTHERS.items():
         value = getattr(trainer, name)
         if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning
