@@ -340,7 +340,7 @@ def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
         return _either(get_args(hint))
     if get_origin(hint) is list and get_args(hint):
         return {"type": "array", "items": _value(get_args(hint)[0])}
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return _arguments(hint)
     if hint in _CLASSES:
         name = {"anyOf": [{"enum": [*_CLASSES[hint][0], *_known(hint)]}, {"type": "string", "pattern": r"\."}]}

@@ -69,7 +69,7 @@ def _warn_of_range(parts: Parts, x: Tensor) -> None:
         return
     if float(x.min()) >= 0 and float(x.max()) <= 1 and any(backbone.image.mean):
         rank_zero_warn(
-            f"images from 0 to 1 reach backbone {backbone.name!r} as they are, but its weights expect mean "
+            f"images have values from 0 to 1 and reach backbone {backbone.name!r}, but its weights expect mean "
             f"{backbone.image.mean} and standard deviation {backbone.image.std}: give uint8 images, or normalise them"
         )
 

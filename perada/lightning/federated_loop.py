@@ -202,8 +202,8 @@ class FederatedLoop(pl.Callback):
             with restoring():
                 parts.federation.load_state_dict(saved["federation"])
                 scoring.restore_scores(parts, saved)
-            self.measured.restore(saved["metrics"])
-            self.history = saved["metrics"]["rounds"]
+            measured, self.history = saved["metrics"], saved["metrics"]["rounds"]
+            self.measured.initial, self.measured.by_round = measured.get("initial", {}), measured.get("by_round", [])
             self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
             self._loaded = None
         if fits:

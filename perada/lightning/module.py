@@ -146,10 +146,8 @@ class FederatedClassifier(pl.LightningModule):
         """
         task = num_classes, multilabel, seed
         if self._task not in (None, task):
-            raise ValueError(
-                f"the FederatedClassifier was built for {self.num_classes} classes and the seed {self.seed}, and the "
-                f"data has {num_classes}, or labels of another kind, or the seed is {seed}; make a new one"
-            )
+            what = f"{self._task} (classes, multi-label, seed), and not for {task}"
+            raise ValueError(f"the FederatedClassifier was built for {what}; make a new one")
         if self._task is not None:
             return
         if self.num_classes not in (None, num_classes):

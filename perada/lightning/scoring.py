@@ -47,10 +47,6 @@ class Measured:
         if parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step):
             self.initial = {name: _rounded(values) for name, values in evaluation.result()[1].items()}
 
-    def restore(self, metrics: dict[str, Any]) -> None:
-        """Continue where a checkpoint ended; with nothing where clients were added."""
-        self.initial, self.by_round = metrics.get("initial", {}), metrics.get("by_round", [])
-
     def write(self, parts: Parts, history: History) -> None:
         """Keep what each client scored, and write all there is so far into the run's folder, whatever loggers write."""
         scores = parts.module.per_client.get("personal/local_test")
@@ -117,14 +113,11 @@ def run_info(parts: Parts) -> dict[str, Any]:
     }
     return {
         "backbone": module.backbone if isinstance(module.backbone, str) else None,
-        "pretrained": module.pretrained,
-        "num_classes": module.num_classes,
+        **{name: getattr(module, name) for name in ("pretrained", "num_classes", "train_backbone", "adapter_options")},
         "image_size": module.image_size if data.image_size is None else data.image_size,
         "built_for": module.image_size,
         "preprocessing": data.preprocessing.record(),
-        "train_backbone": module.train_backbone,
         "adapter": module.adapter if isinstance(module.adapter, str) else None,
-        "adapter_options": module.adapter_options,
         "algorithm": algorithm.kind,
         "average": algorithm.average,
         "global_model": algorithm.global_model,

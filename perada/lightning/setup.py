@@ -64,8 +64,9 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
         with parts.precision():
             try_gradients(settings.privacy, parts.module, batch, features=prefix is not None)
     if prefix is not None and stage == "fit" and isinstance(data.served(data.checked.train), FeatureStore):
+        share = f"{prefix.share:.0%} of a forward pass"
         rank_zero_info(
-            f"the frozen layers before everything trained, {prefix.share:.0%} of a pass, run once for each image"
+            f"the frozen layers before everything trained, {share}, run once for each image (cache_features)"
         )
     check_server_images(settings, data.public_size, data.validation_size)
     if stage == "fit":
