@@ -18,7 +18,7 @@ from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, make_metrics, metric_names
+from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
 from perada.models.backbones import ModelSpec, frozen_digest
@@ -214,6 +214,11 @@ class FederatedClassifier(pl.LightningModule):
         federation = self._states()
         everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
         self._evaluation = Evaluation(federation, self.metrics, everywhere)
+
+    @property
+    def score_names(self) -> dict[str, bool]:
+        """Names of the scores of models, by which settings can be chosen, and whether the lower one is the better."""
+        return score_names(self.metric)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Run the personal models and the global one on a batch of the test set."""

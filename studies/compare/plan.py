@@ -17,7 +17,6 @@ from typing import Any
 from jsonargparse import Namespace
 
 from perada.algorithms import ALGORITHMS, Algorithm
-from perada.federation.metrics import score_names
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
 
 MakeCLI = Callable[[Sequence[str]], Any]
@@ -230,7 +229,7 @@ class Plan:
         if self.grids[row[1]] and shared and not cli.loop.algorithm.global_model:
             name = row[1] or type(cli.loop.algorithm).__name__
             raise ValueError(f"--choose_by {shared[0]}: {name} has no global model; leave it or the score out")
-        self._sign(score_names(cli.model.metric))
+        self._sign(cli.model.score_names)
         if row[1]:
             ENTRIES[row[1]].check(cli.config.federated.algorithm)
         if cli.loop.test_mode:

@@ -19,7 +19,6 @@ from perada.cli.recipes import comparison
 from perada.cli.runs import make_cli
 from perada.core.files import KEY
 from perada.data import Digits
-from perada.federation.metrics import score_names
 from perada.studies.compare.command import Comparison
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import ENTRIES, Plan
@@ -787,7 +786,7 @@ def test_the_lower_error_is_chosen():
 
 def test_scores_to_choose_by_are_those_of_the_metrics():
     module = perada.FederatedClassifier(metric=["accuracy", "ece", {"MulticlassHammingDistance": {"name": "off"}}])
-    falls = score_names(module.metric)
+    falls = module.score_names
     assert falls["personal/local_test"] is falls["personal/local_test_worst"] is falls["global/global_test"] is False
     assert (
         falls["personal/local_test_ece"] is falls["personal/local_test_std"] is falls["global/global_test_off"] is True
