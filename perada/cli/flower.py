@@ -12,10 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -150,7 +150,7 @@ def demo(parser: ArgumentParser, words: list[str]) -> None:
     sys.exit(run_demo(given.rounds))
 
 
-class Loopback(AbstractContextManager["Loopback"]):
+class Loopback:
     """A SuperLink with TLS and authentication, and one SuperNode and one worker for each site, on this machine.
 
     It ends all its processes when its context is left, those that they started included. The folder gets keys, Flower's
@@ -166,6 +166,9 @@ class Loopback(AbstractContextManager["Loopback"]):
         self.environment["NO_PROXY"] = "localhost,127.0.0.1"
         for name in ("flwr", "keys", "logs", "run"):
             (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()

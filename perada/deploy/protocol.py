@@ -299,7 +299,8 @@ def _parts(message: bytes, most: int = TABLE) -> tuple[dict[str, Any], dict[str,
         raise Refused(f"the table is said to have {size} bytes of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])
-        header = json.loads(table.pop("__metadata__")[SECTION], parse_constant={}.__getitem__)  # NaN: a KeyError
+        # NaN and infinity are a KeyError
+        header = json.loads(table.pop("__metadata__")[SECTION], parse_constant=dict[str, float]().__getitem__)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"its table cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):

@@ -41,7 +41,7 @@ def write_kept(path: Path, kept: Mapping[str, object], version: int, former: Pat
     """
     tensors: State = {}
 
-    def in_json(value: Any) -> dict[str, Any]:  # noqa: ANN401  # what JSON does not know
+    def in_json(value: Any) -> Any:  # noqa: ANN401  # what JSON does not know
         if not isinstance(value, Tensor | bytes):
             return vars(value)
         kind, name = ("$tensor" if isinstance(value, Tensor) else "$bytes"), str(len(tensors))

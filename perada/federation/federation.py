@@ -14,7 +14,7 @@ from perada.core.states import State, expand, megabytes, prefix, stack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
-from perada.federation.server import Progress, RoundReport, Server, look_at, parameter_counts
+from perada.federation.server import Progress, RoundReport, Server, parameter_counts
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.store import SharedStore
 from perada.privacy.protection import Protection
@@ -96,24 +96,12 @@ class Federation(Site):
         self.rounds_done = plan.round + 1
         sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
         good = outcomes.counts.nonzero().flatten().tolist()
-        level, updates = self.protection.clients, Updates(sent, places, len(plan.clients), self.ranks)
-        if level is not None:  # all are counted, since who broke depends on their images
-            updates = self.server.privatized(level, updates, received, plan)
-            good = list(range(len(plan.clients)))
-        if good:
-            if level is None:
-                before = Updates(received, places, len(plan.clients), self.ranks).part(good).own
-                given = self.slot.parameters, updates.part(good), before, plan, good
-                report.far, found = look_at(*given, "update_norms" in self.settings.diagnostics)
-                report.metrics |= found
-            if self.settings.refuse_far:
-                good = [place for place in good if plan.clients[place] not in report.far]
-            samples = [data.train_sizes[plan.clients[place]] for place in good]
-            updates, clients = updates.part(good), [plan.clients[place] for place in good]
-            turn = plan.round, clients, self.num_clients, updates, samples, data, report
-            student = self.server.close(*turn, progress, noisy=level is not None)
-            if self.settings.diagnostics:
-                report.metrics |= self._diagnostics(updates, data, student)
+        both = [Updates(state, places, len(plan.clients), self.ranks) for state in (sent, received)]
+        level, sizes = self.protection.clients, data.train_sizes
+        counted = self.server.close(plan, *both, good, level, sizes, data, report, progress)
+        if counted and self.settings.diagnostics:
+            updates, student = counted
+            report.metrics |= self._diagnostics(updates, data, student)
         report.metrics |= self._gradients | self.protection.metrics()
         if report.broken and not self.settings.private:  # who fails depends on the images
             report.metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(report.broken)}

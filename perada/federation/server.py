@@ -91,26 +91,39 @@ class Server:
 
     def close(
         self,
-        round: int,
-        clients: Sequence[int],
-        num_clients: int,
+        plan: RoundPlan,
         updates: Updates,
-        samples: Sequence[int],
+        received: Updates,
+        good: Sequence[int],
+        level: ClientLevel | None,
+        sizes: Sequence[int],
         data: ServerData,
         report: RoundReport,
         progress: Progress = iter,
-        noisy: bool = False,
-    ) -> State | None:
-        """Make the next global state of what ``clients`` sent, of ``num_clients``; all ranks do alike.
+    ) -> tuple[Updates, State | None] | None:
+        """Make the next global state of what a plan's clients at the places ``good`` sent; all ranks do alike.
 
-        The ``samples``, numbers of their training images, are for their weights. ``data`` are public images and the
-        server's validation set. What is measured, and what went wrong, is written into the ``report``. ``noisy`` says
-        whether noise may have taken running variances below 0.
+        With privacy of whole clients, of which ``level`` is the account, all count. Without, those that are far are
+        named, and left out where that was asked for. The ``sizes`` of all clients' training sets are for weights.
+        ``data`` are public images and the server's validation set. What is measured, and what went wrong, is written
+        into the ``report``.
 
         Returns:
-            What was distilled into, as it was before; None if nothing was distilled.
+            What counted, and what was distilled into as it was before, or None; nothing if none are good.
         """
-        settings = self.settings
+        settings, round = self.settings, plan.round
+        if level is not None:  # all are counted, since who broke depends on their images
+            updates = self.privatized(level, updates, received.own, plan)
+            good = list(range(len(plan.clients)))
+        elif good:
+            given = self.slot.parameters, updates.part(good), received.part(good).own, plan, good
+            report.far, found = look_at(*given, "update_norms" in settings.diagnostics)
+            report.metrics |= found
+        if not good:
+            return None
+        if settings.refuse_far:
+            good = [place for place in good if plan.clients[place] not in report.far]
+        updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
         distiller = Distiller(
             self.engine,
             settings.distillation,
@@ -125,25 +138,25 @@ class Server:
         )
         step = ServerStep(
             round,
-            tuple(clients),
-            num_clients,
+            clients,
+            len(sizes),
             self.slot,
             settings.seed,
             self.global_state,
             updates,
-            client_weights(settings.weighting, samples),
+            client_weights(settings.weighting, [sizes[client] for client in clients]),
             dict(self.server_state),
             settings.rule,
             distiller,
             partial(self._predict, data, round) if settings.rule.needs else None,
         )
         state = clone(settings.algorithm.server_step(step))
-        state = floor_variances(state) if noisy else state
+        state = state if level is None else floor_variances(state)
         report.metrics |= distiller.metrics
         report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
         if not report.broken_server:
             self.global_state, self.server_state = self.global_state | state, step.state
-        return distiller.student
+        return updates, distiller.student
 
     def _predict(
         self,

@@ -19,7 +19,7 @@ from perada.deploy.protocol import STEPS, Answer, Failure, Refused, Spec, Terms,
 from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
 from perada.federation.metrics import Metric, spread
-from perada.federation.server import RoundReport, Server, look_at, parameter_counts
+from perada.federation.server import RoundReport, Server, parameter_counts
 from perada.privacy.client_level import ClientLevel
 from perada.server import Updates
 from perada.server.distill import ServerData
@@ -168,28 +168,18 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
     counted = [*got, *broken] if level is not None else list(got)  # who broke depends on images
     if counted:
         plan = roster.plan(counted)
-        everyone = list(range(len(plan.clients)))
+        everyone, sizes = list(range(len(plan.clients))), [member.size or 1 for member in progress.roster]
         states = [_row(recipe, got, client) for client in plan.clients]
-        sent = stack(states) if states[0] else {}
-        received = server.sending(plan, len(progress.roster))
-        updates = Updates(sent, everyone, len(plan.clients))
+        sent, received = stack(states) if states[0] else {}, server.sending(plan, len(sizes))
         if level is not None:
             level.spend(level.cost(plan))
-            updates = server.privatized(level, updates, received, plan)
+        with recipe.context():
+            both = [Updates(state, everyone, len(everyone)) for state in (sent, received)]
+            server.close(plan, *both, everyone, level, sizes, images, report)
+        if level is not None:
             metrics |= level.metrics()
             progress.level = level.state_dict()
-        elif sent:
-            names = recipe.module.slot.parameters
-            far, _ = look_at(names, updates, received, plan, everyone, shown=False)
-            record.far = {progress.roster[client].name: times for client, times in far.items()}
-        far_off = record.far if recipe.loop.refuse_far else {}
-        rows = [row for row, one in enumerate(plan.clients) if progress.roster[one].name not in far_off]
-        clients = [plan.clients[row] for row in rows]
-        sizes = [progress.roster[client].size or 1 for client in clients]
-        updates = updates.part(rows)
-        with recipe.context():
-            given = progress.done, clients, len(progress.roster), updates, sizes, images, report
-            server.close(*given, noisy=level is not None)
+        record.far = {progress.roster[client].name: times for client, times in report.far.items()}
     record.void = "all broke" if not counted else "the new state was not finite" if report.broken_server else ""
     answers = {client: answer for client, (answer, _) in got.items()}
     roster.note(record, answers)
