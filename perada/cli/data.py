@@ -129,19 +129,15 @@ def shown(found: Inspection) -> str:
 
 
 def _table(found: Inspection) -> str:
-    header = ["client", *found.classes[:COLUMNS]]
-    more = len(found.classes) - COLUMNS
-    header += [f"… {more} more", "images"] if more > 0 else ["images"]
-
-    def row(name: str, train: Sequence[int], test: Sequence[int], images: Sequence[int]) -> list[str]:
+    more = [f"… {len(found.classes) - COLUMNS} more"] * (len(found.classes) > COLUMNS)
+    header = ["client", *found.classes[:COLUMNS], *more, "images"]
+    parts = [[*part[:ROWS].tolist(), part.sum(0).tolist()] for part in (found.train, found.test, found.images)]
+    rows = []
+    for name, train, test, images in zip([*found.clients[:ROWS], "all"], *parts, strict=True):
         cells = [f"{a} / {b}" for a, b in zip(train[:COLUMNS], test[:COLUMNS], strict=True)]
-        return [name, *cells, *([""] * (more > 0)), f"{images[0]} / {images[1]}"]
-
-    own = [found.train.tolist(), found.test.tolist(), found.images.tolist()]
-    rows = [row(*one) for one in zip(found.clients, *own, strict=True)][:ROWS]
+        rows.append([name, *cells, *[""] * len(more), f"{images[0]} / {images[1]}"])
     if len(found.clients) > ROWS:
-        rows.append([f"… {len(found.clients) - ROWS} more", *[""] * (len(header) - 1)])
-    rows.append(row("all", *(part.sum(0).tolist() for part in (found.train, found.test, found.images))))
+        rows.insert(-1, [f"… {len(found.clients) - ROWS} more", *[""] * (len(header) - 1)])
     return table(header, rows)
 
 

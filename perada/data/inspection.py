@@ -149,7 +149,7 @@ def inspect_division(division: Division) -> Inspection:
 
 def _counts(own: Dataset[Any], width: int) -> Array:
     labels = declared_labels(own)
-    assert labels is not None
+    assert isinstance(labels, torch.Tensor)
     counts: Array = (labels.bincount(minlength=width) if labels.ndim == 1 else labels.long().sum(0)).numpy()
     return counts
 

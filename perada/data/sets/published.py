@@ -28,10 +28,8 @@ FINDINGS = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Ef
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """LEAF's 80 characters; a character's token is its place among them."""
 _CODES = np.array(list(map(ord, CHARACTERS)), dtype=np.uint32)  # ascending
-LENGTH = 80
-"""Characters in a sequence."""
-TRAIN_SHARE = 0.8
-"""Of what a role says in a plain text, the share at its beginning that is for training."""
+LENGTH = 80  # characters in a sequence
+TRAIN_SHARE = 0.8  # of what a role says in a plain text, at its beginning
 
 
 class OfficeHome(ImageFiles):

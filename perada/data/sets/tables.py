@@ -86,7 +86,14 @@ class ImageTable(ListedImages):
 
     def _labels(self) -> tuple[tuple[str, ...], Array]:
         if not isinstance(self.label, str):
-            return numbered(self._of_columns(self.label), tuple(self.label))
+            known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+            labels: list[list[str]] = [[] for _ in self.listed[1]]
+            for name in self.label:
+                for place, cell in enumerate(self.column("label", name)):
+                    if cell.lower() not in known:
+                        self.refuse([place], f"{name} is {cell!r}, neither 0 nor 1", "correct it, or take the row out")
+                    labels[place] += [name] * known[cell.lower()]
+            return numbered(labels, tuple(self.label))
         column = self.listed[0][self.named("label", self.label)]
         if self.separator is not None or any(isinstance(cell, list) for cell in column):
             cells = [cell.split(self.separator) if isinstance(cell, str) else cell for cell in column]
@@ -108,16 +115,6 @@ class ImageTable(ListedImages):
                 f"{broken}, and no classes; name another column, or divide the numbers into ranges"
             )
         return numbered(column)
-
-    def _of_columns(self, names: list[str]) -> list[list[str]]:
-        known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
-        labels: list[list[str]] = [[] for _ in self.listed[1]]
-        for name in names:
-            for place, cell in enumerate(self.column("label", name)):
-                if cell.lower() not in known:
-                    self.refuse([place], f"{name} is {cell!r}, neither 0 nor 1", "correct it, or take the row out")
-                labels[place] += [name] * known[cell.lower()]
-        return labels
 
 
 class HuggingFace(ListedImages):
