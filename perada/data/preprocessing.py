@@ -4,7 +4,6 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,20 +13,19 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_known, check_number, check_whole
 from perada.core.rounds import ImageConfig
-from perada.core.text import some
 from perada.data.batches.datasets import as_labels, length, resolved
 from perada.data.batches.samples import MapStore
 from perada.data.batches.transforms import (
     Preparation,
-    check_dtype,
     check_full_scale,
     decode,
     is_tokens,
     prepare_images,
     read_image,
     resize_uint8,
+    to_image,
 )
 from perada.data.federated import Checked, FederatedData
 from perada.data.sets.manifest import ImageFiles
@@ -89,25 +87,24 @@ class Preprocessing:
             TypeError: If something is of another type.
         """
         check_choice("preprocessing: kind", record["kind"], get_args(Kind))
-        shape, whole = tuple(record["shape"]), list(record["shape"])
-        if record["kind"] == "uint8":
-            sizes = [(*step["size"], step["rounded"]) for step in record["resize"]]
-            steps = tuple(Resize(height, width, bool(rounded)) for height, width, rounded in sizes)
-            uneven = [step for step in steps if not step.rounded and step.height != step.width]
-            whole += [record["channels"], *(side for step in steps for side in step[:2])]
-            for mean, std in zip(record["mean"], record["std"], strict=True):
-                check_number("preprocessing: mean", mean)
-                check_number("preprocessing: std", std, above=0)
+        made = cls(record["kind"], tuple(record["shape"]))
+        sizes = [*made.shape]
+        if made.kind == "uint8":
             check_choice("preprocessing: interpolation", record["interpolation"], [_INTERPOLATION])
+            steps = tuple(Resize(*step["size"], bool(step["rounded"])) for step in record["resize"])
+            mean, std = tuple(record["mean"]), tuple(record["std"])
+            for one, deviation in zip(mean, std, strict=True):
+                check_number("preprocessing: mean", one)
+                check_number("preprocessing: std", deviation, above=0)
             check_full_scale(record.get("full_scale"))
-            if [len(shape), len(record["mean"])] != [3, shape[0]] or uneven:
+            made = cls("uint8", made.shape, record["channels"], steps, mean, std, record.get("full_scale"))
+            uneven = any(step.height != step.width for step in steps if not step.rounded)
+            if [len(made.shape), len(mean)] != [3, made.shape[0]] or uneven:
                 raise ValueError(f"preprocessing: mean={record['mean']} or resize={record['resize']} cannot be used")
-        for side in whole:
+            sizes += [made.channels, *(side for step in steps for side in step[:2])]
+        for side in sizes:
             check_whole("preprocessing: shape", side)
-        if record["kind"] != "uint8":
-            return cls(record["kind"], shape)
-        values = tuple(record["mean"]), tuple(record["std"]), record.get("full_scale")
-        return cls("uint8", shape, record["channels"], steps, *values)
+        return made
 
     def batch(self, images: Sequence[Any]) -> Tensor:
         """Make a batch (B, *shape) of images: paths, PIL images, arrays (H, W) or (H, W, Ch), tensors (Ch, H, W).
@@ -167,29 +164,19 @@ class Preprocessing:
             if image.ndim == 3 and not (image.shape[0] == self.shape[0] != image.shape[2]):
                 image = image.transpose(2, 0, 1)
             image = torch.from_numpy(np.array(image, order="C"))  # a copy, which may be written to
-        if not isinstance(image, Tensor):
-            raise TypeError(
-                f"an image is of type {type(image).__name__}: give a path, a PIL image, an array or a tensor"
-            )
-        check_dtype(image.unsqueeze(0))
-        x: Tensor = image.unsqueeze(0) if image.ndim == 2 else image
+        x = to_image(image)
+        x = x.unsqueeze(0) if x.ndim == 2 else x
         if x.dtype == torch.uint8 and (x.ndim != 3 or not x.numel()):
             raise ValueError(f"an image is uint8 of shape {tuple(x.shape)}; give (channels, height, width)")
         return x
 
     def _decoded(self, image: str | Path | Image.Image) -> Tensor:
         """A file or an image of Pillow, with the channels that the training images had."""
-        what = (
-            f"{str(image)!r} is a file" if isinstance(image, str | Path) else "an image of Pillow or 16 bits was given"
-        )
-        if self.kind != "uint8":
+        if self.kind != "uint8" or self.channels not in (1, 3):
+            what = repr(str(image)) if isinstance(image, str | Path) else "an image of Pillow or 16 bits"
             raise ValueError(
-                f"{what}, but the run was trained on {self.kind} samples that were ready for the model, and how they "
-                f"were made of files is not known; give such tensors of shape {self.shape}"
-            )
-        if self.channels not in (1, 3):
-            raise ValueError(
-                f"{what}, but the training images had {self.channels} channels; give uint8 tensors of so many"
+                f"{what} was given, but the run was trained on {self.kind} samples of shape {self.shape}, and how they "
+                "were made of files is not known; give such tensors"
             )
         mode = "L" if self.channels == 1 else "RGB"
         if isinstance(image, Image.Image):
@@ -254,7 +241,9 @@ def joining_data(
     own = list(map(str, range(num_classes))) if classes is None else list(classes)
     numbers = list(range(num_classes))
     if data.classes is not None:
-        numbers = [_number(one, own) for one in data.classes]
+        for one in data.classes:
+            check_known("the data: class", one, own)
+        numbers = list(map(own.index, data.classes))
     elif data.num_classes not in (None, num_classes):
         raise ValueError(
             f"the data have {data.num_classes} classes without names, and the run has {num_classes}; name the "
@@ -285,12 +274,3 @@ def joining_data(
     if not train:
         raise ValueError(f"client {name!r} has no training images; give some")
     return FederatedData(train, test, num_classes=num_classes, classes=classes, client_names=[name])
-
-
-def _number(name: str, classes: Sequence[str]) -> int:
-    """The place of a class among those of the run."""
-    if name not in classes:
-        close = get_close_matches(name, classes, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"the run's classes are {some(classes, 10)}"
-        raise ValueError(f"class {name!r} is unknown to the run; {hint}")
-    return classes.index(name)

@@ -18,10 +18,10 @@ from torch.utils.data import get_worker_info
 from perada.core.checks import check_choice, check_whole
 from perada.core.seeding import derive_seed
 from perada.core.text import SPREADS
-from perada.data.batches.datasets import as_labels, isolated_randomness, seed_all
-from perada.data.batches.samples import Rows, Samples, Store, TensorStore, make_store
+from perada.data.batches.datasets import isolated_randomness, seed_all
+from perada.data.batches.samples import Rows, Samples, Store, TensorStore
 from perada.data.batches.transforms import resize_uint8
-from perada.data.federated import Checked, check_labels
+from perada.data.federated import Checked, FederatedData, check
 from perada.data.sets.arrays import CORRUPTIONS
 from perada.data.sets.base import ImageSet, split_of
 
@@ -159,17 +159,16 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: i
 
 def _check_corruptible(name: str, checked: Checked) -> None:
     """Refuse to continue without the library, or with images that the corruptions are not made for."""
-    if find_spec("imagecorruptions") is None:
-        raise ImportError(
-            "shifts: corruptions need the package imagecorruptions-imaug, which is not installed; install "
-            "perada[shifts], or leave the corruptions out"
-        )
     try:
         import cv2  # noqa: F401  # whether it loads
+
+        if find_spec("imagecorruptions") is None:
+            raise ImportError("no imagecorruptions")
     except ImportError as error:
         raise ImportError(
-            f"shifts: corruptions need OpenCV, which does not load here ({error}); install the system's libraries that "
-            "it lacks (on Debian libgl1 and libxcb1), or opencv-python-headless in place of opencv-python"
+            f"shifts: corruptions need imagecorruptions-imaug and OpenCV, and one does not load ({error}); install "
+            "perada[shifts] and the system's libraries that OpenCV lacks (on Debian libgl1 and libxcb1), or leave the "
+            "corruptions out"
         ) from error
     shape, dtype = checked.image
     if dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < SMALLEST:
@@ -182,17 +181,17 @@ def _check_corruptible(name: str, checked: Checked) -> None:
 def _labelled(name: str, images: ImageSet, checked: Checked, size: int | None) -> Store:
     """The test split of another set, whose labels must be of the clients' classes."""
     test = images.with_split(False)
-    who, classes = f"shifts: {name!r} ({split_of(test)})", test.num_classes
+    who = f"shifts: {name!r} ({split_of(test)})"
     if test.labels is None or not len(test):
         raise ValueError(f"{who} has no {'labels' if len(test) else 'images'}; give a set of labelled images")
-    if classes not in (None, checked.num_classes):
-        raise ValueError(f"{who} has {classes} classes and the data has {checked.num_classes}; give a set with as many")
-    labels = as_labels(test.labels)
-    if labels.shape[1:] != ((checked.num_classes,) if checked.multilabel else ()):
-        kind = f"vectors of {checked.num_classes} entries" if checked.multilabel else "one class an image"
-        raise ValueError(f"{who} has labels of shape {tuple(labels.shape)}, and the data has {kind}; give the same")
-    check_labels(f"{who} has the label", labels, checked.num_classes, checked.multilabel)
-    return make_store([test], size=size)
+    try:
+        found = check(FederatedData([test], num_classes=test.num_classes), checked.num_classes, size)
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from None
+    if found.multilabel != checked.multilabel:
+        kind = "several labels" if found.multilabel else "one class"
+        raise ValueError(f"{who} has {kind} an image, and the data has not; give a set of the same kind")
+    return found.train
 
 
 def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:

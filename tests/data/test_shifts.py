@@ -171,12 +171,12 @@ def test_held_out_images_are_not_shifted():
         ({"a": "fog"}, {"test": False}, "'a' needs test images"),
         ({"a": LabelShift()}, {"clients": 1}, "'a' needs test images of two clients"),
         ({"a": Other(None)}, {}, r"'a' \(Other, test split\) has no labels"),
-        ({"a": Other(classes=4)}, {}, "has 4 classes and the data has 3; give a set with as many"),
-        ({"a": Other((0, 1, 3), classes=None)}, {}, "has the label 3, outside 0..2"),
+        ({"a": Other(classes=4)}, {}, "num_classes is 3 but the data has 4 classes"),
+        ({"a": Other((0, 1, 3), classes=None)}, {}, "client 0 has the training label 3, outside 0..2"),
         (
             {"a": Other(((0.0, 1.0, 0.0),), classes=None)},
             {},
-            r"has labels of shape \(1, 3\), and the data has one class",
+            r"has several labels an image, and the data has not; give a set of the same kind",
         ),
     ],
 )
@@ -207,5 +207,7 @@ def test_a_missing_library_is_named(monkeypatch):
 
 def test_a_library_that_does_not_load_is_refused_at_set_up(monkeypatch):
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(ImportError, match=r"^shifts: corruptions need OpenCV, which does not load here .*\(on Debian "):
+    with pytest.raises(
+        ImportError, match=r"^shifts: corruptions need .*OpenCV, .*not load \(.*cv2.*\); .*\(on Debian "
+    ):
         module({"fog": Corruptions("fog")})

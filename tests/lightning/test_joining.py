@@ -167,7 +167,7 @@ def test_privacy_that_cannot_be_kept_is_refused(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": ["a", "b", "cat"]}, r"class 'cat' is unknown to the run; the run's classes are a, b, c"),
+        ({"classes": ["a", "b", "cat"]}, r"the data: class='cat' is unknown; choose one of a, b, c"),
         ({"num_classes": 4}, r"the data have 4 classes without names, and the run has 3"),
         ({"name": "late"}, None),
         ({"name": "2"}, r"name='2' is that of a client of the run"),
