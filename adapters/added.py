@@ -33,6 +33,11 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield plain_name(name), module
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer that can be trained."""
+    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+
+
 def check_last_blocks(count: int | None) -> None:
     """Refuse, by a ValueError, a number of blocks that is none."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):

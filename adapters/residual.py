@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from peft import PeftConfig
 from torch import nn
 
-from .added import AddedLayer, AddingModel, check_last_blocks, own_modules, reached
+from .added import AddedLayer, AddingModel, check_last_blocks, is_norm, own_modules, reached
 
 
 @dataclass
@@ -120,17 +120,6 @@ def residual_convolutions(model: nn.Module) -> list[str]:
     return [name for name in names if name not in expanding] or depthwise
 
 
-def main_norms(model: nn.Module) -> list[str]:
-    """Return the trainable normalisation layers of ``model`` outside shortcut branches, in order."""
-    return [
-        name
-        for name, module in own_modules(model)
-        if "Norm" in type(module).__name__
-        and any(True for _ in module.parameters(recurse=False))
-        and not {"downsample", "shortcut"} & set(name.split("."))
-    ]
-
-
 class ResidualModel(AddingModel[ResidualConfig]):
     """Put a residual adapter after each targeted convolution."""
 
@@ -153,7 +142,9 @@ class ResidualModel(AddingModel[ResidualConfig]):
         """Fill in the convolutions and the network's own norms."""
         config = cast(ResidualConfig, super()._prepare_adapter_config(peft_config, model_config))
         if config.train_norms:
-            within, norms = reached(self.model, config.last_blocks), main_norms(self.model)
+            within = reached(self.model, config.last_blocks)
+            norms = [name for name, module in own_modules(self.model) if is_norm(module)]
+            norms = [name for name in norms if not {"downsample", "shortcut"} & set(name.split("."))]
             frozen = tuple(name for name in norms if name not in within)
             # PEFT compares the ends of names: one that is the end of a frozen norm's would unfreeze that too.
             norms = [name for name in norms if name in within and not any(other.endswith(name) for other in frozen)]

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_GAMMA, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of SplitMix64
+_FIRST, _SECOND = -4658895280553007687, -7723592293110705685  # of SplitMix64
 _WORDS = 624  # of 32 bits, in the state of torch's generator on the CPU, the Mersenne Twister mt19937
 _START = 24  # bytes before them: the seed, two flags and a position
 _LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
@@ -105,12 +105,11 @@ class Streams:
 
     Args:
         seeds: Seeds s (C,), int64.
-        gammas: Increments γ (C,), int64 and odd; by default the golden ratio's for all.
+        gammas: Increments γ (C,), int64 and odd.
     """
 
-    def __init__(self, seeds: Tensor, gammas: Tensor | None = None) -> None:
-        self.seeds = seeds
-        self.gammas = torch.full_like(seeds, _GAMMA) if gammas is None else gammas
+    def __init__(self, seeds: Tensor, gammas: Tensor) -> None:
+        self.seeds, self.gammas = seeds, gammas
 
     @classmethod
     def derived(

@@ -8,7 +8,6 @@ shrinks; after a number of good steps in a row it grows (Micikevicius et al., IC
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +16,8 @@ from torch.amp import GradScaler
 from perada.core.ranks import Ranks
 from perada.core.states import State
 
-
-class LossScale(NamedTuple):
-    """A scale, and how many steps in a row were good since it last changed."""
-
-    scale: float
-    good_steps: int
+LossScale = tuple[float, int]
+"""A scale, and how many steps in a row were good since it last changed."""
 
 
 class LossScales:
@@ -33,9 +28,10 @@ class LossScales:
 
     def __init__(self, options: GradScaler, clients: int, start: LossScale | None, device: torch.device) -> None:
         self.options = options
-        self.start = start or LossScale(options.get_scale(), 0)
-        self.scale = torch.full((clients,), self.start.scale, device=device)
-        self.good_steps = torch.full((clients,), self.start.good_steps, device=device)
+        self.start = start or (options.get_scale(), 0)
+        scale, good_steps = self.start
+        self.scale = torch.full((clients,), scale, device=device)
+        self.good_steps = torch.full((clients,), good_steps, device=device)
         self.skipped = torch.zeros(clients, dtype=torch.int64, device=device)
         self.stepped = torch.zeros(clients, dtype=torch.bool, device=device)
 
@@ -79,7 +75,7 @@ class LossScales:
         columns = (value[sound].tolist() for value in (self.stepped, self.scale, self.good_steps))
         ends = [end for part in ranks.gather(list(zip(*columns, strict=True))) for end in part]
         asked = [end for end in ends if end[0]] or ends
-        return min((LossScale(scale, good_steps) for _, scale, good_steps in asked), default=self.start)
+        return min((end[1:] for end in asked), default=self.start)
 
 
 class KeptScales:
@@ -98,13 +94,13 @@ class KeptScales:
         if scales is not None:
             self._kept[whose] = scales.settle(sound, ranks)
 
-    def state_dict(self) -> dict[str, tuple[float, int]]:
+    def state_dict(self) -> dict[str, LossScale]:
         """For a checkpoint."""
-        return {whose: (kept.scale, kept.good_steps) for whose, kept in self._kept.items()}
+        return dict(self._kept)
 
-    def load_state_dict(self, saved: dict[str, tuple[float, int]]) -> None:
+    def load_state_dict(self, saved: dict[str, LossScale]) -> None:
         """Take the place of the one that wrote ``saved``."""
-        self._kept = {whose: LossScale(*kept) for whose, kept in saved.items()}
+        self._kept = dict(saved)
 
 
 def _scaled(value: Tensor, factors: Tensor) -> Tensor:

@@ -15,12 +15,11 @@ from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
 from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
-from perada.adapters.added import check_last_blocks, plain_name, reached
+from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.rounds import ImageConfig
 from perada.core.states import parameter_keys, trained_keys
-from perada.models.char_lstm import CharLSTM
 
 ATTENTION = re.compile(
     r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
@@ -48,19 +47,13 @@ def fill_targets(model: nn.Module, name: str, head: str, config: PeftConfig, las
     known = [path for path in block_convolutions(model) if path in every and every[path].groups == 1]
     targets = [path for path in linears if ATTENTION.fullmatch(path)]
     if isinstance(config, LNTuningConfig):
-        targets = [
-            path
-            for path, module in modules
-            if "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
-        ]
+        targets = [path for path, module in modules if is_norm(module)]
     elif isinstance(config, IA3Config):
         targets = [path for path in linears if IA3_SCALED.fullmatch(path)]
         feedforward = [path for path in linears if IA3_FEEDFORWARD.fullmatch(path)]
         targets += feedforward
         if config.feedforward_modules is None:
             config.feedforward_modules = feedforward
-    elif isinstance(model, CharLSTM):
-        targets = linears
     convolves, norms = _method(config) in CONVOLUTIONS, isinstance(config, LNTuningConfig)
     if not targets and not norms:
         targets = (known or _main_layers(modules, linears)) if convolves else linears
@@ -260,7 +253,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         config.base_model_name_or_path = None  # of the model that it was saved with
         config.inference_mode = False
     elif not isinstance(adapter, str):
-        raise TypeError(f"adapter is a {type(adapter).__name__}: give one of {ADAPTERS} or a PeftConfig")
+        raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {ADAPTERS} or a PeftConfig")
     elif adapter not in ADAPTERS:
         raise ValueError(f"adapter {adapter!r} is unknown: choose one of {ADAPTERS} or give a PeftConfig")
     else:
@@ -274,7 +267,8 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             "AdaLoraConfig cannot be used: it moves ranks between layers by a count of one optimiser's steps, which "
             "clients do not share; choose 'lora'"
         )
-    if getattr(config, "target_modules", "unset") is None and not _chooses(config):
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
+    if getattr(config, "target_modules", "unset") is None and not issubclass(tuner, AddingModel):
         fill_targets(backbone.model, backbone.name, backbone.head, config, cast(int | None, options.get("last_blocks")))
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
@@ -316,12 +310,6 @@ def _is_of(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
     if origin in (list, set, tuple):
         return isinstance(value, list | set | tuple)
     return value is None if hint is None else not isinstance(origin, type) or isinstance(value, origin)
-
-
-def _chooses(config: PeftConfig) -> bool:
-    """Whether the method chooses its layers itself, as those that add layers behind modules do."""
-    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type))
-    return isinstance(tuner, type) and issubclass(tuner, AddingModel)
 
 
 def _check_head_name(backbone: Backbone) -> None:

@@ -93,7 +93,12 @@ class Updates(Mapping[str, Tensor]):
         weights = weights[self.places]
         floating = {key: value for key, value in self.own.items() if value.is_floating_point()}
         sums = {key: _weighted_sum(value, weights) for key, value in floating.items()}
-        largest = {key: _largest(value) for key, value in self.own.items() if key not in floating}
+        largest = {
+            # Over no clients, the smallest number of the dtype.
+            key: value.amax(0) if len(value) else value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)
+            for key, value in self.own.items()
+            if key not in floating
+        }
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
         return {key: sums[key].to(value.dtype) if key in sums else largest[key] for key, value in self.own.items()}
@@ -128,11 +133,6 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
     value = double(value)
     return (value * weights.to(value).view(-1, *[1] * (value.dim() - 1))).sum(0)
-
-
-def _largest(value: Tensor) -> Tensor:
-    """Maximum over the client axis. Over no clients: the smallest number of the dtype."""
-    return value.amax(0) if len(value) else value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)
 
 
 _INNER = "aggregate/"  # prefix of what the inner rule of a composed rule keeps

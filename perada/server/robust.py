@@ -37,22 +37,20 @@ class Krum(ServerRule):
 
     def check(self, clients: int) -> None:
         """Refuse so few clients a round that none is suspected, or that the suspected ones could be close together."""
-        enough = next(count for count in itertools.count(clients) if 1 <= self._suspects(count) <= (count - 3) / 2)
+        share = self.suspected
+        enough = next(count for count in itertools.count(clients) if 1 <= whole_share(share, count) <= (count - 3) / 2)
         if enough != clients:
             raise ValueError(
-                f"suspected={self.suspected!r} suspects {self._suspects(clients)} of {clients} clients a round; Krum "
+                f"suspected={share!r} suspects {whole_share(share, clients)} of {clients} clients a round; Krum "
                 f"must suspect one at least and needs 2 f + 3 clients to suspect f, here {enough}; sample more, or "
                 "change suspected"
             )
-
-    def _suspects(self, clients: int) -> int:
-        return whole_share(self.suspected, clients)
 
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""
         distances = squared_distances(inner_products(given)).nan_to_num(torch.inf)
         clients = len(distances)
-        suspects = self._suspects(clients)
+        suspects = whole_share(self.suspected, clients)
         distances.fill_diagonal_(torch.inf)  # no neighbour of its own
         scores = distances.sort(1)[0][:, : max(1, clients - suspects - 2)].sum(1)
         kept = clients - suspects if self.keep is None else min(self.keep, clients)

@@ -20,8 +20,8 @@ GAMMA = 0x9E3779B97F4A7C15
 
 def test_streams_are_splitmix64():
     words = [value - 2**64 if value >= 2**63 else value for value in PUBLISHED]
-    first = 1234567 + GAMMA - 2**64  # the generator adds before it mixes
-    bits = Streams(torch.tensor([first])).bits(4 * len(words))
+    gamma = torch.tensor([GAMMA - 2**64])
+    bits = Streams(1234567 + gamma, gamma).bits(4 * len(words))  # the generator adds before it mixes
     assert torch.equal(bits, torch.tensor([words]).view(torch.int16))
 
 
@@ -117,7 +117,8 @@ def test_no_two_streams_share_a_draw(rounds, clients):
 
 def test_streams_of_other_keys_do_not_run_into_one_another():
     """Some 300,000 words of each of 32 streams. With one increment for all, one stream may run into another."""
-    shifted = Streams(torch.tensor([0, GAMMA - 2**64]) * torch.tensor([0, 5]))
+    gammas = torch.full((2,), GAMMA - 2**64)
+    shifted = Streams(gammas * torch.tensor([0, 5]), gammas)
     assert torch.equal(shifted.bits(4000)[0, 20:], shifted.bits(4000)[1, :-20])
     words = Streams.derived(0, "dropout", clients=range(32)).bits(4 * 300_000).contiguous().view(torch.int64)
     assert len(words.flatten().unique()) == words.numel()

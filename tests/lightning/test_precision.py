@@ -20,7 +20,7 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
-from perada.engine.loss_scaling import LossScale, LossScales
+from perada.engine.loss_scaling import LossScales
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
@@ -207,19 +207,19 @@ def test_the_student_is_distilled_as_with_a_grad_scaler(kind):
 
 
 def test_the_next_round_starts_from_the_smallest_scale_of_those_that_stepped():
-    scales = LossScales(LossScaling(8.0, 2.0, 0.5, 3), 4, LossScale(16.0, 2), torch.device("cpu"))
+    scales = LossScales(LossScaling(8.0, 2.0, 0.5, 3), 4, (16.0, 2), torch.device("cpu"))
     gradients = torch.ones(4, 2)
     gradients[1, 0], gradients[2, 1], gradients[3, 1] = float("inf"), float("nan"), float("-inf")
     assert scales.update([gradients], slice(0, 4)).tolist() == [True, False, False, False]
     assert scales.scale.tolist() == [32, 8, 8, 8]
     assert scales.good_steps.tolist() == [0, 0, 0, 0]
     everyone = torch.ones(4, dtype=torch.bool)
-    assert scales.settle(everyone, Ranks()) == LossScale(32.0, 0)
-    assert scales.settle(~scales.stepped, Ranks()) == LossScale(8.0, 0)  # none stepped: all are asked
-    assert scales.settle(~everyone, Ranks()) == LossScale(16.0, 2)  # all broke: as it was
+    assert scales.settle(everyone, Ranks()) == (32.0, 0)
+    assert scales.settle(~scales.stepped, Ranks()) == (8.0, 0)  # none stepped: all are asked
+    assert scales.settle(~everyone, Ranks()) == (16.0, 2)  # all broke: as it was
     gradients[1] = 1
     scales.update([gradients[:2]], slice(0, 2))
-    assert scales.settle(everyone, Ranks()) == LossScale(8.0, 1)
+    assert scales.settle(everyone, Ranks()) == (8.0, 1)
     assert scales.skipped.tolist() == [0, 1, 1, 1]
 
 
