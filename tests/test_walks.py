@@ -58,7 +58,7 @@ def traced(monkeypatch):
     walks, draw = Walks(), torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (2 * CLIENTS + 1, 10, 3, SIDE, SIDE), generator=draw, dtype=torch.uint8)
     sets = [TensorDataset(one, torch.arange(10) % 4) for one in images]
-    begin, close = FederatedLoop.on_train_epoch_start, FederatedLoop._close
+    begin, close = FederatedLoop.on_train_epoch_start, FederatedLoop.on_train_batch_end
 
     def beginning(loop, trainer, module):
         walks.key, walks.closing = module.slot.keys[0], False
@@ -73,7 +73,7 @@ def traced(monkeypatch):
             sys.setprofile(None)
 
     monkeypatch.setattr(FederatedLoop, "on_train_epoch_start", beginning)
-    monkeypatch.setattr(FederatedLoop, "_close", closing)
+    monkeypatch.setattr(FederatedLoop, "on_train_batch_end", closing)
     data = perada.FederatedData(sets[:CLIENTS], sets[CLIENTS:-1], public=TensorDataset(images[-1], torch.zeros(10)))
     options = {"rounds": 1, "local_steps": 1, "batch_size": ROWS, "distill_steps": 1, "distill_batch_size": 4}
     quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "pretrained": False}

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.seeding import Streams
-from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d, is_small_map, pixel_tap
+from perada.engine.layers import ClientNorms, FrozenBatchNorm, FrozenConv2d, is_small_map, pixel_tap
 
 
 @dataclass
@@ -178,7 +178,10 @@ class StackedBatchNorm(Twin):
         weights, biases = self.stacked("weight"), self.stacked("bias")
         use_batch = self.training or means is None
         clients, counts = self.context.clients, self.context.counts
-        if self.context.together and counts is None and clients > 1:
+        if clients == 1 and counts is None:
+            tensors = [None if value is None else value[0] for value in (means, variances, weights, biases)]
+            return F.batch_norm(x_R, *tensors, use_batch, momentum, norm.eps)
+        if self.context.together and counts is None:
             # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
             x_RSD = x_R.movedim(1, -1)
             x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
@@ -188,15 +191,9 @@ class StackedBatchNorm(Twin):
             out = F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
             return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
-        outputs = []
-        for index, x in enumerate(x_R.chunk(clients)):
-            real = x if counts is None else x[: counts[index]]
-            mean, variance, weight, bias = (
-                None if value is None else value[index] for value in (means, variances, weights, biases)
-            )
-            out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
-            outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
-        return _joined(outputs)
+        real = counts or (len(x_R) // clients,) * clients
+        out_R: Tensor = ClientNorms.apply(x_R, weights, biases, means, variances, real, use_batch, momentum, norm.eps)
+        return out_R
 
 
 class StackedNorm(Twin):

@@ -233,7 +233,7 @@ def test_a_run_is_the_same_with_features(engine, privacy):
     ("data", "options", "said"),
     [({}, {}, 1), ({}, {"cache_features": False}, 0), ({"flip": True}, {}, 0), ({"device_cache_mb": 0}, {}, 0)],
 )
-def test_one_line_says_that_training_images_pass_the_frozen_layers_once(caplog, data, options, said):
+def test_one_line_says_that_training_images_pass_the_layers_once(caplog, data, options, said):
     caplog.set_level("INFO", "pytorch_lightning")
     run(federation(**data), rounds=1, **options)
     lines = [record.message for record in caplog.records if "frozen layers before what is trained" in record.message]
