@@ -223,7 +223,6 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
 
 
 def _site_status(given: SiteFile) -> str:
-    """What a site has trained and spent."""
     states, all_runs = read_runs(given.state)
     if not states:
         return f"Site {given.name} has trained nothing yet."
@@ -243,7 +242,6 @@ def _site_status(given: SiteFile) -> str:
 
 
 def _run_status(progress: Progress) -> str:
-    """How far a run is, its rounds, and its sites."""
     rows = []
     for member in progress.roster:
         spent = {name: float("inf") if one is None else one for name, one in member.epsilon.items()}

@@ -20,7 +20,7 @@ from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
-from perada.deploy.site.client import only, remembered
+from perada.deploy.site.client import divided_by, only, remembered
 from perada.deploy.site.file import SiteFile
 
 OF_ALL = "public public_fraction validation_fraction train_limit test_limit public_limit".split()
@@ -63,7 +63,7 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     division = cli.datamodule.division
     division.download()
     if isinstance(division.dataset, OwnImages):
-        division.dataset.known = remembered(given.state, division.dataset)
+        division.dataset.known = remembered(given.state).get(divided_by(division.dataset), {})
     whole_data = division.share_out()
     check_whole("data: client", place, 0, most=len(whole_data.train) - 1, hint="of the partition's clients")
     data = only(whole_data, place)
@@ -173,7 +173,6 @@ def _words(content: object) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
-    """What a recipe describes."""
     content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
     content["trainer"] = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
     if accelerator != "auto":

@@ -253,7 +253,6 @@ class FlowerTransport:
 
 @cache
 def _warn(text: str) -> None:
-    """Say something once."""
     log.warning("%s", text)
 
 

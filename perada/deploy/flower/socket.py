@@ -159,7 +159,6 @@ class Listener(AbstractContextManager["Listener"]):
             _reply(connection, reply)
 
     def _accept(self) -> None:
-        """Read requests; keep the newest."""
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
@@ -195,7 +194,6 @@ def supervised() -> bool:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A listening socket at a path."""
     mode = path.parent.stat().st_mode
     if mode & 0o022 and not mode & stat.S_ISVTX:
         raise ValueError(f"{str(path.parent)!r} of the socket can be written to by others; chmod 700 it")

@@ -18,7 +18,6 @@ from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, larges
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.server.rounds import (
     PASSING,
-    PAUSE,
     Roster,
     ServerImages,
     ask,
@@ -33,6 +32,8 @@ from perada.federation.server import Server
 from perada.federation.settings import check_server_images
 from perada.privacy.rehearsal import check_client_level
 
+PAUSE = 0.5
+"""Seconds between two attempts."""
 SAID = 30.0
 """Seconds between two lines that say what is waited for."""
 
@@ -53,6 +54,7 @@ class Coordinator:
         recipe.build(recipe.num_classes, multilabel)
         module, loop = recipe.module, recipe.loop
         self.settings = recipe.settings()
+        self.sample = terms.sample or self.settings.clients_per_round
         assert module.adapted is not None
         prepare = replace(recipe.data.prepare, image=module.adapted.backbone.image, seed=loop.seed)
         self.images = ServerImages(recipe.public, prepare)
@@ -81,9 +83,9 @@ class Coordinator:
         """Refuse, by a ValueError, what cannot be deployed."""
         settings, algorithm, terms = self.settings, self.settings.algorithm, self.terms
         check_server_images(settings, self.images.public_size, 0)
-        if self._sample is not None and self._sample < terms.min_sites:
+        if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
-                f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self._sample} sites "
+                f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self.sample} sites "
                 "a round; give sample, the sites to ask, or ask for fewer"
             )
         try:
@@ -93,8 +95,7 @@ class Coordinator:
         if settings.privacy is not None and settings.weighting == "samples":
             raise ValueError("privacy: weighting='samples' shows the sites' numbers of images; choose 'uniform'")
         if settings.client_privacy is not None:
-            distils = bool(settings.distillation.steps)
-            check_client_level(algorithm, settings.rule, settings.weighting, distils)
+            check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -209,18 +210,13 @@ class Coordinator:
             missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
             raise TimeoutError(self._too_few(f"round {progress.done}", len(able), missing, begin))
         total = len(progress.roster)
-        return sample_cohort(self.settings.seed, progress.done, total, total if self._sample else None, lambda _: able)
+        return sample_cohort(self.settings.seed, progress.done, total, total if self.sample else None, lambda _: able)
 
     def _admit(self, names: Sequence[str], seconds: float) -> None:
-        """Let new sites join."""
         if new := self.roster.newcomers(names):
             messages = dict.fromkeys(new, pack(self._order("join")))
             answers, failed = ask(self.transport, messages, len(new), seconds, {}, Record(self.progress.done))
             self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
-
-    @property
-    def _sample(self) -> int | None:
-        return self.terms.sample or self.settings.clients_per_round
 
     def _too_few(self, what: str, have: int, missing: Mapping[str, str], begin: float) -> str:
         """What is said when something that was begun then cannot be ended."""
@@ -238,14 +234,13 @@ class Coordinator:
     # A round
 
     def _round(self) -> None:
-        """Ask, wait, and close."""
         progress, terms, begin = self.progress, self.terms, time.monotonic()
         end, record = begin + terms.deadline, Record(self.progress.done)
         order = self._gather_sites(end)
         numbers, skip = self.roster.numbers, terms.late == "skip"
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
-            progress.asked = names[: self._sample]
+            progress.asked = names[: self.sample]
             progress.lengths = self.roster.lengths([numbers[name] for name in progress.asked])
         self._save()
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]

@@ -28,9 +28,6 @@ Got = Mapping[int, tuple[Answer, State]]
 """Answers and updates by the number of the site."""
 Facts = Mapping[str, Any]
 """What a site says beside its update (:class:`perada.deploy.protocol.Answer`)."""
-PAUSE = 0.5
-"""Seconds between two attempts."""
-
 PASSING = ("late", "unreachable", "crashed")
 """Codes after which a site may be asked again in the same round."""
 REPEAT = 10
@@ -252,8 +249,9 @@ class ServerImages:
 
     def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
         self._preparation = preparation
-        self._public = None if public is None else make_store([public], labelled=False, size=preparation.image_size)
-        self.public_size = 0 if self._public is None else self._public.sizes[0]
+        shown = [] if public is None else [public]
+        self._public = make_store(shown, labelled=False, size=preparation.image_size)
+        self.public_size = sum(self._public.sizes)
 
     def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
         """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
@@ -261,7 +259,6 @@ class ServerImages:
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
         """Public images, prepared for the model, on ``device``."""
-        assert self._public is not None
         images, _ = self._public.take(torch.zeros_like(indices), indices, (self._preparation.seed, -2))
         return self._preparation(send(images, device))
 

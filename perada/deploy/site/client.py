@@ -294,18 +294,9 @@ def image_split(served: FederatedDataModule) -> ImageSplit | None:
     return ImageSplit(images, test, changes(images.known, test))
 
 
-def remembered(folder: Path, images: OwnImages) -> dict[str, bool]:
-    """The sides that were written for this share and seed; nothing if there are none, or this user may not read them.
-
-    Raises:
-        ValueError: If the file is not what :func:`remember` wrote.
-    """
-    return _read(folder).get(_name(images), {})
-
-
 def remember(folder: Path, split: ImageSplit) -> None:
     """Write the sides into a state folder, whose lock is held."""
-    sides = _read(folder) | {_name(split.images): split.test}
+    sides = remembered(folder) | {divided_by(split.images): split.test}
     parts = {
         name: {side: [key for key, test in found.items() if test == (side == "test")] for side in ("train", "test")}
         for name, found in sides.items()
@@ -330,11 +321,17 @@ def changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str:
     )
 
 
-def _name(images: OwnImages) -> str:
+def divided_by(images: OwnImages) -> str:
+    """By what the sides of images are remembered."""
     return f"test_share={images.test_share}, seed={images.seed}"
 
 
-def _read(folder: Path) -> dict[str, dict[str, bool]]:
+def remembered(folder: Path) -> dict[str, dict[str, bool]]:
+    """The sides that were written, by share and seed; nothing if there are none, or this user may not read them.
+
+    Raises:
+        ValueError: If the file is not what :func:`remember` wrote.
+    """
     path = folder / SPLIT_FILE
     try:
         found = json.loads(path.read_bytes())

@@ -76,7 +76,6 @@ def read_site(path: Path) -> SiteFile:
 
 
 def _site(home: Path, content: dict[str, Any]) -> SiteFile:
-    """The site of a file in a folder."""
     check_options("entries", content, "{name: st-marys, recipes: [...], data: {...}}")
     for key in content:
         check_choice("entry", key, [each.name for each in fields(SiteFile)])
@@ -108,7 +107,6 @@ def _site(home: Path, content: dict[str, Any]) -> SiteFile:
 
 
 def _recipe(home: Path, entry: object) -> tuple[Path, Approved]:
-    """A recipe, and what is approved of it."""
     if not isinstance(entry, Mapping) or not {"recipe"} <= set(entry) <= {"recipe", *Approved._fields}:
         raise ValueError(f"recipes: {entry!r} cannot be used; give {{recipe: FILE, sha256: …, digest: …}}")
     approved = Approved(*(entry.get(name) or "" for name in Approved._fields))

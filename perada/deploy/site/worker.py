@@ -29,11 +29,6 @@ from perada.deploy.state import Book, RunState
 from perada.federation.metrics import Scores
 from perada.privacy.protection import Protection
 
-SPENT = (
-    "another round would pass the largest ε that the recipe allows in this run, or the site in all runs together "
-    "(limits: max_epsilon; by default that of one whole run)"
-)
-
 
 class SiteWorker:
     """Answers messages, one at a time.
@@ -122,7 +117,8 @@ class SiteWorker:
         sampling = self._check_limits(client.limits, state, protection)
         costs = client.costs(order, protection, total)
         if costs is None:
-            raise Refused(SPENT, "exhausted")
+            limits = "the largest ε that the recipe allows in this run, or the site in all runs together"
+            raise Refused(f"another round would pass {limits} (max_epsilon; by default a whole run's)", "exhausted")
         facts: dict[str, Any] = {}
         trained, losses, failed = client.train(order, given, state, protection)
         account = protection.images
