@@ -169,9 +169,8 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     for rank, other in enumerate(ranks.gather(mine)):
         for name, value in mine.items():
             if other.get(name) != value:
-                raise ValueError(
-                    f"process {rank} has another {name} than process {ranks.rank}; give all the same data and options"
-                )
+                who = f"process {rank} has another {name} than process {ranks.rank}"
+                raise ValueError(f"{who}: data and options must be alike in all; draw from a fixed seed in your script")
 
 
 def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:

@@ -69,7 +69,9 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
 
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
-    refused("several FederatedLoops among its callbacks; give it one", lambda: two.fit(module(), data()))
+    refused(
+        "several FederatedLoops, maybe of an earlier call; give a new Trainer one", lambda: two.fit(module(), data())
+    )
 
 
 def test_noise_does_not_cancel_in_the_difference_of_two_rounds():
