@@ -304,7 +304,7 @@ def recipe_schema() -> Schema:
     """A JSON schema (draft 2020-12) of recipes; a value of a type of Lightning's or torch's may be anything."""
     sections = {name: _arguments(kind, f"{name}.") for name, kind in {"trainer": pl.Trainer, **SECTIONS}.items()}
     top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}, **sections}
-    top |= {"privacy": _either([Privacy, types.NoneType]), "client_privacy": _either([ClientPrivacy, types.NoneType])}
+    top |= {"privacy": _value(Privacy | None), "client_privacy": _value(ClientPrivacy | None)}
     top |= {"ckpt_path": {"type": ["string", "null"]}, "weights_only": {"type": ["boolean", "null"]}}
     for name, full in FULL_NAMES.items():
         found: Schema = {"properties": top}
@@ -337,7 +337,8 @@ def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
     if get_origin(hint) is Literal:
         return {"enum": [*get_args(hint)]}
     if get_origin(hint) in (Union, types.UnionType):
-        return _either(get_args(hint))
+        values = [_value(one) for one in get_args(hint)]
+        return {} if {} in values else {"anyOf": values}
     if get_origin(hint) is list and get_args(hint):
         return {"type": "array", "items": _value(get_args(hint)[0])}
     if isinstance(hint, type) and is_dataclass(hint):
@@ -346,8 +347,3 @@ def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
         name = {"anyOf": [{"enum": [*_CLASSES[hint][0], *_known(hint)]}, {"type": "string", "pattern": r"\."}]}
         return {"anyOf": [name, _object({"class_path": name, "init_args": {"type": "object"}})]}
     return {}
-
-
-def _either(hints: Any) -> Schema:  # noqa: ANN401  # types
-    values = [_value(hint) for hint in hints]
-    return {} if {} in values else {"anyOf": values}

@@ -90,12 +90,21 @@ def configure_rounds(parts: Parts, protection: Protection) -> None:
 
 def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
     """Send a round's first images through the model, which must pass, and each alone where it ``fits`` privately."""
+    privacy, module = parts.settings.privacy, parts.module
     check_images(parts, batch.x)
     if not parts.settings.private:  # else a network that mixes images is refused
         keep_clients_apart(parts, batch.x)
     elif fits:
         with parts.precision():
-            check_network(parts, batch)
+            if privacy is not None:
+                check_trained_norms(module)
+                try_gradients(privacy, module, batch)
+            check_products(parts.trainer.strategy.root_device)  # where it will train: now it may be elsewhere
+            x, y, states = parts.near(batch.x), parts.near(batch.y), _near(module, len(batch.clients))
+            if privacy is not None:
+                check_one_image(privacy, module.engine, states, x, y, batch.counts, module.multilabel)
+            elif module.engine.kind == "folded" and len(batch.clients) > 1:
+                check_clients_apart(module.engine, states, x)
     check_batch_norm(parts)
 
 
@@ -150,20 +159,6 @@ def _warn_of_delta(section: str, delta: float, count: int, of: str, one: str) ->
             f"{section}: delta={delta} is not below 1 / {count}, the number of {of}: it allows to show one {one} in "
             "full; give less"
         )
-
-
-def check_network(parts: Parts, batch: CohortBatch) -> None:
-    """Refuse, by a ValueError, a network in which images, or clients, of a round's first batch do not stand alone."""
-    settings, module = parts.settings, parts.module
-    if settings.privacy is not None:
-        check_trained_norms(module)
-        try_gradients(settings.privacy, module, batch)
-    check_products(parts.trainer.strategy.root_device)  # where it will train: now it may be elsewhere
-    x, y, states = parts.near(batch.x), parts.near(batch.y), _near(module, len(batch.clients))
-    if settings.privacy is not None:
-        check_one_image(settings.privacy, module.engine, states, x, y, batch.counts, module.multilabel)
-    elif module.engine.kind == "folded" and len(batch.clients) > 1:
-        check_clients_apart(module.engine, states, x)
 
 
 def check_trained_norms(module: FederatedClassifier) -> None:
