@@ -8,7 +8,7 @@ Nothing large is imported. A run's folder has ``run.json``, and ``metrics.csv`` 
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -16,7 +16,7 @@ from typing import Any
 
 from perada.core.files import check_sealed
 from perada.core.text import SPREADS, printable
-from perada.results.run_file import RUN_FILE, RunFile, naming, read_run
+from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, read_run
 
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
@@ -271,7 +271,7 @@ def read_records(path: Path) -> list[Record]:
     """
     if path.is_file():
         with naming(path):
-            rows = map(check_sealed, json.loads(path.read_text(encoding="utf-8")))
+            rows = [numbers_of(check_sealed(one)) for one in json.loads(path.read_text(encoding="utf-8"))]
             records = [_row(path, one) for one in rows if one["stage"] == "run" and "failed" not in one]
             if not records:
                 raise ValueError("it holds no finished run")
@@ -319,76 +319,56 @@ def rounds_of_csv(path: Path) -> list[dict[str, float]]:
 
 
 def _record(folder: Path, saved: RunFile) -> Record:
+    """A run as its file has it, with what is checked there no further."""
     metrics, count, classes = saved.metrics, saved.num_clients, saved.info["num_classes"]
-    predictions = metrics.get("predictions", {})
+    predictions, partition = metrics.get("predictions", {}), metrics.get("partition", {})
+    confusion = {who: one["confusion"] for who, one in predictions.items() if "confusion" in one}
+    check_list([*partition.values()], None, count, classes, kind=int)
+    check_list([*confusion.values()], None, None, 4, kind=int)
+    if any(row[0] >= count or max(row[1:3]) >= classes for rows in confusion.values() for row in rows):
+        raise ValueError("confusion names a client or a class that does not exist")
+    for one in predictions.values():
+        bins = one["calibration"]
+        check_list([bins[name] for name in ("count", "right", "confidence")], 3, len(bins["count"]))
 
-    def each(values: Any) -> list[float]:  # noqa: ANN401  # whatever a file holds
-        return [round(value, 6) for value in _nested(values, _number, count)]  # as a run writes those by round
+    def each(scores: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """As a run writes those by round."""
+        return {name: [round(value, 6) for value in values] for name, values in scores.items()}
 
-    record = Record(
+    return Record(
         folder.resolve().name,
         folder,
         saved.info,
-        [_scores(row) for row in metrics["rounds"]],
-        {name: each(values) for name, values in metrics["clients"].items()},
-        {name: each(values) for name, values in metrics.get("initial", {}).items()},
-        [(int(row["round"]), each(row["personal/local_test"])) for row in metrics.get("by_round", [])],
-        each(metrics["global/local_test"]) if "global/local_test" in metrics else [],
-        {part: _nested(rows, _count, count, classes) for part, rows in metrics.get("partition", {}).items()},
-        {who: _nested(one["confusion"], _count, None, 4) for who, one in predictions.items() if "confusion" in one},
-        {who: _columns(one["calibration"], "count", "right", "confidence") for who, one in predictions.items()},
+        metrics["rounds"],
+        each(metrics["clients"]),
+        metrics.get("initial", {}),
+        [(row["round"], row["personal/local_test"]) for row in metrics.get("by_round", [])],
+        each({"": metrics.get("global/local_test", [])})[""],
+        partition,
+        confusion,
+        {who: one["calibration"] for who, one in predictions.items()},
         _shifts(metrics.get("shifts", {})),
-        _nested(saved.train_sizes, _count, count) if saved.train_sizes else [],
-        [str(word) for word in saved.command],
-        seed=saved.info.get("seed") if type(saved.info.get("seed")) is int else None,
+        saved.train_sizes,
+        saved.command,
+        seed=saved.info.get("seed"),
     )
-    if any(row[0] >= count or max(row[1:3]) >= classes for rows in record.confusion.values() for row in rows):
-        raise ValueError("confusion names a client or a class that does not exist")
-    return record
 
 
 def _row(path: Path, one: dict[str, Any]) -> Record:
     """A run of a comparison: its curve if it has one, ending in its last scores."""
-    last = _scores(
-        {name: value for name, value in one.items() if name.startswith(("personal/", "global/", "privacy/"))}
-    )
-    curve = [_scores(row) for row in one.get("history", [])]
-    rounds = [row | {"round": row["round"] - 1} for row in curve]  # counted from 1 there
+    last = {name: value for name, value in one.items() if name.startswith(("personal/", "global/", "privacy/"))}
+    rounds = [row | {"round": row["round"] - 1} for row in one.get("history", [])]  # counted from 1 there
     if not rounds:
         rounds = [{"round": 0} | last]
     rounds[-1] |= last
+    for row in rounds:
+        check_list([*row.values()], None)
     label = " ".join([str(one["label"]), *(str(word) for word in one.get("variant", []))])
     return Record(str(one["label"]), path, rounds=rounds, group=label, seed=int(one["seed"]))
 
 
-def _nested(values: Any, kind: Callable[[Any], Any], length: int | None, *inner: int) -> list[Any]:  # noqa: ANN401
-    """Values of a kind in a list of such a length (None for any), or in lists within lists."""
-    if not isinstance(values, list) or length not in (None, len(values)):
-        raise TypeError(f"{str(values)[:40]!r} is not a list of {length}")
-    return [_nested(one, kind, *inner) if inner else kind(one) for one in values]
-
-
-def _columns(content: Mapping[str, Any], *needed: str) -> dict[str, list[float]]:
-    """Lists of numbers, as long as the first that is needed."""
-    length = len(content[needed[0]])
-    return {name: _nested(content[name], _number, length) for name in dict.fromkeys((*needed, *content))}
-
-
-def _shifts(content: Mapping[str, Any]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    return {name: {kind: _columns(own, "severity") for kind, own in kinds.items()} for name, kinds in content.items()}
-
-
-def _number(value: Any) -> float:  # noqa: ANN401  # whatever a file holds
-    """A number; JSON knows neither NaN, which is null, nor infinity, which is a word."""
-    return math.nan if value is None else float(value)
-
-
-def _count(value: Any) -> int:  # noqa: ANN401  # whatever a file holds
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{str(value)[:40]!r} is not a count")
-    return value
-
-
-def _scores(row: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a round."""
-    return {str(name): _number(value) for name, value in row.items()}
+def _shifts(content: Any) -> Any:  # noqa: ANN401  # whatever a file holds
+    """Scores by shift, kind of corruption and model, each with as many as there are severities."""
+    for curve in (curve for kinds in content.values() for curve in kinds.values()):
+        check_list([*curve.values()], None, len(curve["severity"]))
+    return content

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of
+from perada.core.checks import check_whole
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, unstack
 from perada.engine.engine import Engine
@@ -25,7 +26,7 @@ from perada.federation.store import locate
 from perada.models.adapted import AdaptedModel, Backbone, make_slot
 from perada.models.backbones import ModelSpec, build_backbone, frozen_digest
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights
-from perada.results.run_file import RUN_FILE
+from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
 
 CHECKPOINT_KEY = "perada"
@@ -38,10 +39,6 @@ PREVIOUS = "last.previous.ckpt"
 """The checkpoint that :data:`LAST` replaced, beside it."""
 _RESTORING = "while a checkpoint's content took its place"
 _OTHER = "give another, or 'last' for the newest that is whole"
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    **dict.fromkeys(("federation", "metrics", "scores", "shifted", "belongs", "info", "options"), dict),
-}
 
 
 def check_whole_file(path: Path) -> None:
@@ -111,25 +108,16 @@ def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
 
 
 def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file holds
-    """What perada put into a checkpoint, after checking that the parts are of the kinds that it writes.
-
-    A ValueError if they are not.
-    """
+    """What perada put into a checkpoint, after looking at its numbers; a ValueError if it is nothing of the kind."""
     if saved is None:
         raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
-    whole = isinstance(saved, dict) and all(isinstance(saved.get(name), kind) for name, kind in _KINDS.items())
-    metrics = saved["metrics"] if whole else {}
-    rows: Any = metrics.get("rounds")
-    scored, clients = metrics.get("by_round", []), metrics.get("clients", ())
-    for listed in (rows, scored):
-        whole = whole and isinstance(listed, list) and all(isinstance(row, dict) for row in listed)
-    whole = whole and isinstance(clients, dict) and all(isinstance(values, list) for values in clients.values())
-    whole = whole and all({"round", "step"} <= row.keys() for row in rows) and "privacy" in saved["info"]
-    numbers = [*(row.values() for row in rows), *clients.values()] if whole else []
-    whole = whole and all(isinstance(value, int | float) for values in numbers for value in values)
-    if not whole or not all(isinstance(row.get("round"), int) for row in scored):
-        raise ValueError(f"the checkpoint does not hold what perada writes; {_OTHER}")
-    return cast(dict[str, Any], saved)
+    with naming("the checkpoint does not hold what perada writes", _OTHER):
+        check_whole("step", saved["step"], 0)
+        RunFile(saved["belongs"]["number of clients"], saved["info"], saved["metrics"]).check()
+        if "privacy" not in saved["info"]:
+            raise KeyError("privacy")
+    found: dict[str, Any] = saved
+    return found
 
 
 @contextmanager

@@ -160,41 +160,49 @@ class RunFile:
     def check(self) -> None:
         """Look at what a file held that anyone may have written; whoever shows the privacy checks that."""
         info, clients = self.info, self.num_clients
-        for name, number in (("num_clients", clients), ("global_models", self.global_models)):
+        counts = {"num_clients": clients, "global_models": self.global_models, "num_classes": info["num_classes"]}
+        for name, number in counts.items():
             check_whole(name, number, most=_MOST)
-        check_whole("num_classes", info["num_classes"], most=_MOST)
         check_whole("built_for", info["built_for"], optional=True)
         for key, count in (("classes", info["num_classes"]), ("clients", clients)):
-            names = info.get(key)
-            if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
-                raise TypeError(f"{key} is {names!r}, no list of names")
-            if names is not None and len(names) != count:
-                raise ValueError(f"{key} are {len(names)} names of {count}")
-        numbers = {name: info.get(name, []) for name in ("forgotten", "own_adapters")}
-        numbers["joined"] = [record["client"] for record in info.get("joined", [])]
-        for name, own in numbers.items():
-            for number in own:
-                check_whole(name, number, 0, most=clients - 1)
-        if not isinstance(info.get("adapter_of", ""), str) or not isinstance(info.get("training") or {}, dict):
-            raise TypeError("adapter_of is no name of a client, or training no dictionary")
+            if info.get(key) is not None:
+                check_list(info[key], count, kind=str)
+        joined = [record["client"] for record in info.get("joined", [])]
+        for number in (*joined, *info.get("forgotten", []), *info.get("own_adapters", [])):
+            check_whole("client", number, 0, most=clients - 1)
+        check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
         missing = {"backbone", "pretrained", "image_size"} - set(info)
-        if missing:
-            raise KeyError(f"info lacks {sorted(missing)}")
-        for name, digest in self.files.items():
-            if not isinstance(digest, str) or not _IN_FOLDER.fullmatch(name):
-                raise ValueError(f"files names {name!r}, which is not a file of a saved run")
+        if missing or not all(map(_IN_FOLDER.fullmatch, self.files)):
+            raise KeyError(f"info lacks {sorted(missing)}, or files names what is not a file of a saved run")
+        for row in self.metrics["rounds"]:
+            check_list([row["round"], *row.values()], None)
+        scores = [*self.metrics["clients"].values(), *self.metrics.get("initial", {}).values()]
+        for row in self.metrics.get("by_round", []):
+            check_list([row["round"]], 1, kind=int)
+            scores.append(row["personal/local_test"])
+        scores += [self.metrics["global/local_test"]] if "global/local_test" in self.metrics else []
+        check_list([*scores, self.train_sizes or [0] * clients], None, clients)
+
+
+def check_list(values: Any, length: int | None, *inner: int | None, kind: Any = int | float) -> None:  # noqa: ANN401
+    """Refuse, by a TypeError, what is not a list of so many (None: any) values, or of lists that are as ``inner``."""
+    if not isinstance(values, list) or length not in (None, len(values)):
+        raise TypeError(f"{str(values)[:40]!r} is not a list of {length or 'any length'}")
+    for value in values:
+        if inner:
+            check_list(value, *inner, kind=kind)
+        elif not isinstance(value, kind):
+            raise TypeError(f"{str(value)[:40]!r} is not what may stand there")
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(what: Path | str, remedy: str = "take a copy that is whole, save it again, or delete it") -> Iterator[None]:
     """Name a file that does not hold what perada writes, by a ValueError; anyone may have written it."""
+    said = f"{str(what)!r} is broken" if isinstance(what, Path) else what
     try:
         yield
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"{str(path)!r} is broken ({type(error).__name__}: {error}); take a copy that is whole, save it again, or "
-            "delete it"
-        ) from error
+        raise ValueError(f"{said} ({type(error).__name__}: {error}); {remedy}") from error
 
 
 def write_run(folder: Path, content: RunFile) -> None:
@@ -229,7 +237,7 @@ def read_run(folder: Path) -> RunFile:
         if (found := content.pop("format")) != FORMAT:
             raise KeyError(f"format {found}, this version reads {FORMAT}")
         read = RunFile(**content)
-        read.metrics = _replace(read.metrics, lambda value: math.nan if value is None else _from_json(value))
+        read.metrics = numbers_of(read.metrics)
         if read.info.get("privacy"):
             read.info["privacy"] = _replace(read.info["privacy"], _from_json)
         read.check()
@@ -274,6 +282,11 @@ def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)
+
+
+def numbers_of(content: Any) -> Any:  # noqa: ANN401  # any JSON
+    """What :func:`write_json` made of metrics as they were: null is NaN, and a word may be infinity."""
+    return _replace(content, lambda value: math.nan if value is None else _from_json(value))
 
 
 def _from_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
