@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import perada.algorithms as known
-from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, ClientStep, Slot, Stacks
 from perada.algorithms.fedavg import Standalone
 from perada.algorithms.perada import MTL, PerAda, PFedMe
 from perada.algorithms.sharing import FedSim, PartialSharing
@@ -25,37 +25,22 @@ class Joining(Around):
     sends = False
     global_model = False
     unsent = frozenset({"personal", "local", "own"})
+    theirs: tuple[str, ...] = ("check", "kept", "broadcast", "open", "personal")
+    """Methods that are the base's."""
 
     def __init__(self, base: Algorithm) -> None:
         self.base = base
-
-    def check(self, slot: Slot, num_clients: int) -> None:
-        """Refuse what the algorithm refuses."""
-        self.base.check(slot, num_clients)
-
-    def kept(self, initial: State, slot: Slot) -> Stacks:
-        """What the algorithm keeps."""
-        return self.base.kept(initial, slot)
-
-    def broadcast(self, sending: Broadcast) -> State:
-        """What the algorithm sends."""
-        return self.base.broadcast(sending)
-
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """What the algorithm trains."""
-        return self.base.open(kept, received, slot)
+        vars(self).update({name: getattr(base, name) for name in self.theirs})
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
         """Keep what the algorithm keeps, send nothing."""
         return self.base.close(trained, kept, received, slot)[0], {}
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
-        """As the algorithm says."""
-        return self.base.personal(kept, global_state)
-
 
 class OwnPart(Joining):
     """Of an algorithm whose clients share a part: the private part, at its rate, on the shared part as it is."""
+
+    theirs = ("check", "kept", "broadcast", "personal")
 
     def __init__(self, base: PartialSharing) -> None:
         super().__init__(base)

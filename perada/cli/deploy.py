@@ -25,7 +25,7 @@ from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import Book, Progress, RunState, read_progress, read_runs
 from perada.privacy.accounting import Ledger
-from perada.results.export import save_adapter
+from perada.results.export import PeftFolders
 from perada.results.report import epsilon_text, table
 
 SITE = "File of the site, such as site.yaml."
@@ -95,11 +95,11 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         recipe.build(recipe.num_classes, recipe.multilabel)
         models = {"global": _models(recipe, read_progress(given.where)[1]["global"])}
     assert recipe.module.adapted is not None
-    written = []
+    folders, written = PeftFolders(recipe.module.adapted), []
     for name, states in models.items():
         for place, state in enumerate(states):
             folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
-            save_adapter(recipe.module.adapted, state, folder, classes=names)
+            folders.save(state, folder, names)
             written.append(folder.name)
     print(f"Wrote {', '.join(written)} to {given.output}")
 

@@ -17,11 +17,10 @@ from perada.cli.parser import with_own_classes
 from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
-from perada.results.cards import privacy_lines
+from perada.results.cards import privacy_lines, rendered
 from perada.results.clients import NOT_UNDONE, check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
-from perada.results.report import TEST_MODE, epsilon_text, percent
 from perada.results.run import Run
 from perada.results.run_file import holds_adapters
 
@@ -76,10 +75,7 @@ def push(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("repo", type=str, help="Repository, user/name; it is made if it does not exist.")
     parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global adapter.")
     parser.add_argument("--public", action="store_true", help="For everybody to see; else the repository is private.")
-    parser.add_argument("--license", type=str, default="unknown", help="Of the adapter, as the Hub writes licences.")
-    parser.add_argument(
-        "--scores", type=bool | None, default=None, help="Whether scores go along; by default not of a private run."
-    )
+    parser.add_method_arguments(Run, "push_to_hub", skip={"repo", "client", "private", "token"}, as_group=False)
     given = vars(parser.parse_args(words))
     path, repo, public = given.pop("run"), given.pop("repo"), given.pop("public")
     print(open_run(path).push_to_hub(repo, private=not public, **given))
@@ -157,12 +153,8 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--output", type=Path, default=None, help="Folder for the run with the client; by default RUN, if it is saved."
     )
-    parser.add_argument("--rounds", type=int, default=None, help="Rounds; by default those of a client of the run.")
-    parser.add_argument("--local_steps", type=int, default=None, help="Local steps in a round, instead of the run's.")
-    parser.add_argument("--batch_size", type=int, default=None, help="Images in a step, instead of the run's.")
-    parser.add_argument("--lr", type=float, default=None, help="Learning rate, instead of the run's.")
-    parser.add_argument("--seed", type=int, default=0, help="Of batches and dropout.")
-    parser.add_argument("--accelerator", type=str, default=None, help="cpu, gpu; by default a GPU if there is one.")
+    skipped = {"run", "data", "name", "algorithm", "progress"}
+    own_options = parser.add_function_arguments(personalize, skip=skipped, as_group=False)
     words, kind = _source(words)
     if kind is not None:
         add_options(parser, kind, "images")
@@ -170,7 +162,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
         parser.set_defaults({"images.layout": "{class}/*"})
     given = vars(parser.parse_args(words))
     path, source, output = given.pop("run"), given.pop("data"), given.pop("output")
-    options = {name: given.pop(name) for name in ("rounds", "local_steps", "batch_size", "lr", "seed", "accelerator")}
+    options = {name: given.pop(name) for name in own_options}
     name, own = given.pop("client"), given.pop("images", None)
     saved = holds_adapters(path)
     if output is None and not saved and path.is_dir():
@@ -186,7 +178,8 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     joined = personalize(run, data, name, **options, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.save(output)
-    print(_said(joined, client, folder))
+    told, sample = joined.info["joined"][-1], (joined.info.get("privacy") or {}).get("sample")
+    print(rendered("joined", told=told, client=client, sample=sample, folder=folder))
 
 
 def leave(parser: ArgumentParser, words: list[str]) -> None:
@@ -216,26 +209,3 @@ def _read_as(run: Run, kind: type[Source], source: str, options: dict[str, Any])
     white = known.full_scale if options["full_scale"] is None else options["full_scale"]
     read = {"size": size, "gray": options["gray"] or known.channels == 1, "full_scale": white}
     return division_of(source, kind, options | read)
-
-
-def _said(run: Run, client: int, folder: Path) -> str:
-    """What came of it."""
-    told = run.info["joined"][-1]
-    scores = "no test images"
-    if told["after"] is not None:
-        scores = f"{percent(told['before'])} % before, {percent(told['after'])} % after on its own test images"
-    rounds = f"{told['rounds']} round{'s' * (told['rounds'] > 1)} of {told['algorithm']} ({told['steps']} steps)"
-    lines = [
-        f"Client {told['name']} ({told['images']} images): {scores}.",
-        f"Trained for {rounds}. The global adapter and the other clients stay as they are.",
-    ]
-    privacy = run.info.get("privacy") or {}
-    if "sample" in privacy:
-        sample = privacy["sample"]
-        lines.append(
-            f"Privacy of its images at δ = {sample['options']['delta']:g}: ε {epsilon_text(sample['release'][client])} "
-            f"(release ledger; noise multiplier {sample['noise_multipliers'][client]:.4g}; nothing was sent)."
-        )
-        if not sample["options"]["secure_rng"]:
-            lines.append(TEST_MODE)
-    return "\n".join([*lines, f"Wrote client_{client} to {folder}"])

@@ -15,9 +15,7 @@ from perada.data.preprocessing import joining_data
 from perada.lightning.callbacks import make_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.scoring import class_counts
 from perada.privacy import Privacy
-from perada.results.clients import Joined
 from perada.results.run import Run
 
 SCORE = "personal/local_test"
@@ -111,22 +109,9 @@ def personalize(
     found = loop.outcome(module)
     scored = loop.measured.initial, found.metrics["clients"]
     before, after = (own[SCORE][0] if SCORE in own and served.val_dataloader() else None for own in scored)
-    joined = Joined(
-        name,
-        found.state("personal", 0),
-        {key: values[0] for key, values in found.metrics["clients"].items() if key != "personal/global_test"},
-        found.info["privacy"],
-        {
-            "images": served.train_sizes[0],
-            "algorithm": base.kind,
-            "rounds": rounds,
-            "steps": rounds * sum(phase.local_steps(served.train_sizes[0], served.batch_size) for phase in phases),
-            "before": before,
-            "after": after,
-        },
-        {part: rows[0] for part, rows in class_counts(loop.parts).items()},
-    )
-    return run.with_client(joined)
+    steps = rounds * sum(phase.local_steps(served.train_sizes[0], served.batch_size) for phase in phases)
+    told = {"name": name, "images": served.train_sizes[0], "algorithm": base.kind, "rounds": rounds, "steps": steps}
+    return run.with_client(found, told | {"before": before, "after": after})
 
 
 def check_name(run: Run, name: str | None) -> None:

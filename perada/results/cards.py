@@ -11,7 +11,6 @@ The record of privacy is ``Run.info["privacy"]``, in plain types: ``sample`` wit
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from huggingface_hub import ModelCard
 
 from perada.core.text import printable
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
-from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, table
+from perada.results.models import Models
+from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, percent, table
 
 Record = Mapping[str, Any]
 UNKNOWN = "unknown"
@@ -54,7 +54,8 @@ def _template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     made.filters |= {"code": code, "repr": repr}
-    made.globals |= {"table": table, "epsilon": epsilon_text, "mean_and_std": mean_and_std, "TEST_MODE": TEST_MODE}
+    made.globals |= {"table": table, "percent": percent, "epsilon": epsilon_text, "mean_and_std": mean_and_std}
+    made.globals["TEST_MODE"] = TEST_MODE
     return made.get_template(f"{name}.md.j2")
 
 
@@ -69,36 +70,35 @@ def with_section(text: str, section: str) -> str:
     return f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip() if section else rest
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What a card is of.
+def write_card(
+    path: Path,
+    run: Models,
+    client: int | None,
+    base: str | None,
+    *,
+    backbone: str | None = None,
+    scores: bool = True,
+    license: str = UNKNOWN,
+    blank: bool = True,
+) -> None:
+    """Write the card of a client's adapter, or of the global one (None), with the Hub's header, into a README.
 
-    Attributes:
-        metrics: None to leave the scores out.
-        client: Number of the client; None for the global adapter.
-        own: Whether the client's adapter is its own, and no copy of the global one.
+    Args:
+        path: The file. Of one that somebody wrote before (not ``blank``) only the header's fields and what perada wrote
+            are replaced.
+        run: The run.
+        client: Number of the client.
         base: What the Hub or timm calls the backbone; None for a network of one's own.
         backbone: Where the backbone's weights are, seen from the card; None where they can be had elsewhere.
-    """
-
-    info: Mapping[str, Any]
-    metrics: Mapping[str, Any] | None
-    client: int | None
-    own: bool
-    base: str | None
-    backbone: str | None = None
-    license: str = UNKNOWN
-
-
-def write_card(path: Path, of: Subject, blank: bool) -> None:
-    """Write the card's header and its text into a README.
-
-    Of a file that somebody wrote before (not ``blank``) only the header's fields and what perada wrote are replaced.
+        scores: Whether they are told.
+        license: Of the adapter.
+        blank: Whether nobody wrote anything.
     """
     text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
-    on_hub = of.info["pretrained"] is True and of.base is not None and "/" in of.base
-    headed = _headed(text, of.license, of.base if on_hub else None, blank)
-    path.write_text(with_section(headed, card_text(of)), encoding="utf-8")
+    on_hub = run.info["pretrained"] is True and base is not None and "/" in base
+    headed = _headed(text, license, base if on_hub else None, blank)
+    found = _scores(run.metrics, client) if scores else None
+    path.write_text(with_section(headed, _text(run, client, base, backbone, found)), encoding="utf-8")
 
 
 @lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
@@ -122,9 +122,11 @@ def _headed(text: str, license: str, base: str | None, blank: bool) -> str:
     return str(card).rstrip() + "\n"
 
 
-def card_text(of: Subject) -> str:
+def _text(
+    run: Models, client: int | None, base: str | None, backbone: str | None, scores: dict[str, float] | None
+) -> str:
     """The card as Markdown, without the header."""
-    info, client, names = of.info, of.client, of.info.get("clients")
+    info, names = run.info, run.info.get("clients")
     images = list((info.get("training") or {}).get("images", []))
     came = {record["client"]: record["images"] for record in info.get("joined", [])}
     own_images = images[client] if client is not None and client < len(images) else None
@@ -135,29 +137,28 @@ def card_text(of: Subject) -> str:
         called = code(info["adapter_of"])
     return rendered(
         "adapter",
-        info={"algorithm": "unknown", "classes": None} | dict(info),
+        info={"algorithm": "unknown", "classes": None} | info,
         client=client,
         called=called,
         images=images,
         own_images=came.get(client, own_images),
         joined=client in came,
-        scores=_scores(of),
-        base=of.base,
-        backbone=of.backbone,
-        privacy=privacy_card(info.get("privacy"), client if of.own else None, came, called),
+        scores=scores,
+        base=base,
+        backbone=backbone,
+        privacy=privacy_card(info.get("privacy"), client if run.own(client) else None, came, called),
     )
 
 
-def _scores(of: Subject) -> dict[str, float] | None:
-    """Its own scores by what they are on; of the global adapter those on everyone's images; None to leave them out."""
-    if of.metrics is None:
-        return None
-    if of.client is None:
-        last: Mapping[str, Any] = (of.metrics.get("rounds") or [{}])[-1]
+def _scores(metrics: Record, client: int | None) -> dict[str, float]:
+    """A client's own scores by what they are on; of the global adapter those on everyone's images."""
+    if client is None:
+        last: Record = (metrics.get("rounds") or [{}])[-1]
         found = {SCORES["personal/global_test"]: last.get("global/global_test", math.nan)}
     else:
-        values = of.metrics.get("clients", {})
-        found = {where: values[name][of.client] for name, where in SCORES.items() if name in values}
+        found = {
+            where: metrics["clients"][name][client] for name, where in SCORES.items() if name in metrics["clients"]
+        }
     return {where: score for where, score in found.items() if not math.isnan(score)}
 
 

@@ -4,13 +4,12 @@
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perada.core.states import State
 from perada.results.cards import joined_record
 from perada.results.inference import client_index
+from perada.results.models import Models
 from perada.results.run_file import RUN_FILE, finish, read_run, write_run
 
 ABSENT = {"privacy/client_epsilon": 0.0}
@@ -65,21 +64,6 @@ def _without_client(metrics: Mapping[str, Any], number: int) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Joined:
-    """A client that joined a run: its state, its scores and ε by the name of the metric, and how it came.
-
-    ``privacy`` is the record of it alone, as in ``Run.info``; ``counts`` are its images of each class, by part.
-    """
-
-    name: str
-    state: State
-    metrics: dict[str, float]
-    privacy: dict[str, Any] | None
-    record: dict[str, Any]
-    counts: dict[str, list[int]]
-
-
 def joined_clients(info: Mapping[str, Any]) -> set[int]:
     """The numbers of the clients that joined when the rounds were over."""
     return {record["client"] for record in info.get("joined", [])}
@@ -102,24 +86,23 @@ def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
         )
 
 
-def with_joined(
-    info: Mapping[str, Any], metrics: Mapping[str, Any], number: int, joined: Joined, shared: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``Run.info`` and ``Run.metrics`` of a run of ``number`` clients that one more has joined.
+def with_joined(run: Models, alone: Models, how: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``Run.info`` and ``Run.metrics`` of a ``run`` that one more client has joined, which trained ``alone``.
 
-    ``own_adapters`` are the clients that have one of their own, where the others ``shared`` the global one.
+    ``own_adapters`` are the clients that have one of their own, where the others share the global one.
     """
-    names = info.get("clients") or list(map(str, range(number)))
-    record = {"client": number, "name": joined.name} | joined.record
-    told = dict(info) | {"clients": [*names, joined.name], "joined": [*info.get("joined", []), record]}
-    if shared or "own_adapters" in told:
+    number, told = run.num_clients, dict(run.info)
+    names = told.get("clients") or list(map(str, range(number)))
+    told["clients"] = [*names, how["name"]]
+    told["joined"] = [*told.get("joined", []), {"client": number} | how]
+    if not run.personalized or "own_adapters" in told:
         told["own_adapters"] = [*told.get("own_adapters", []), number]
     if told.get("privacy"):
-        told["privacy"] = joined_record(told["privacy"], joined.privacy)
-    new: dict[str, Any] = ABSENT | joined.metrics | {f"partition/{part}": row for part, row in joined.counts.items()}
-    if joined.record["before"] is not None:
-        new["global/local_test"] = joined.record["before"]
-    return told, _changed(metrics, lambda name, values, nothing: [*values, new.get(name, nothing)])
+        told["privacy"] = joined_record(told["privacy"], alone.info["privacy"])
+    new: dict[str, Any] = ABSENT | {name: values[0] for name, values in alone.metrics["clients"].items()}
+    new |= {f"partition/{part}": rows[0] for part, rows in alone.metrics.get("partition", {}).items()}
+    new |= {"personal/global_test": math.nan, "global/local_test": math.nan if how["before"] is None else how["before"]}
+    return told, _changed(run.metrics, lambda name, values, nothing: [*values, new.get(name, nothing)])
 
 
 NOT_UNDONE = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,61 +27,107 @@ BACKBONE_FILE = "backbone.safetensors"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CARD_FILE = "README.md"
 NAMES_FILE = "config.json"
+_AGAIN = "save the run again"
 _CARD = "---\nlibrary_name: peft\n---\n"
 
 
-class PeftLayout:
-    """What the PEFT folders of one model have in common, found out once: PEFT looks through the model for each.
+class PeftFolders:
+    """The PEFT folders of one model, whose own adapter is left as it was: PEFT looks through the model once for all.
 
-    Attributes:
-        tensors: The tensors of a folder by the names that PEFT gives them, those of the model's own adapter.
-        keys: Their names in a state; those that are in no state, such as fixed projections, are left out.
+    Args:
+        adapted: The model.
+        base: What configurations call its backbone.
     """
 
     def __init__(self, adapted: AdaptedModel, base: str | None = None) -> None:
         self._adapted, self._base = adapted, base
-        self.tensors = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+        self._tensors = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
         full = adapted.model.state_dict()
         own = {full[key].data_ptr(): key for key in trained_keys(adapted.model)}
-        self.keys = {name: own[value.data_ptr()] for name, value in self.tensors.items() if value.data_ptr() in own}
+        named = self._tensors.items()  # fixed projections and the like are in no state
+        self._keys = {name: own[value.data_ptr()] for name, value in named if value.data_ptr() in own}
 
     @cached_property
-    def config(self) -> str:
-        """The text of the configuration, which names the backbone as ``base``."""
+    def _config(self) -> str:
+        """The text of the configuration."""
         self._adapted.peft_model.peft_config["default"].base_model_name_or_path = self._base
         with Scratch() as folder:
             (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")  # else a template is compiled
             self._adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
             return (folder / CONFIG_FILE).read_text(encoding="utf-8")
 
+    def save(self, state: State, folder: Path, classes: Sequence[str] | None = None) -> None:
+        """Write one state as a folder, which ``peft.PeftModel.from_pretrained`` reads.
 
-def save_adapter(
-    adapted: AdaptedModel,
-    state: State,
-    folder: Path,
-    classes: Sequence[str] | None = None,
-    layout: PeftLayout | None = None,
-) -> None:
-    """Write one state as a PEFT folder, which ``peft.PeftModel.from_pretrained`` reads.
+        Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The names of
+        the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
+        configuration has no place for them.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = self._keys
+        tensors = {name: state[keys[name]] if name in keys else own for name, own in self._tensors.items()}
+        _save(tensors, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(self._config, encoding="utf-8")
+        if not (folder / CARD_FILE).is_file():
+            (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")
+        if self._adapted.beside:
+            save_backbone(self._adapted, folder, state)
+        if classes:
+            names = {str(number): name for number, name in enumerate(classes)}
+            content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
+            (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-    Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The model's own
-    adapter is left as it was. The names of the classes are ``id2label`` and ``label2id`` in ``config.json``, as
-    transformers writes them: PEFT's own configuration has no place for them. Who saves many gives the ``layout`` of
-    all.
-    """
-    layout = layout or PeftLayout(adapted)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: state[layout.keys[name]] if name in layout.keys else own for name, own in layout.tensors.items()}
-    _save(tensors, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(layout.config, encoding="utf-8")
-    if not (folder / CARD_FILE).is_file():
-        (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")
-    if adapted.beside:
-        save_backbone(adapted, folder, state)
-    if classes:
-        names = {str(number): name for number, name in enumerate(classes)}
-        content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
-        (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    def load(self, folder: Path, config: PeftConfig) -> State:
+        """Read a folder into a state.
+
+        Raises:
+            FileNotFoundError: If there is no adapter in ``folder``.
+            ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
+        """
+        adapted, own, weights = self._adapted, read_config(folder), _tensors_of(folder / WEIGHTS_FILE)
+        ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+        for name in ("peft_type", *sorted(vars(config).keys() - ignored)):
+            _compare(folder, f"its {name}", *(_unordered(getattr(one, name, None)) for one in (own, config)))
+        for name in sorted({*weights, *self._tensors}):
+            _compare(folder, repr(name), *(_shape(tensors.get(name)) for tensors in (weights, self._tensors)))
+            if not weights[name].isfinite().all():
+                raise ValueError(
+                    f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; {_AGAIN}"
+                )
+        state = get_state(adapted.model)
+        state |= {key: weights[name].to(state[key].dtype) for name, key in self._keys.items()}
+        for name in self._tensors.keys() - self._keys:
+            self._tensors[name].copy_(weights[name])
+        if adapted.beside:
+            tensors = _read_backbone(adapted, folder / BACKBONE_FILE, set(adapted.beside))
+            set_state(adapted.model, {key: value for key, value in tensors.items() if key not in state})
+            state |= {key: tensors[key].to(state[key].dtype) for key in adapted.beside}
+        return state
+
+
+def _unordered(value: object) -> object:
+    return sorted(map(str, value)) if isinstance(value, list) else value
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"of shape {list(tensor.shape)}"
+
+
+def _compare(folder: Path, what: str, found: object, needed: object) -> None:
+    """Refuse an adapter of another run, by a ValueError, in which something is not as in the run."""
+    if found != needed:
+        raise ValueError(
+            f"the adapter in {str(folder)!r} belongs to another backbone or adapter: {what} is {found}, of the run it "
+            f"is {needed}; load it with the configuration it was made with"
+        )
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}; {_AGAIN}") from error
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -107,65 +153,6 @@ def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
     if config is None:
         return None
     return (config.get("hf_hub_id") if pretrained is True else None) or name
-
-
-def load_adapter(
-    adapted: AdaptedModel, folder: Path, config: PeftConfig | None = None, layout: PeftLayout | None = None
-) -> State:
-    """Read a PEFT folder into a state; the model's own adapter is left as it was.
-
-    Who reads many gives the ``layout`` of all.
-
-    Raises:
-        FileNotFoundError: If there is no adapter in ``folder``.
-        ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
-    """
-    foreign = f"the adapter in {str(folder)!r} belongs to another backbone or adapter"
-    remedy = "load it with the configuration it was made with"
-    own = read_config(folder)
-    if config is not None and (difference := _first_difference(own, config)):
-        raise ValueError(f"{foreign}: its {difference}; {remedy}")
-    layout = layout or PeftLayout(adapted)
-    try:
-        weights = load_peft_weights(str(folder), device="cpu")
-    except Exception as error:  # safetensors raises types of its own
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the adapter in {str(folder)!r} cannot be read: {reason}; save it again") from error
-    for name in sorted({*weights, *layout.tensors}):
-        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (weights, layout.tensors)]
-        if shapes[0] is None:
-            raise ValueError(f"{foreign}: it lacks {name!r}; {remedy}")
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{foreign}: {name!r} has shape {shapes[0]}, in the model it is {shapes[1]}; {remedy}")
-        if not weights[name].isfinite().all():
-            raise ValueError(
-                f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; save it again"
-            )
-    state = get_state(adapted.model)
-    state |= {key: weights[name].to(state[key].dtype) for name, key in layout.keys.items()}
-    for name in layout.tensors.keys() - layout.keys:
-        layout.tensors[name].copy_(weights[name])
-    if adapted.beside:
-        tensors = _read_backbone(adapted, folder / BACKBONE_FILE, set(adapted.beside))
-        set_state(adapted.model, {key: value for key, value in tensors.items() if key not in state})
-        state |= {key: tensors[key].to(state[key].dtype) for key in adapted.beside}
-    return state
-
-
-def _first_difference(one: PeftConfig, other: PeftConfig) -> str | None:
-    """The first field in which two configurations of adapters differ, with both values."""
-    if type(one) is not type(other):
-        return f"method is {one.peft_type}, of the run it is {other.peft_type}"
-    ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-    for name in sorted(vars(one).keys() - ignored):
-        found, own = getattr(one, name), getattr(other, name)
-        try:
-            same = set(found) == set(own) if isinstance(found, list) and isinstance(own, list) else found == own
-        except (TypeError, RecursionError):  # lists within lists
-            return f"{name} is a list of what is not a name, of the run it is {own}"
-        if not same:
-            return f"{name} is {found}, of the run it is {own}"
-    return None
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -225,10 +212,7 @@ def _read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State
     """The tensors of a file by their names in the model, with those that are ``needed`` among them."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}; save the run anew") from error
+    tensors = _tensors_of(path)
     names, full = plain_names(adapted), adapted.model.state_dict()
     found = {names.get(key, key): value for key, value in tensors.items()}
     wrong = [key for key, value in found.items() if key not in full or value.shape != full[key].shape]

@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -13,22 +14,20 @@ from perada.core.files import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
 from perada.data.preprocessing import Preprocessing
-from perada.results.cards import UNKNOWN, Subject, check_record, is_test_mode, protection, write_card
-from perada.results.clients import Joined, with_joined
+from perada.results.cards import UNKNOWN, check_record, is_test_mode, protection, write_card
+from perada.results.clients import with_joined
 from perada.results.export import (
     BACKBONE_FILE,
     CARD_FILE,
     CONFIG_FILE,
     NAMES_FILE,
     WEIGHTS_FILE,
-    PeftLayout,
+    PeftFolders,
     base_name,
-    load_adapter,
     load_backbone,
     own_weights,
     push,
     read_config,
-    save_adapter,
     save_backbone,
     shared_part,
 )
@@ -54,17 +53,19 @@ class Run(Models):
     :class:`perada.results.models.Models` says what ``num_clients``, ``metrics`` and ``info`` hold.
     """
 
-    def with_client(self, joined: Joined) -> "Run":
+    def with_client(self, alone: "Run", how: dict[str, Any]) -> "Run":
         """This run with one more client, whose number is the last; this one stays as it is.
 
-        ``info["joined"]`` has a record of each client that came so.
+        Args:
+            alone: The run of that client alone.
+            how: How it came, with its ``name``, for ``info["joined"]``.
         """
-        number, earlier = self.num_clients, self._personal
-        info, metrics = with_joined(self.info, self.metrics, number, joined, earlier is None)
+        number, earlier, state = self.num_clients, self._personal, alone.state("personal", 0)
+        info, metrics = with_joined(self, alone, how)
 
         def personal(client: int) -> State:
             if client == number:
-                return joined.state
+                return state
             return self._global[0] if earlier is None else earlier(client)
 
         return Run(self._adapted, self._global, personal, number + 1, metrics, info)
@@ -123,7 +124,7 @@ class Run(Models):
         What somebody wrote into a card in the folder of before, ``former``, stays.
         """
         base, own, adapted = base_name(self._adapted, self.info["pretrained"]), own_weights(self.info), self._adapted
-        files, layout = {}, PeftLayout(adapted, base)
+        files, written = {}, PeftFolders(adapted, base)
         if own:
             save_backbone(adapted, stage)
         for place, (name, client) in enumerate(folders):
@@ -133,18 +134,12 @@ class Run(Models):
             folder.mkdir(exist_ok=True)
             if not blank:
                 shutil.copyfile(card, folder / CARD_FILE)
-            save_adapter(adapted, state, folder, self.info.get("classes"), layout)
+            written.save(state, folder, self.info.get("classes"))
             where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
-            subject = Subject(
-                self.info,
-                self.metrics if scores else None,
-                client,
-                client is not None and self.own(client),
-                base,
-                where if own or adapted.beside else None,
-                license,
+            where = where if own or adapted.beside else None
+            write_card(
+                folder / CARD_FILE, self, client, base, backbone=where, scores=scores, license=license, blank=blank
             )
-            write_card(folder / CARD_FILE, subject, blank)
             names = [one for one in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / one).is_file()]
             digests = write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])
             files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
@@ -205,7 +200,7 @@ class Run(Models):
             write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number, told))
 
         whose = "the global adapter" if number is None else f"the adapter of client {client}"
-        own = number if number is not None and self.own(number) else None
+        own = number if self.own(number) else None
         what = f"{whose}: its weights, {'scores, ' if told else ''}names of classes and how it was trained; no images"
         return push(write, repo, f"{what}. It was trained {protection(privacy, own)}.", private, token)
 
@@ -260,17 +255,13 @@ class Run(Models):
         alone = models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()  # as on the Hub
         config = read_config(folder if alone else folder / next(_global_folders(models)))
         adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
-        layout = PeftLayout(adapted)
-
-        def loaded(name: str) -> State:
-            return load_adapter(adapted, folder / name, config, layout)
-
-        shared = [loaded(name) for name in (["."] if alone else _global_folders(models))]
+        folders = PeftFolders(adapted)
+        shared = [folders.load(folder / name, config) for name in (["."] if alone else _global_folders(models))]
         if "adapter_of" in info:
             return cls(adapted, shared, lambda _: shared[0], clients, metrics, info)
         gone = set(info.get("forgotten", ()))
         left = range(0 if saved.shared else clients)
-        states = {client: loaded(f"client_{client}") for client in left if client not in gone}
+        states = {client: folders.load(folder / f"client_{client}", config) for client in left if client not in gone}
         return cls(adapted, shared, None if saved.shared else states.__getitem__, clients, metrics, info)
 
 

@@ -135,7 +135,7 @@ def test_a_run_knows_names_and_finds_models_by_them(run, tmp_path):
     broken = without(json.loads((folder / "run.json").read_text()))
     broken["info"]["clients"] = [1, 2]
     (tmp_path / "run.json").write_text(json.dumps(broken))
-    with pytest.raises(ValueError, match=r"run\.json' is broken \(TypeError: '1' is not what may stand there"):
+    with pytest.raises(ValueError, match=r"run\.json' is broken \(TypeError: '\[1, 2\]' is not a list of 4"):
         perada.Run.load(tmp_path)
 
 

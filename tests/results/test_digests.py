@@ -233,7 +233,7 @@ def test_a_save_that_fails_leaves_the_run_of_before(run, saved, tiny, tmp_path, 
 
 
 def test_a_folder_that_is_deleted_while_its_digests_are_made_is_named(run, tmp_path, monkeypatch):
-    def half_deleted(card, *_):
+    def half_deleted(card, *_, **__):
         (card.parent / "adapter_model.safetensors").unlink()
 
     monkeypatch.setattr("perada.results.run.write_card", half_deleted)
