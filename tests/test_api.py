@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.api import argument_texts, make_trainer
 from perada.cli import main
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 from perada.core.files import check_sealed
 from perada.server import Distillation
 
@@ -338,7 +338,7 @@ def test_the_options_that_were_given_in_python_are_a_configuration_for_the_progr
     written["model"]["backbone"] = "test_resnet"
     written["trainer"].pop("default_root_dir")
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(written))
-    cli = make_cli(["--config", str(tmp_path / "mine.yaml")], run=False)
+    cli = PeradaCLI(["--config", str(tmp_path / "mine.yaml")], run=False)
     assert type(cli.loop.algorithm).__name__ == "Ditto"
     assert (cli.trainer.max_epochs, cli.model.lr["local"], cli.model.weight_decay) == (2, 0.2, 0.25)
     assert cli.loop.privacy == perada.Privacy(noise_multiplier=1.5)

@@ -75,9 +75,9 @@ class _ByClient(ByDomain):
 
 def division_of_recipe(words: Sequence[str]) -> Division:
     """The data of a recipe, which options of ``perada fit`` name."""
-    from perada.cli.runs import make_cli
+    from perada.cli.runs import PeradaCLI
 
-    data = make_cli(words, run=False).datamodule
+    data = PeradaCLI(words, run=False).datamodule
     data.prepare_data()
     divided: Division = data.division
     return divided

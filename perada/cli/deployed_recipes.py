@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import Logger
 import perada.data
 from perada.cli.parser import full_names
 from perada.cli.recipes import whole
-from perada.cli.runs import PeradaCLI, make_cli
+from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_whole
 from perada.core.files import Scratch, writing
 from perada.core.text import some
@@ -181,4 +181,4 @@ def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
         file = folder / "recipe.yaml"
         with writing(file):
             file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        return make_cli(["--config", str(file), *(f"--trainer.{option}" for option in QUIET)], run=False)
+        return PeradaCLI(["--config", str(file), *(f"--trainer.{option}" for option in QUIET)], run=False)

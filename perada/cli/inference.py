@@ -18,7 +18,7 @@ from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
 from perada.results.cards import privacy_lines, rendered
-from perada.results.clients import NOT_UNDONE, check_none_lost, forget, joined_clients
+from perada.results.clients import check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
 from perada.results.run import Run
@@ -126,21 +126,17 @@ def open_run(path: Path) -> Run:
 
 def _own_algorithm(config: Path) -> Algorithm | None:
     """The algorithm that a run's ``config.yaml`` names, if it or its base is not perada's; nothing else is made."""
-    content = yaml.safe_load(config.read_text(encoding="utf-8"))
     try:
-        asked = content["federated"].get("algorithm")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(config)!r} is not the config.yaml of a run ({error}); give a run's folder") from None
-    found = [asked] if isinstance(asked, str) else re.findall(r"class_path: (\S+)", yaml.safe_dump(asked))
-    if all("." not in name or name.startswith("perada.") for name in found):
-        return None
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--algorithm", type=Algorithm)
-    try:
+        asked = yaml.safe_load(config.read_text(encoding="utf-8"))["federated"].get("algorithm")
+        found = [asked] if isinstance(asked, str) else re.findall(r"class_path: (\S+)", yaml.safe_dump(asked))
+        if all("." not in name or name.startswith("perada.") for name in found):
+            return None
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--algorithm", type=Algorithm)
         parsed = with_own_classes(lambda: parser.parse_object({"algorithm": asked}))
         made: Algorithm = parser.instantiate_classes(parsed).algorithm
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"the algorithm in {str(config)!r} cannot be made again ({reason}); correct it") from error
     return made
 
@@ -186,9 +182,9 @@ def leave(parser: ArgumentParser, words: list[str]) -> None:
     """Remove a client from a saved run, and say what that does not undo."""
     parser.add_argument("run", type=Path, help="Folder that Run.save, `perada export` or `perada personalize` wrote.")
     parser.add_argument("--client", type=str, required=True, help="Name or number of the client.")
-    given = parser.parse_args(words)
-    number = forget(given.run, given.client)
-    print(f"Removed client {given.client} from {given.run}: client_{number}, its name and its scores. {NOT_UNDONE}")
+    given = vars(parser.parse_args(words))
+    number = forget(given["run"], given["client"])
+    print(rendered("forgotten", number=number, **given))
 
 
 def _source(words: list[str]) -> tuple[list[str], type[Source] | None]:

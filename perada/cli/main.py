@@ -107,9 +107,9 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         raise ValueError(f"{words[0]!r} is not an option; a recipe is given as {parser.prog} --config {recipe}")
     for name in recipe_names(words):
         recipe_files(name)  # refuses one that does not exist before anything slow is imported
-    from perada.cli.runs import make_cli
+    from perada.cli.runs import PeradaCLI
 
-    make_cli([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])
+    PeradaCLI([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:

@@ -74,9 +74,25 @@ class PeradaCLI(LightningCLI):
 
     _parsers: ClassVar[dict[object, dict[str, Any]]] = {}
 
-    def __init__(self, *, run: bool, command: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(self, args: Sequence[str], run: bool = True, command: Sequence[str] = ()) -> None:
+        """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out.
+
+        ``command`` is what was typed, for the run's record.
+        """
         self.runs, self.command = run, list(command)
-        super().__init__(run=run, **kwargs)
+        super().__init__(
+            FederatedClassifier,
+            FederatedDataModule,
+            SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            parser_class=RecipeParser,
+            parser_kwargs={"prog": "perada", "exit_on_error": False},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=spelt_out(args),
+            run=run,
+        )
 
     def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
         """Build the parser once a process: it takes longer than most command lines, and a comparison has many."""
@@ -144,7 +160,7 @@ class PeradaCLI(LightningCLI):
         """Parse without Lightning's advice against giving the arguments in Python; propose what a wrong one may be."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            words: list[str] = [*args]  # type: ignore[misc]  # what make_cli gives
+            words: list[str] = [*args]  # type: ignore[misc]  # what the constructor gives
             own = self._subcommand_parsers[words[0]] if self.runs else parser
             for word, after in zip(words, [*words[1:], ""], strict=True):
                 if word.partition("=")[0] in ("-h", "--help"):
@@ -192,28 +208,6 @@ class PeradaCLI(LightningCLI):
             print(f"Predictions: {self.predictions.path}")
 
 
-def make_cli(args: Sequence[str], run: bool = True, command: Sequence[str] = ()) -> PeradaCLI:
-    """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out.
-
-    ``command`` is what was typed, for the run's record.
-    """
-    words = spelt_out(args)
-    return PeradaCLI(
-        model_class=FederatedClassifier,
-        datamodule_class=FederatedDataModule,
-        seed_everything_default=0,
-        save_config_callback=SaveConfig,
-        save_config_kwargs={"overwrite": True},
-        parser_class=RecipeParser,
-        parser_kwargs={"prog": "perada", "exit_on_error": False},
-        auto_configure_optimizers=False,
-        load_from_checkpoint_support=False,
-        args=words,
-        run=run,
-        command=command,
-    )
-
-
 def compare(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada compare``."""
     from perada.studies.compare.command import main as command
@@ -224,7 +218,7 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
 def compared(args: Sequence[str]) -> PeradaCLI:
     """A run of ``perada compare``, here or in a process of its own."""
     quiet_lightning()
-    return make_cli(args, run=False)
+    return PeradaCLI(args, run=False)
 
 
 class _SetUpError(Exception):
@@ -277,7 +271,7 @@ def findings(recipes: list[dict[str, Any]], words: Sequence[str]) -> tuple[list[
                 path.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
             given = [*(f"--config={path}" for path in paths), *words, *(f"--trainer.{option}" for option in QUIET)]
             try:
-                made = make_cli(given, run=False)
+                made = PeradaCLI(given, run=False)
                 made.trainer.callbacks.insert(0, _Stop())  # type: ignore[attr-defined]  # set by Lightning
                 made.trainer.fit(made.model, made.datamodule)
             except _SetUpError:

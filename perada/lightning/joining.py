@@ -72,9 +72,7 @@ def personalize(
     check_whole("batch_size", batch_size, optional=True)
     check_number("lr", lr, least=0, optional=True)
     check_name(run, name)
-    how, info = run.info.get("training"), run.info
-    if how is None:
-        raise ValueError("run.info does not say how the run's clients trained ('training'); train the run again")
+    how, info = run.info["training"], run.info
     base = algorithm_of(how["algorithm"]) if algorithm is None else algorithm
     ours, phases = joining(base, tuple(Phase(**phase) for phase in how["phases"]))
     if local_steps is not None:

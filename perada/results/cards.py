@@ -22,6 +22,7 @@ from perada.core.text import printable
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
 from perada.results.models import Models
 from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, percent, table
+from perada.results.run_file import check_list
 
 Record = Mapping[str, Any]
 UNKNOWN = "unknown"
@@ -64,46 +65,27 @@ def rendered(name: str, **content: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", _template(name).render(content)).strip()
 
 
-def with_section(text: str, section: str) -> str:
-    """A text with a section of Markdown, or none, at its end, instead of what an earlier call put there."""
-    rest = "\n\n".join(filter(None, _WRITTEN.split(text)))
-    return f"{rest.rstrip()}\n\n{_CARD_START}\n{section}\n{_CARD_END}\n".lstrip() if section else rest
-
-
 def write_card(
-    path: Path,
-    run: Models,
-    client: int | None,
-    base: str | None,
-    *,
-    backbone: str | None = None,
-    scores: bool = True,
-    license: str = UNKNOWN,
-    blank: bool = True,
+    path: Path, run: Models, client: int | None, base: str | None, backbone: str | None, scores: bool, license: str
 ) -> None:
     """Write the card of a client's adapter, or of the global one (None), with the Hub's header, into a README.
 
-    Args:
-        path: The file. Of one that somebody wrote before (not ``blank``) only the header's fields and what perada wrote
-            are replaced.
-        run: The run.
-        client: Number of the client.
-        base: What the Hub or timm calls the backbone; None for a network of one's own.
-        backbone: Where the backbone's weights are, seen from the card; None where they can be had elsewhere.
-        scores: Whether they are told.
-        license: Of the adapter.
-        blank: Whether nobody wrote anything.
+    Of one that somebody wrote before only the header's fields and what perada wrote are replaced. ``base`` is what the
+    Hub or timm calls the backbone, None for a network of one's own; ``backbone`` is where its weights are, seen from
+    the card, None where they can be had elsewhere. Scores may be left out.
     """
     text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
     on_hub = run.info["pretrained"] is True and base is not None and "/" in base
-    headed = _headed(text, license, base if on_hub else None, blank)
+    headed = _headed(text, license, base if on_hub else None)
     found = _scores(run.metrics, client) if scores else None
-    path.write_text(with_section(headed, _text(run, client, base, backbone, found)), encoding="utf-8")
+    others = "\n\n".join(filter(None, _WRITTEN.split(headed))).rstrip()
+    written = f"{_CARD_START}\n{_text(run, client, base, backbone, found)}\n{_CARD_END}\n"
+    path.write_text(f"{others}\n\n{written}", encoding="utf-8")
 
 
 @lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
-def _headed(text: str, license: str, base: str | None, blank: bool) -> str:
-    """A card with the header that the Hub reads, and without its text if that is ``blank``."""
+def _headed(text: str, license: str, base: str | None) -> str:
+    """A card with the header that the Hub reads."""
     card = ModelCard(text, ignore_metadata_errors=True)
     before = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
     merged = before | {
@@ -117,8 +99,6 @@ def _headed(text: str, license: str, base: str | None, blank: bool) -> str:
     if not (merged.get("base_model") and "/" in merged["base_model"]):
         merged.pop("base_model", None)
     card.data = type(card.data)(**merged)
-    if blank:
-        card.text = ""
     return str(card).rstrip() + "\n"
 
 
@@ -170,14 +150,9 @@ def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # what
     """
     for level, of_each in record.items():
         lists = [of_each[name] for name in _LISTS[level]]
-        if level == "sample":
-            options_of(Privacy, "privacy", dict(of_each["options"]))
-        else:
-            options_of(ClientPrivacy, "client_privacy", dict(of_each["options"]))
-        if any(not isinstance(values, list) or len(values) != num_clients for values in lists):
-            raise ValueError(f"privacy: {level} has not a value for each of {num_clients} clients")
-        single = [of_each["noise_multiplier"]] if level == "client" else []
-        single += [of_each["others"]] if "others" in of_each else []
+        options_of(Privacy if level == "sample" else ClientPrivacy, level, dict(of_each["options"]))
+        check_list(lists, None, num_clients)
+        single = [of_each.get("others", 0), *([of_each["noise_multiplier"]] if level == "client" else [])]
         if any(isinstance(value, bool) or not float(value) >= 0 for values in (*lists, single) for value in values):
             raise ValueError(f"privacy: {level} has a value that is not a number of 0 or more")
 
@@ -187,17 +162,15 @@ def is_test_mode(record: Record | None) -> bool:
     return any(not level["options"]["secure_rng"] for level in (record or {}).values())
 
 
-def joined_record(record: Record, own: Record | None) -> dict[str, Any]:
+def joined_record(record: Record, own: Record) -> dict[str, Any]:
     """The record of a run that a client has joined, of which alone ``own`` is.
 
     The client has sent nothing: nobody learns of it as a whole from the global adapter.
     """
     found = {level: dict(content) for level, content in record.items()}
-    for name in _LISTS["sample"] if "sample" in found else ():
-        assert own is not None
-        found["sample"][name] = [*found["sample"][name], *own["sample"][name]]
-    if "client" in found:
-        found["client"]["epsilon"] = [*found["client"]["epsilon"], 0.0]
+    for level, content in found.items():
+        for name in _LISTS[level]:
+            content[name] = [*content[name], *(own["sample"][name] if level == "sample" else [0.0])]
     return found
 
 
@@ -205,7 +178,7 @@ def _words(record: Record, client: int | None, joined: Collection[int], called: 
     """The texts on a record's numbers, of which ``sent`` are those of the clients that took part in the rounds."""
     levels: dict[str, Any] = {"sample": None, "client": None}
     for level, content in record.items():
-        lists = {name: [float(value) for value in content[name]] for name in _LISTS[level]}
+        lists = {name: content[name] for name in _LISTS[level]}
         sent = {name: [one for number, one in enumerate(own) if number not in joined] for name, own in lists.items()}
         levels[level] = dict(content) | lists | {"sent": sent, "others": _largest_of_others(level, content, client)}
     return _template("privacy").make_module(
@@ -237,20 +210,7 @@ def privacy_lines(record: Record | None, joined: Collection[int] = ()) -> str:
 
 def protection(record: Record | None, client: int | None) -> str:
     """In a few words, what protects those behind one adapter, a client's own or (None) the global one."""
-    if is_test_mode(record):
-        return "with noise that follows from the seed, which protects nothing: use it for tests alone"
-    found = []
-    for level, content in (record or {}).items():
-        if level == "sample":
-            kind, values = "single images", content["server"] if client is None else [content["release"][client]]
-        else:  # which a client's own adapter is not
-            kind, values = "whole clients", content["epsilon"] if client is None else [math.inf]
-        worst = max(map(float, values))
-        if math.isfinite(worst):
-            found.append(f"{kind}: ε at most {epsilon_text(worst)} at δ = {content['options']['delta']:g}")
-    if not found:
-        return "without differential privacy: it may reveal images that it was trained on"
-    return f"with differential privacy of {', and of '.join(found)}, as the card says"
+    return str(_words(record or {}, client, ()).protection()).strip()
 
 
 def _largest_of_others(level: str, content: Record, client: int | None) -> float | None:

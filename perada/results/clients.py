@@ -12,55 +12,38 @@ from perada.results.inference import client_index
 from perada.results.models import Models
 from perada.results.run_file import RUN_FILE, finish, read_run, write_run
 
-ABSENT = {"privacy/client_epsilon": 0.0}
-"""Of a client that joined, by the name of the metric; it sent nothing. What is not named is NaN."""
-
-
 Change = Callable[[str, list[Any], Any], list[Any]]
 """Makes another list of one with an entry a client, given what it is of and an entry that says nothing."""
+_BY_CLIENT = ("clients", "initial", "by_round", "global/local_test", "per_class", "partition")
 
 
 def _changed(metrics: Mapping[str, Any], change: Change) -> dict[str, Any]:
     """The metrics of a run with other clients: what has an entry for each is changed, all else stays."""
 
-    def each(content: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
-        return {
-            name: change(kind or name, own, math.nan) if isinstance(own, list) else own for name, own in content.items()
-        }
+    def each(name: str, value: Any) -> Any:  # noqa: ANN401  # what metrics hold
+        if isinstance(value, dict):
+            return {key: each(f"{name}/{key}", one) for key, one in value.items()}
+        if name == "by_round":
+            return [each("round", row) for row in value]
+        if not isinstance(value, list):
+            return value
+        if not isinstance(value[0], list):  # but (K,) is of all clients
+            return value if name.startswith("per_class/") else change(name, value, math.nan)
+        return change(name, value, [0 if name.startswith("partition/") else math.nan] * len(value[0]))
 
-    def rows(kind: str, filler: float) -> dict[str, Any]:  # (M, K); what is (K,) is of all clients
-        return {
-            name: change(f"{kind}/{name}", own, [filler] * len(own[0])) if isinstance(own[0], list) else own
-            for name, own in metrics[kind].items()
-        }
-
-    found = dict(metrics) | {"clients": each(metrics["clients"])}
-    if "initial" in found:
-        found["initial"] = each(found["initial"], "initial")
-    if "by_round" in found:
-        found["by_round"] = [each(row, "by_round") for row in found["by_round"]]
-    if "global/local_test" in found:
-        found |= each({"global/local_test": found["global/local_test"]})
-    return found | {
-        kind: rows(kind, filler) for kind, filler in (("per_class", math.nan), ("partition", 0)) if kind in found
-    }
+    return dict(metrics) | {name: each(name, metrics[name]) for name in _BY_CLIENT if name in metrics}
 
 
 def _without_client(metrics: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The metrics without the values of a client, NaN or zeros instead; its ε stay."""
 
     def blank(name: str, values: list[Any], nothing: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
-        return values if name.startswith("privacy/") else [*values[:number], nothing, *values[number + 1 :]]
+        return values if name.startswith("clients/privacy/") else [*values[:number], nothing, *values[number + 1 :]]
 
     found = _changed(metrics, blank)
-    if "predictions" in found:  # calibration is of all images together
-        found["predictions"] = {
-            role: {
-                name: [row for row in value if row[0] != number] if name == "confusion" else value
-                for name, value in told.items()
-            }
-            for role, told in found["predictions"].items()
-        }
+    for told in found.get("predictions", {}).values():  # calibration is of all images together
+        if "confusion" in told:
+            told["confusion"] = [row for row in told["confusion"] if row[0] != number]
     return found
 
 
@@ -99,17 +82,14 @@ def with_joined(run: Models, alone: Models, how: Mapping[str, Any]) -> tuple[dic
         told["own_adapters"] = [*told.get("own_adapters", []), number]
     if told.get("privacy"):
         told["privacy"] = joined_record(told["privacy"], alone.info["privacy"])
-    new: dict[str, Any] = ABSENT | {name: values[0] for name, values in alone.metrics["clients"].items()}
+    new: dict[str, Any] = {"clients/privacy/client_epsilon": 0.0}  # it sent nothing
+    new |= {f"clients/{name}": own[0] for name, own in alone.metrics["clients"].items()}
     new |= {f"partition/{part}": rows[0] for part, rows in alone.metrics.get("partition", {}).items()}
-    new |= {"personal/global_test": math.nan, "global/local_test": math.nan if how["before"] is None else how["before"]}
-    return told, _changed(run.metrics, lambda name, values, nothing: [*values, new.get(name, nothing)])
-
-
-NOT_UNDONE = (
-    "This does not undo what others learned from the client: the global adapter, and the adapters of the clients that "
-    "were pulled towards it, have seen what it sent, and the means over clients in the run's history count its scores. "
-    "Copies made before still have its adapter. Where that must go too, train again without the client."
-)
+    before = math.nan if how["before"] is None else how["before"]
+    new |= {"clients/personal/global_test": math.nan, "global/local_test": before}
+    return told, _changed(
+        run.metrics, lambda name, values, nothing: [*values, nothing if (own := new.get(name)) is None else own]
+    )
 
 
 def forget(folder: Path, client: int | str) -> int:

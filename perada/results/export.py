@@ -9,16 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftConfig
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from perada.core.files import Scratch, check_sums
 from perada.core.states import State, get_state, set_state, trained_keys
-from perada.models.adapted import AdaptedModel, Backbone, insert_adapter, is_adapter_key, plain_names
+from perada.models.adapted import AdaptedModel, is_adapter_key, plain_names
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import of_nobody, of_one
 from perada.results.run_file import RunFile
@@ -84,13 +83,17 @@ class PeftFolders:
             FileNotFoundError: If there is no adapter in ``folder``.
             ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
         """
-        adapted, own, weights = self._adapted, read_config(folder), _tensors_of(folder / WEIGHTS_FILE)
-        ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-        for name in ("peft_type", *sorted(vars(config).keys() - ignored)):
-            _compare(folder, f"its {name}", *(_unordered(getattr(one, name, None)) for one in (own, config)))
-        for name in sorted({*weights, *self._tensors}):
-            _compare(folder, repr(name), *(_shape(tensors.get(name)) for tensors in (weights, self._tensors)))
-            if not weights[name].isfinite().all():
+        adapted, found, weights = self._adapted, read_config(folder), _tensors_of(folder / WEIGHTS_FILE)
+        own, needed = _described(found, weights), _described(config, self._tensors)
+        for what in needed | own:
+            here, there = (told.get(what, "missing") for told in (own, needed))
+            if here != there:
+                raise ValueError(
+                    f"the adapter in {str(folder)!r} belongs to another backbone or adapter: {what} is {here}, of the "
+                    f"run it is {there}; load it with the configuration it was made with"
+                )
+        for name, value in weights.items():
+            if not value.isfinite().all():
                 raise ValueError(
                     f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; {_AGAIN}"
                 )
@@ -99,27 +102,18 @@ class PeftFolders:
         for name in self._tensors.keys() - self._keys:
             self._tensors[name].copy_(weights[name])
         if adapted.beside:
-            tensors = _read_backbone(adapted, folder / BACKBONE_FILE, set(adapted.beside))
+            tensors = read_backbone(adapted, folder / BACKBONE_FILE, set(adapted.beside))
             set_state(adapted.model, {key: value for key, value in tensors.items() if key not in state})
             state |= {key: tensors[key].to(state[key].dtype) for key in adapted.beside}
         return state
 
 
-def _unordered(value: object) -> object:
-    return sorted(map(str, value)) if isinstance(value, list) else value
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"of shape {list(tensor.shape)}"
-
-
-def _compare(folder: Path, what: str, found: object, needed: object) -> None:
-    """Refuse an adapter of another run, by a ValueError, in which something is not as in the run."""
-    if found != needed:
-        raise ValueError(
-            f"the adapter in {str(folder)!r} belongs to another backbone or adapter: {what} is {found}, of the run it "
-            f"is {needed}; load it with the configuration it was made with"
-        )
+def _described(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """What all adapters of a run have in common: options, and shapes of tensors."""
+    ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+    options = {f"its {name}": value for name, value in vars(config).items() if name not in ignored}
+    told = {name: sorted(map(str, value)) if isinstance(value, list) else value for name, value in options.items()}
+    return told | {repr(name): list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
@@ -133,7 +127,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors; safetensors takes neither views nor two names of one tensor."""
     whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    save_file(whole, path, {"format": "pt"})
+    path.write_bytes(save(whole, {"format": "pt"}))  # by which an error of the disk is an OSError
 
 
 def own_weights(info: Mapping[str, Any]) -> bool:
@@ -193,22 +187,7 @@ def save_backbone(adapted: AdaptedModel, folder: Path, state: State | None = Non
     _save({plain: model[key] for plain, key in (names | own).items()}, folder / BACKBONE_FILE)
 
 
-def load_backbone(backbone: Backbone, config: PeftConfig, folder: Path, train_backbone: bool = False) -> AdaptedModel:
-    """Insert the adapter of ``config``, and read the frozen tensors if ``folder`` holds any.
-
-    Raises:
-        ValueError: If the frozen tensors do not belong to the backbone.
-    """
-    with torch.random.fork_rng(devices=[]):
-        adapted = insert_adapter(backbone, config, train_backbone=train_backbone)
-    path = folder / BACKBONE_FILE
-    if path.is_file():
-        frozen = set(adapted.model.state_dict()) - set(trained_keys(adapted.model))
-        set_state(adapted.model, _read_backbone(adapted, path, frozen))
-    return adapted
-
-
-def _read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
+def read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
     """The tensors of a file by their names in the model, with those that are ``needed`` among them."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
@@ -239,11 +218,10 @@ def shared_part(
     """
     left_out = ("clients", "joined", "forgotten", "own_adapters", "adapter_of")
     kept: dict[str, Any] = {key: value for key, value in info.items() if key not in left_out} | {"clients": None}
-    if "training" in kept:
-        kept["training"] = {name: value for name, value in kept["training"].items() if name != "images"}
+    kept["training"] = {name: value for name, value in info["training"].items() if name != "images"}
+    privacy = info.get("privacy") or {}
     if client is None:
-        if kept.get("privacy"):
-            kept["privacy"] = of_nobody(kept["privacy"])
+        kept["privacy"] = of_nobody(privacy) or None
         rounds = [
             {name: value for name, value in row.items() if not name.endswith(_OF_CLIENTS)}
             for row in (metrics["rounds"] if scores else [])
@@ -252,8 +230,7 @@ def shared_part(
     names = info.get("clients")
     kept["clients"] = [names[client]] if names else None
     kept["adapter_of"] = info.get("adapter_of", names[client] if names else str(client))
-    if kept.get("privacy"):
-        kept["privacy"] = of_one(kept["privacy"], client)
+    kept["privacy"] = of_one(privacy, client) or None
     kept |= {"joined": [record | {"client": 0} for record in info.get("joined", []) if record["client"] == client]}
     own = {name: [values[client]] for name, values in metrics["clients"].items()} if scores else {}
     return RunFile(1, kept, {"rounds": [], "clients": own}, shared=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -66,16 +66,12 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         "client": json.dumps(client),
         "backbone": json.dumps(run.info["backbone"]),
     }
-    write: dict[Format, Callable[..., Callable[[Tensor], Tensor]]] = {
-        "onnx": _onnx,
-        "safetensors": _safetensors,
-        "torch-export": _torch_export,
-    }
+    write = {"onnx": _onnx, "safetensors": _safetensors, "torch-export": _torch_export}
     with torch.no_grad(), together(folder) as stage:
         expected = own(x)
         try:
             found = write[form](model, x, stage / FILES[form], metadata)(x)
-        except (OSError, SafetensorError):  # the disk's, whatever the format
+        except OSError:  # the disk's, whatever the format
             raise
         except Exception as error:  # what exporters raise has no common type
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -124,15 +120,12 @@ def _merged(run: Run, own: nn.Module, client: int | None) -> tuple[nn.Module, st
     try:
         return run.merged(client), "The adapter is merged: the model has the layers and names of the plain backbone."
     except (NotImplementedError, ValueError, RuntimeError, AttributeError):  # what PEFT raises depends on the method
-        return (
-            own,
-            "The adapter is kept as layers of the model, because it cannot be merged into the backbone's weights.",
-        )
+        return own, "The adapter is kept as layers of the model: it cannot be merged into the backbone's weights."
 
 
 def _safetensors(model: nn.Module, x: Tensor, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
     tensors = {name: value.cpu().clone().contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, path, metadata)
+    path.write_bytes(save(tensors, metadata))
     read = copy.deepcopy(model)
     for value in read.state_dict().values():
         value.zero_()

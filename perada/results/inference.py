@@ -115,9 +115,9 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
         return list(names).index(str(client))
     if isinstance(client, str) and not client.isdecimal():
         close = get_close_matches(client, names or (), 1)
-        hint = f"the clients are {some(names)}" if names else f"give a number from 0 to {num_clients - 1}"
-        hint = f"did you mean {close[0]!r}?" if close else hint
-        raise ValueError(f"client={client!r} is unknown; {hint if names else f'the clients have no names: {hint}'}")
+        hint = f"the clients have no names: give a number from 0 to {num_clients - 1}"
+        hint = f"the clients are {some(names)}" if names else hint
+        raise ValueError(f"client={client!r} is unknown; {f'did you mean {close[0]!r}?' if close else hint}")
     number = int(client) if isinstance(client, str) else client
     check_whole("client", number, 0, most=num_clients - 1)
     assert number is not None

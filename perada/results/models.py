@@ -4,12 +4,13 @@
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from perada.algorithms.base import Average
 from perada.core.checks import check_whole
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
@@ -21,8 +22,6 @@ from perada.results.inference import Predictions, as_list, client_index, readabl
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-Average = Literal["logits", "probabilities"]
 
 
 class Ensemble(nn.Module):
@@ -169,18 +168,8 @@ class Models:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What makes images ready for the models, as training did.
-
-        Raises:
-            ValueError: If the run was saved before perada kept that.
-        """
-        record = self.info.get("preprocessing")
-        if record is None:
-            raise ValueError(
-                "run.info has no 'preprocessing', since an earlier perada made the run: how its images were resized is "
-                "not known; `perada export` of its run folder finds it out, or prepare images yourself for personal()"
-            )
-        return Preprocessing.of_record(record)
+        """What makes images ready for the models, as training did."""
+        return Preprocessing.of_record(self.info["preprocessing"])
 
     def predict(
         self,

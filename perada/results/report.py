@@ -28,24 +28,19 @@ MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
 PRIVACY = "privacy/"
 THEORY = "theory/"
 ENSEMBLE = "theory/ensemble_accuracy"
-CLIENT_EPSILONS = {
+EPSILONS = {
     "privacy/server_epsilon": "ε server",
     "privacy/release_epsilon": "ε release",
     "privacy/client_epsilon": "ε client",
-}
-"""What the columns of each client's ε are called."""
-ROWS = 20
-"""Clients that a table shows."""
-SHIFTS_FILE = "shifts.json"
-"""Scores by kind of corruption and severity, in a run's folder."""
-ROUND_EPSILONS = {
     "privacy/server_epsilon_mean": "ε server",
     "privacy/release_epsilon_mean": "ε release",
     "privacy/client_epsilon_max": "ε client (max)",
 }
-"""What the columns of the ε after a round are called."""
-Kinds = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]
-"""By shift, kind of corruption and model: the score at each severity."""
+"""What the columns of each client's ε, and of those after a round, are called."""
+ROWS = 20
+"""Clients that a table shows."""
+SHIFTS_FILE = "shifts.json"
+"""Scores by kind of corruption and severity, in a run's folder."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -118,7 +113,7 @@ def client_table(
     if len(sizes) > ROWS:
         rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
     rows.append(["mean ± std", "", *(_spread(name, values) for name, values in scores.items())])
-    shown = table(["client", "images", *(CLIENT_EPSILONS.get(name, name) for name in scores)], rows)
+    shown = table(["client", "images", *(EPSILONS.get(name, name) for name in scores)], rows)
     return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 
@@ -139,14 +134,14 @@ def run_report(folder: Path) -> str:
     """
     (record,) = read_records(folder)
     names = {name for values in record.rounds for name in values}
-    shown = [name for name in (*SCORES, *MODES, *shift_names(names), *ROUND_EPSILONS) if name in names]
+    shown = [name for name in (*SCORES, *MODES, *shift_names(names), *EPSILONS) if name in names]
     losses = sorted(name for name in names if name.startswith("train/"))
     shown += sorted(name for name in names if name.startswith(THEORY))
     body = [
         [str(int(row["round"])), *(_cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
         for row in record.rounds
     ]
-    header = ["round", *losses, *(ROUND_EPSILONS.get(name, name) for name in shown)]
+    header = ["round", *losses, *(EPSILONS.get(name, name) for name in shown)]
     warned = [TEST_MODE] if "privacy/test_mode" in names else []
     return "\n\n".join([table(header, body), *warned, *shift_tables(record.shifts)])
 
@@ -161,24 +156,24 @@ def shift_names(names: Iterable[str]) -> list[str]:
     return sorted({*scores} - {*SCORES, *MODES}, key=lambda name: (name.partition("/")[2], name[0] != "p"))
 
 
-def shift_tables(kinds: Kinds) -> list[str]:
-    """For each shift of corruptions and each model, a table of its score by kind and severity, and of their mean."""
-    return [
-        _shift_table(shift, model, {kind: (curve["severity"], curve[model]) for kind, curve in curves.items()})
-        for shift, curves in kinds.items()
-        for model in ("personal", "global")
-        if all(model in curve for curve in curves.values())
-    ]
+def shift_tables(kinds: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
+    """For each shift of corruptions and each model, a table of its score by kind and severity, and of their mean.
+
+    By shift, kind of corruption and model (or ``severity``) the ``kinds`` have the score at each severity.
+    """
+    tables = []
+    for shift, curves in kinds.items():
+        severities = list(dict.fromkeys(severity for curve in curves.values() for severity in curve["severity"]))
+        for model in ("personal", "global"):
+            if all(model in curve for curve in curves.values()):
+                header = [f"{model}/{shift}", *(f"severity {severity:g}" for severity in severities), "mean"]
+                tables.append(table(header, [_curve_row(*one, model, severities) for one in curves.items()]))
+    return tables
 
 
-def _shift_table(shift: str, model: str, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
-    severities = list(dict.fromkeys(severity for found, _ in curves.values() for severity in found))
-    rows = []
-    for kind, (found, values) in curves.items():
-        known = dict(zip(found, values, strict=True))
-        cells = [percent(known.get(severity, math.nan)) for severity in severities]
-        rows.append([kind, *cells, percent(fmean(values))])
-    return table([f"{model}/{shift}", *(f"severity {severity:g}" for severity in severities), "mean"], rows)
+def _curve_row(kind: str, curve: Mapping[str, Sequence[float]], model: str, severities: Sequence[float]) -> list[str]:
+    known = dict(zip(curve["severity"], curve[model], strict=True))
+    return [kind, *(percent(known.get(severity, math.nan)) for severity in severities), percent(fmean(curve[model]))]
 
 
 def mode_line(scores: Mapping[str, float]) -> str:
@@ -285,11 +280,12 @@ def read_records(path: Path) -> list[Record]:
         record = Record(path.resolve().name, path)
     else:
         inside = sorted(path.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
-        hint = f"the newest run in it is {str(inside[-1].parent)!r}" if inside else "give a run folder, for example "
-        raise FileNotFoundError(
-            f"{str(path)!r} {'holds no metrics.csv' if path.is_dir() else 'is not there'}; {hint}"
-            + ("" if inside else "lightning_logs/version_0, a folder of Run.save, or the JSON file of a comparison")
+        hint = (
+            "give a run folder, for example lightning_logs/version_0, a folder of Run.save, or a file of perada compare"
         )
+        hint = f"the newest run in it is {str(inside[-1].parent)!r}" if inside else hint
+        what = "holds no metrics.csv" if path.is_dir() else "is not there"
+        raise FileNotFoundError(f"{str(path)!r} {what}; {hint}")
     if config.is_file():
         record.config = config.read_text(encoding="utf-8", errors="replace")
     if shifts.is_file() and not record.shifts:

@@ -12,20 +12,21 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from torch import nn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of
 from perada.core.checks import check_whole
 from perada.core.ranks import this_rank
-from perada.core.states import State, clone, unstack
+from perada.core.states import State, clone, set_state, trained_keys, unstack
 from perada.engine.engine import Engine
 from perada.federation.federation import Federation
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.federation.store import locate
-from perada.models.adapted import AdaptedModel, Backbone, make_slot
+from perada.models.adapted import AdaptedModel, insert_adapter, make_slot
 from perada.models.backbones import ModelSpec, build_backbone, frozen_digest
-from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights
+from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights, read_backbone
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
 
@@ -48,7 +49,7 @@ def check_whole_file(path: Path) -> None:
     """
     damage = damage_of(path)
     if damage:
-        raise ValueError(f"ckpt_path={str(path)!r} {damage}; give another, or 'last' for the newest that is whole")
+        raise ValueError(f"ckpt_path={str(path)!r} {damage}; {_OTHER}")
 
 
 def damage_of(path: Path) -> str | None:
@@ -64,9 +65,8 @@ def damage_of(path: Path) -> str | None:
                 digest.update(block)
             digest.update(b"\0\0")
             written = end.removeprefix(LENGTH + MARK).decode(errors="replace")
-            return (
-                None if digest.hexdigest() == written else "is damaged: its content does not have the digest it names"
-            )
+            whole = digest.hexdigest() == written
+            return None if whole else "is damaged: its content does not have the digest it names"
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.comment or MARK in end:
@@ -188,7 +188,16 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         saved = contents(torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY))
         info = saved["info"]
         algorithm = algorithm_of(info["training"]["algorithm"]) if algorithm is None else algorithm
-        spec = _spec(path, info, backbone)
+        spec = ModelSpec(
+            _network(path, info, backbone),
+            info["num_classes"],
+            info["pretrained"],
+            info["built_for"],
+            _known(path, "PEFT configuration", info["adapter"]),
+            info["train_backbone"],
+            info["adapter_options"],
+            info["seed"] or 0,
+        )
     with plain_data(str(path)) if backbone is None else nullcontext():
         adapted = spec.build()
     trained = make_slot(adapted.model, adapted.backbone.head).keys
@@ -230,35 +239,19 @@ def _checkpoint(path: Path) -> Path:
     )
 
 
-def _spec(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> ModelSpec:
-    """What the network of a run was built from."""
-    network = _network(path, info, backbone)
-    if info["adapter"] is None:
+def _known(path: Path, what: str, part: Any, remedy: str = "") -> Any:  # noqa: ANN401  # a name, or the caller's own
+    """A part of the run, which its files lack where it was one of the caller's own."""
+    if part is None:
         raise ValueError(
-            f"{str(path)!r} is of a run with a PEFT configuration of your own, which is not in it; save what "
+            f"{str(path)!r} is of a run with a {what} of your own, which is not in it; {remedy}save what "
             "perada.finetune returned with Run.save"
         )
-    return ModelSpec(
-        network,
-        info["num_classes"],
-        info["pretrained"],
-        info["built_for"],
-        info["adapter"],
-        info["train_backbone"],
-        info["adapter_options"],
-        0 if info["seed"] is None else info["seed"],
-    )
+    return part
 
 
-def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> str | nn.Module:
-    """The name of a run's network, or the caller's own."""
-    network: str | nn.Module | None = info["backbone"] if backbone is None else backbone
-    if network is None:
-        raise ValueError(
-            f"{str(path)!r} is of a run with a network of your own, which is not in it; give one of the same class as "
-            "backbone=, or save what perada.finetune returned with Run.save"
-        )
-    return network
+def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
+    network = info["backbone"] if backbone is None else backbone
+    return _known(path, "network", network, "give one of the same class as backbone=, or ")
 
 
 def _federation(
@@ -279,18 +272,24 @@ def _federation(
     return federation
 
 
-def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None) -> Backbone:
-    """The backbone of the run in ``folder``, without adapter; ``backbone`` where it was one of the caller's own.
+def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, config: PeftConfig) -> AdaptedModel:
+    """The network of the run in ``folder``, with an adapter; ``backbone`` where it was one of the caller's own.
 
     Raises:
         FileNotFoundError: If its weights are missing.
-        ValueError: If it was one of the caller's own, which was not given.
+        ValueError: If it was one of the caller's own, which was not given, or its weights are others.
     """
-    network, within = _network(folder, info, backbone), (folder / BACKBONE_FILE).is_file()
-    if not within and (not info["pretrained"] or info["backbone"] is None):
+    network, path = _network(folder, info, backbone), folder / BACKBONE_FILE
+    if not path.is_file() and (not info["pretrained"] or info["backbone"] is None):
         raise FileNotFoundError(
             f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
             "the whole folder"
         )
-    pretrained = False if within and own_weights(info) else info["pretrained"]
-    return build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["built_for"])
+    pretrained = False if path.is_file() and own_weights(info) else info["pretrained"]
+    built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["built_for"])
+    with torch.random.fork_rng(devices=[]):
+        adapted = insert_adapter(built, config, train_backbone=info.get("train_backbone", False))
+    if path.is_file():
+        frozen = set(adapted.model.state_dict()) - set(trained_keys(adapted.model))
+        set_state(adapted.model, read_backbone(adapted, path, frozen))
+    return adapted

@@ -24,7 +24,6 @@ from perada.results.export import (
     WEIGHTS_FILE,
     PeftFolders,
     base_name,
-    load_backbone,
     own_weights,
     push,
     read_config,
@@ -130,16 +129,13 @@ class Run(Models):
         for place, (name, client) in enumerate(folders):
             state = self._global[place] if client is None else self.state("personal", client)
             folder, card = stage / name, former / name / CARD_FILE
-            blank = not card.is_file() or card.is_symlink() or card.parent.is_symlink()
             folder.mkdir(exist_ok=True)
-            if not blank:
+            if card.is_file() and not card.is_symlink() and not card.parent.is_symlink():
                 shutil.copyfile(card, folder / CARD_FILE)
             written.save(state, folder, self.info.get("classes"))
             where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
-            where = where if own or adapted.beside else None
-            write_card(
-                folder / CARD_FILE, self, client, base, backbone=where, scores=scores, license=license, blank=blank
-            )
+            there = where if own or adapted.beside else None
+            write_card(folder / CARD_FILE, self, client, base, there, scores, license)
             names = [one for one in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / one).is_file()]
             digests = write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])
             files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
@@ -248,13 +244,12 @@ class Run(Models):
         info, metrics, clients = saved.info, saved.metrics, saved.num_clients
         with naming(folder / RUN_FILE):
             check_record(info.get("privacy") or {}, clients)
-            if info.get("preprocessing") is not None:
-                Preprocessing.of_record(info["preprocessing"])
+            Preprocessing.of_record(info["preprocessing"])
         check_files(folder, saved.files)
-        models, built = saved.global_models, rebuilt(folder, info, backbone)
+        models = saved.global_models
         alone = models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()  # as on the Hub
         config = read_config(folder if alone else folder / next(_global_folders(models)))
-        adapted = load_backbone(built, config, folder, info.get("train_backbone", False))
+        adapted = rebuilt(folder, info, backbone, config)
         folders = PeftFolders(adapted)
         shared = [folders.load(folder / name, config) for name in (["."] if alone else _global_folders(models))]
         if "adapter_of" in info:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from perada.core.checks import check_whole
 from perada.core.files import (
     SUMS_FILE,
@@ -46,42 +44,29 @@ def together(folder: Path) -> Iterator[Path]:
     with ExitStack() as held:
         try:
             stage.mkdir()
+            alone = held.enter_context(locked(stage)) and stage.is_dir()
         except FileExistsError:
-            raise _busy(folder) from None
-        if not held.enter_context(locked(stage)) or not stage.is_dir():
-            raise _busy(folder)
+            alone = False
+        if not alone:
+            what = f"another process is writing a run into {str(folder)!r}; wait until it has ended"
+            raise BlockingIOError(errno.EAGAIN, f"{what}, or give another folder")
         try:
             yield stage
             sync([stage, *stage.rglob("*")])
             stage.rename(folder / READY)
         except BaseException as error:
             shutil.rmtree(stage, ignore_errors=True)
-            named = _named(error, f"{str(folder)!r} could not be written, and was not changed")
-            if named is None:
+            if not isinstance(error, OSError) or error.errno is None:
                 raise
-            raise named from error
+            reason = error.strerror if error.filename is None else error
+            what = f"{str(folder)!r} could not be written, and was not changed"
+            raise OSError(error.errno, f"{what} ({reason})") from error
         try:
             sync([folder])
             _move(folder)
         except OSError as error:
             what = f"{str(folder)!r} was written, but not all files are in their places: load it, or write it again"
             raise OSError(error.errno, f"{what} ({error})") from error
-
-
-def _busy(folder: Path) -> BlockingIOError:
-    what = f"another process is writing a run into {str(folder)!r}; wait until it has ended, or give another folder"
-    return BlockingIOError(errno.EAGAIN, what)
-
-
-def _named(error: BaseException, what: str) -> OSError | None:
-    """An error of the disk with ``what`` in front; None for any other error."""
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, SafetensorError) and (found := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(found[1])
-    if number is None:
-        return None
-    reason = error.strerror if isinstance(error, OSError) and error.filename is None else error
-    return OSError(number, f"{what} ({reason})")
 
 
 def finish(folder: Path) -> None:
@@ -171,7 +156,7 @@ class RunFile:
         for number in (*joined, *info.get("forgotten", []), *info.get("own_adapters", [])):
             check_whole("client", number, 0, most=clients - 1)
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
-        missing = {"backbone", "pretrained", "image_size"} - set(info)
+        missing = {"backbone", "pretrained", "image_size", "preprocessing", "training"} - set(info)
         if missing or not all(map(_IN_FOLDER.fullmatch, self.files)):
             raise KeyError(f"info lacks {sorted(missing)}, or files names what is not a file of a saved run")
         for row in self.metrics["rounds"]:

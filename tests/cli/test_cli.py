@@ -23,7 +23,7 @@ from perada.algorithms import ALGORITHMS, Algorithm, make_algorithm
 from perada.cli import entry_point, main
 from perada.cli.main import COMMANDS, STUDIES
 from perada.cli.parser import spelt_out
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 from perada.lightning import FederatedClassifier
 
 QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
@@ -130,7 +130,7 @@ def test_lightnings_default_checkpoint_is_found_too(folder):
     checkpoint = ["--trainer.callbacks+=ModelCheckpoint"]
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1", *checkpoint])
     assert [path.name for path in (version(folder, 0) / "checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
-    cli = make_cli(["--config", "tiny.yaml"], run=False)
+    cli = PeradaCLI(["--config", "tiny.yaml"], run=False)
     assert cli.trainer.max_epochs == 2
     with pytest.warns(UserWarning, match="The dirpath has changed"):
         main(["fit", "--config", "tiny.yaml", "--ckpt_path=last", *checkpoint])
@@ -154,7 +154,7 @@ def test_validate_test_predict_and_export_agree(folder, capsys):
     assert [int(row["image"]) for row in rows] == list(range(40))
     main(["export", "lightning_logs/version_0", "--output", "out"])
     run = perada.Run.load("out")
-    x, y, owner = next(iter(prepared(make_cli(["--config", "tiny.yaml"], run=False).datamodule)))
+    x, y, owner = next(iter(prepared(PeradaCLI(["--config", "tiny.yaml"], run=False).datamodule)))
     for client, row in enumerate(fitted[1:5]):
         mine = owner == client
         predicted = run.personal(client)(x).argmax(1)
@@ -178,7 +178,7 @@ def prepared(data):
 
 def test_short_class_names_and_their_options(folder):
     words = ["--config", "tiny.yaml", "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=0.25"]
-    cli = make_cli([*words, "--data.partition=IID", "--data.partition.num_clients=3"], run=False)
+    cli = PeradaCLI([*words, "--data.partition=IID", "--data.partition.num_clients=3"], run=False)
     assert type(cli.loop.algorithm).__name__ == "Ditto"
     assert cli.loop.algorithm.prox_strength == 0.25
     assert cli.loop.seed == 3
@@ -201,7 +201,7 @@ def words_of(name):
 
 def test_names_may_follow_as_words_of_their_own_and_name_the_base_of_an_ensemble(folder):
     words = "--config tiny.yaml --federated.algorithm fed_ensemble --federated.algorithm.base perada_no_kd"
-    cli = make_cli([*words.split(), "--federated.server_rule", "median"], run=False)
+    cli = PeradaCLI([*words.split(), "--federated.server_rule", "median"], run=False)
     algorithm = cli.loop.algorithm
     assert (type(algorithm).__name__, type(algorithm.base).__name__) == ("FedEnsemble", "PerAda")
     assert not algorithm.base.distill
@@ -210,7 +210,7 @@ def test_names_may_follow_as_words_of_their_own_and_name_the_base_of_an_ensemble
 
 def test_server_rules_have_the_names_of_the_python_call(folder):
     words = ["--config", "tiny.yaml", "--federated.algorithm=fedavg", "--federated.server_rule=trimmed_mean"]
-    cli = make_cli([*words, "--federated.server_rule.trim=0.4"], run=False)
+    cli = PeradaCLI([*words, "--federated.server_rule.trim=0.4"], run=False)
     assert (type(cli.loop.algorithm).__name__, type(cli.loop.server_rule).__name__) == ("FedAvg", "TrimmedMean")
     assert cli.loop.server_rule.trim == 0.4
 
@@ -310,7 +310,7 @@ def test_classes_of_the_folder_are_found_where_recipes_and_options_name_them(my_
     (my_module / "part.yaml").write_text("{algorithm: my_part.Boosted}\n")
     (my_module / "part.json").write_text('{"federated": {"algorithm": {"class_path": "my_part.Boosted"}}}')
     before = list(sys.path)
-    loop = make_cli(["--config", "tiny.yaml", *words], run=False).loop
+    loop = PeradaCLI(["--config", "tiny.yaml", *words], run=False).loop
     assert type(loop.algorithm).__name__ == "Boosted"
     assert sys.path == before
     assert str(my_module) not in sys.path
@@ -320,7 +320,7 @@ def test_a_module_of_the_folder_that_cannot_be_imported_is_named(my_module):
     (my_module / "my_neighbour.py").write_text("raise RuntimeError('not today')\n")
     message = "'Boosted' cannot be imported from 'my_part' in this folder: RuntimeError: not today; fix it"
     with pytest.raises(ValueError, match=message):
-        make_cli(["--config", "tiny.yaml", "--federated.algorithm=my_part.Boosted"], run=False)
+        PeradaCLI(["--config", "tiny.yaml", "--federated.algorithm=my_part.Boosted"], run=False)
     assert str(my_module) not in sys.path
 
 

@@ -9,7 +9,7 @@ from perada import FederatedClassifier, FederatedLoop
 from perada.api import FULL_NAMES
 from perada.cli import main
 from perada.cli.parser import FIRST, LIGHTNING
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 from perada.data import FederatedDataModule
 
 
@@ -53,7 +53,7 @@ def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
 
 
 def test_what_is_explained_here_is_an_option_and_a_word_in_no_name_is_refused(capsys):
-    known = {action.dest for action in make_cli(["--config", "quickstart"], run=False).parser._actions}
+    known = {action.dest for action in PeradaCLI(["--config", "quickstart"], run=False).parser._actions}
     assert {*LIGHTNING, *FIRST} <= known
     with pytest.raises(ValueError, match="--help xyzzy: no option has that in its name"):
         main(["fit", "--help", "xyzzy"])

@@ -269,7 +269,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"the algorithm in .*config.yaml' cannot be made again \(.*nobody"):
         main(["predict", str(folder), *image])
     config.write_text("model: {}\n")
-    with pytest.raises(ValueError, match=r"config.yaml' is not the config.yaml of a run"):
+    with pytest.raises(ValueError, match=r"config.yaml' cannot be made again \(KeyError: 'federated'\); correct it"):
         main(["predict", str(folder), *image])
     config.unlink()
     torch.save(saved | {"perada": {name: one for name, one in saved["perada"].items() if name != "info"}}, checkpoint)

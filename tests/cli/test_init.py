@@ -14,7 +14,7 @@ from PIL import Image
 from perada.cli import main
 from perada.cli.data import QUESTIONS, recipe
 from perada.cli.recipes import RECIPES
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_folders_are_understood(folders, clients, layout):
     (path := Path("mine.yaml")).write_text(recipe("it's mine", "perada", "3", ""))
     assert read(path)["data"]["dataset"]["init_args"] == {"root": "it's mine", "layout": layout}
     words = [] if clients == 2 else ["--data.partition.num_clients=3"]  # there are few images
-    cli = make_cli(["--config", "mine.yaml", "--data.public_fraction=0", "--pretrained=false", *words], run=False)
+    cli = PeradaCLI(["--config", "mine.yaml", "--data.public_fraction=0", "--pretrained=false", *words], run=False)
     assert len(cli.datamodule.partition_dict()["train"]) == clients
 
 

@@ -12,7 +12,7 @@ from perada.algorithms import Algorithm, make_algorithm
 from perada.api import FULL_NAMES
 from perada.cli.messages import one_line
 from perada.cli.parser import ELSEWHERE
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 
 TINY = {
     "trainer": {"accelerator": "cpu"},
@@ -40,7 +40,7 @@ def config(*words, recipe=None):
         with open("overlay.yaml", "w") as file:
             yaml.safe_dump(recipe, file)
         overlay = ["--config", "overlay.yaml"]
-    return make_cli(["--config", "tiny.yaml", *overlay, *words], run=False)
+    return PeradaCLI(["--config", "tiny.yaml", *overlay, *words], run=False)
 
 
 def refused(*words, recipe=None):

@@ -17,7 +17,7 @@ from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.parser import spelt_out
 from perada.cli.recipes import find_recipe, recipes
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 from perada.studies.compare import command
 
 from ..data.miniatures import DOMAINS, HOSPITALS, write_chexpert, write_hospitals, write_office_home
@@ -94,7 +94,7 @@ def parser():
     """The parser of the command line without subcommands; the digits are read once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sklearn.datasets.load_digits", cache(load_digits))
-        yield make_cli(["--config", "quickstart"], run=False).parser
+        yield PeradaCLI(["--config", "quickstart"], run=False).parser
 
 
 def small_words(name, written=None):
@@ -130,7 +130,7 @@ def refusal(data, method, privacy=None):
 @pytest.mark.every(3)
 def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
-    cli = make_cli(small_words(name, written), run=False)
+    cli = PeradaCLI(small_words(name, written), run=False)
     algorithm = yaml.safe_load((ROOT / "method" / f"{method}.yaml").read_text())["federated"]["algorithm"]
     assert type(cli.loop.algorithm).__name__ == (algorithm if isinstance(algorithm, str) else algorithm["class_path"])
     assert (cli.loop.privacy is not None, cli.loop.client_privacy is not None) == (
@@ -162,7 +162,7 @@ def test_recipe_runs(name, capsys):
 
 
 def test_a_method_goes_over_a_complete_recipe(parser):
-    cli = make_cli([*small_words("quickstart"), "--config", "method/fedprox"], run=False)
+    cli = PeradaCLI([*small_words("quickstart"), "--config", "method/fedprox"], run=False)
     algorithm = cli.loop.algorithm
     assert (type(algorithm).__name__, algorithm.prox_strength) == ("FedProx", 0.01)  # PerAda's, below, is 1
     assert cli.config.data.public is None

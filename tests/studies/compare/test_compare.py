@@ -16,7 +16,7 @@ import perada
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 from perada.core.files import KEY
 from perada.data import Digits
 from perada.studies.compare.command import Comparison
@@ -103,7 +103,7 @@ def fitted(*words):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        cli = make_cli(
+        cli = PeradaCLI(
             ["--config", "tiny.yaml", "--trainer.logger=false", "--federated.algorithm=PerAda", *words], run=False
         )
         cli.trainer.fit(cli.model, cli.datamodule)
@@ -333,7 +333,7 @@ def test_a_file_of_something_else_is_not_overwritten(recipe, tmp_path, content):
 
 
 def algorithm(*words):
-    return make_cli(["--config", "tiny.yaml", "--trainer.logger=false", *words], run=False).loop.algorithm
+    return PeradaCLI(["--config", "tiny.yaml", "--trainer.logger=false", *words], run=False).loop.algorithm
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_what_papers_train(recipe):
 
     def trained(name):
         words = ENTRIES[name].words(mine, paper=True)
-        model = make_cli(["--config", recipe, "--trainer.logger=false", *words], run=False).model
+        model = PeradaCLI(["--config", recipe, "--trainer.logger=false", *words], run=False).model
         return model.adapter, model.train_backbone
 
     assert {name: trained(name) for name in ("fedavg", "ditto", "perada", "fedalt_adapter", "modified_local_gd")} == {
@@ -406,7 +406,7 @@ def test_phases_share_the_budget_of_local_steps(recipe, read):
 )
 def test_budgets(recipe, words, expected):
     base = ["--config", recipe, "--trainer.logger=false", "--federated.algorithm=FedRep"]
-    assert same_budget(make_cli([*base, *words], run=False)) == expected
+    assert same_budget(PeradaCLI([*base, *words], run=False)) == expected
 
 
 def test_recipes_keep_their_own_algorithm(recipe, capsys):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from perada.cli import main
-from perada.cli.runs import make_cli
+from perada.cli.runs import PeradaCLI
 from perada.studies.compare.grid import Range, corners, inside, parse_grid, propose, ranged
 from tests import recipes
 
@@ -167,7 +167,7 @@ def test_runs_from_a_range_are_those_of_perada_fit():
     main([*COMMAND[:3], "fedavg", *COMMAND[5:], "--trials", "2", *OUT])
     records = results()
     for one in of(records, "tune", "fedavg") + of(records, "run", "fedavg"):
-        cli = make_cli(one["args"], run=False)
+        cli = PeradaCLI(one["args"], run=False)
         cli.trainer.fit(cli.model, cli.datamodule)
         assert one["personal/local_test"] == pytest.approx(cli.model.scores["personal/local_test"], abs=1e-6)
 
