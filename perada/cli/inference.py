@@ -149,7 +149,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--output", type=Path, default=None, help="Folder for the run with the client; by default RUN, if it is saved."
     )
-    skipped = {"run", "data", "name", "algorithm", "progress"}
+    skipped: set[str | int] = {"run", "data", "name", "algorithm", "progress"}
     own_options = parser.add_function_arguments(personalize, skip=skipped, as_group=False)
     words, kind = _source(words)
     if kind is not None:

@@ -12,8 +12,10 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from numbers import Integral, Real
 from pathlib import PurePath
+from typing import Any
 
 LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
 COUNTABLE = 10**12
@@ -181,3 +183,17 @@ def check_options(name: str, value: object, hint: str) -> None:
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{name}={value!r} cannot be used; give a dictionary of options, such as {hint}")
+
+
+def installed(module: str, what: object, extra: str) -> Any:  # noqa: ANN401  # a module
+    """A library of an extra, which ``what`` needs.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{what} needs {module}, which is not installed ({error}); pip install 'perada[{extra}]'"
+        ) from error

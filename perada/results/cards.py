@@ -105,7 +105,6 @@ def _headed(text: str, license: str, base: str | None) -> str:
 def _text(
     run: Models, client: int | None, base: str | None, backbone: str | None, scores: dict[str, float] | None
 ) -> str:
-    """The card as Markdown, without the header."""
     info, names = run.info, run.info.get("clients")
     images = list((info.get("training") or {}).get("images", []))
     came = {record["client"]: record["images"] for record in info.get("joined", [])}
@@ -136,9 +135,8 @@ def _scores(metrics: Record, client: int | None) -> dict[str, float]:
         last: Record = (metrics.get("rounds") or [{}])[-1]
         found = {SCORES["personal/global_test"]: last.get("global/global_test", math.nan)}
     else:
-        found = {
-            where: metrics["clients"][name][client] for name, where in SCORES.items() if name in metrics["clients"]
-        }
+        own = metrics["clients"]
+        found = {where: own[name][client] for name, where in SCORES.items() if name in own}
     return {where: score for where, score in found.items() if not math.isnan(score)}
 
 

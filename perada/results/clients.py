@@ -58,10 +58,8 @@ def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If there are such clients in ``folder``.
     """
-    if not (folder / RUN_FILE).is_file():
-        return
-    there = [str(record["name"]) for record in read_run(folder).info.get("joined", [])]
-    lost = [name for name in there if name not in (info.get("clients") or [])]
+    joined = read_run(folder).info.get("joined", []) if (folder / RUN_FILE).is_file() else []
+    lost = [name for record in joined if (name := str(record["name"])) not in (info.get("clients") or [])]
     if lost:
         raise ValueError(
             f"--output={str(folder)!r} holds a run that {', '.join(lost)} joined, and one without would replace it: to "
@@ -69,7 +67,7 @@ def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
         )
 
 
-def with_joined(run: Models, alone: Models, how: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_joined(run: Models, alone: Models, how: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """``Run.info`` and ``Run.metrics`` of a ``run`` that one more client has joined, which trained ``alone``.
 
     ``own_adapters`` are the clients that have one of their own, where the others share the global one.

@@ -48,7 +48,6 @@ class PeftFolders:
 
     @cached_property
     def _config(self) -> str:
-        """The text of the configuration."""
         self._adapted.peft_model.peft_config["default"].base_model_name_or_path = self._base
         with Scratch() as folder:
             (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")  # else a template is compiled
@@ -94,9 +93,7 @@ class PeftFolders:
                 )
         for name, value in weights.items():
             if not value.isfinite().all():
-                raise ValueError(
-                    f"the adapter in {str(folder)!r} is broken: {name!r} is not finite everywhere; {_AGAIN}"
-                )
+                raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; {_AGAIN}")
         state = get_state(adapted.model)
         state |= {key: weights[name].to(state[key].dtype) for name, key in self._keys.items()}
         for name in self._tensors.keys() - self._keys:
@@ -117,7 +114,6 @@ def _described(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, o
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file."""
     try:
         return load_file(path)
     except SafetensorError as error:

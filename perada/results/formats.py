@@ -5,7 +5,6 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.export import Dim
 
-from perada.core.checks import check_choice
+from perada.core.checks import check_choice, installed
 from perada.data.sets.arrays import Photographs
 from perada.results.cards import privacy_card, rendered
 from perada.results.clients import joined_clients
@@ -50,11 +49,8 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         ValueError: If the client does not exist, the model cannot be exported, or the file gives other logits.
     """
     check_choice("format", form, list(FILES))
-    lacking = [name for name in _NEEDED if form == "onnx" and find_spec(name) is None]
-    if lacking:
-        raise ModuleNotFoundError(
-            f"format=onnx needs the package {lacking[0]!r}; install it with: pip install perada[onnx]"
-        )
+    for name in _NEEDED if form == "onnx" else ():
+        installed(name, "format=onnx", "onnx")
     number = None if client is None else run.number(client)
     own = run.global_model() if number is None else run.personal(number)
     x = _samples(run)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from perada.algorithms.base import Average
-from perada.core.checks import check_whole
+from perada.core.checks import check_whole, installed
 from perada.core.states import State, clone, set_state
 from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import ensemble
@@ -156,15 +156,9 @@ class Models:
         Raises:
             ModuleNotFoundError: If pandas is not installed.
         """
-        rounds = self.metrics["rounds"]
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"Run.history needs pandas, which is not installed ({error}); pip install 'perada[report]', or use "
-                "Run.metrics['rounds']"
-            ) from error
-        return pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
+        rounds, pandas = self.metrics["rounds"], installed("pandas", "Run.history", "report")
+        frame: DataFrame = pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
+        return frame
 
     @property
     def preprocessing(self) -> Preprocessing:

@@ -102,14 +102,9 @@ def client_table(
         test_mode: Whether the noise of a private run follows from its seed, which is then said.
         names: Of the clients; by default their numbers.
     """
-    rows = [
-        [
-            names[client] if names else str(client),
-            str(size),
-            *(_cell(name, values[client]) for name, values in scores.items()),
-        ]
-        for client, size in enumerate(sizes[:ROWS])
-    ]
+    called, rows = names or [str(client) for client in range(len(sizes))], []
+    for client, size in enumerate(sizes[:ROWS]):
+        rows.append([called[client], str(size), *(_cell(name, values[client]) for name, values in scores.items())])
     if len(sizes) > ROWS:
         rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
     rows.append(["mean ± std", "", *(_spread(name, values) for name, values in scores.items())])

@@ -47,8 +47,7 @@ def check_whole_file(path: Path) -> None:
 
     Of one that another program wrote the checksums are compared that each tensor has in a zip archive.
     """
-    damage = damage_of(path)
-    if damage:
+    if damage := damage_of(path):
         raise ValueError(f"ckpt_path={str(path)!r} {damage}; {_OTHER}")
 
 
@@ -64,8 +63,7 @@ def damage_of(path: Path) -> str | None:
             while block := file.read(min(content - file.tell(), 2**22)):
                 digest.update(block)
             digest.update(b"\0\0")
-            written = end.removeprefix(LENGTH + MARK).decode(errors="replace")
-            whole = digest.hexdigest() == written
+            whole = end == LENGTH + MARK + digest.hexdigest().encode()
             return None if whole else "is damaged: its content does not have the digest it names"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -157,26 +155,24 @@ def plain_data(ckpt_path: str | None, trainer: Any = None) -> Iterator[None]:  #
         ) from error
 
 
-Restored = tuple[AdaptedModel, list[State], Callable[[int], State] | None, int, dict[str, Any], dict[str, Any]]
-"""What a :class:`perada.Run` is made of."""
-
-
 def states_of(federation: Federation) -> tuple[list[State], Callable[[int], State] | None]:
     """The global models, and what gives a client's own state; None where clients have none."""
+    models = unstack(clone(federation.server.members()))
+    if not federation.personalized:
+        return models, None
+    return models, lambda client: unstack(federation.personal_states([client]))[0]
 
-    def personal(client: int) -> State:
-        return unstack(federation.personal_states([client]))[0]
 
-    return unstack(clone(federation.server.members())), personal if federation.personalized else None
-
-
-def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> Restored:
+def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> tuple[Any, ...]:
     """The run whose checkpoint is at ``path``, or the newest whole one in a fit's folder there, as it was then.
 
     Args:
         path: The checkpoint, or the folder.
         algorithm: The run's, where it is not perada's own.
         backbone: The network, where the run was made with one of the caller's own.
+
+    Returns:
+        What a :class:`perada.Run` is made of.
 
     Raises:
         FileNotFoundError: If there is none.

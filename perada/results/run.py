@@ -236,8 +236,7 @@ class Run(Models):
             ValueError: If an adapter is broken or foreign, or the backbone is missing.
         """
         folder = Path(folder)
-        if folder.is_dir():
-            finish(folder)
+        finish(folder)
         if not holds_adapters(folder):
             return cls(*restored(folder, algorithm, backbone))
         saved = read_run(folder)

@@ -83,7 +83,6 @@ def finish(folder: Path) -> None:
 
 
 def _move(folder: Path) -> None:
-    """Put the files in their places."""
     ready, changed = folder / READY, {folder}
     moved = [] if ready.is_symlink() else sorted(ready.rglob("*"))
     new = {path for path in moved if path.parent == ready and path.is_dir() and not os.path.lexists(folder / path.name)}

@@ -2,6 +2,7 @@
 """One model of a run in the formats of other programs."""
 
 import json
+import sys
 
 import pytest
 import timm
@@ -121,9 +122,10 @@ def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
     out = ["--output", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"client=7 cannot be used"):
         main(["export", str(folder), *out, "--format", "onnx", "--client", "7"])
-    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r"needs the package 'onnx'; install it with: pip install perada\[onnx"
+        ModuleNotFoundError,
+        match=r"^format=onnx needs onnx, which is not installed \(.*\); pip install 'perada\[onnx\]'",
     ):
         export_model(run, None, "onnx", tmp_path / "out")
     checkpoint = folder / "checkpoints" / "last.ckpt"

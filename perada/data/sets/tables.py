@@ -10,13 +10,13 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
+from perada.core.checks import installed
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, numbered, reading
@@ -152,7 +152,7 @@ class HuggingFace(ListedImages):
     @cached_property
     def _rows(self) -> tuple["Dataset", dict[str, int]]:
         """The rows of all splits that are used, and where in them each ``split[row]`` is."""
-        datasets, folder = _installed("datasets", self.name, "datasets"), Path(self.name)
+        datasets, folder = installed("datasets", self.name, "datasets"), Path(self.name)
         try:
             if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
                 read = datasets.load_from_disk(self.name)
@@ -257,15 +257,6 @@ class HuggingFace(ListedImages):
         return numbered(words if several else [own[0] for own in words], classes)
 
 
-def _installed(module: str, what: object, extra: str) -> Any:  # noqa: ANN401  # a module
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{what} is read with {module}, which is not installed ({error}); pip install 'perada[{extra}]'"
-        ) from error
-
-
 def _separator_of(column: list[str]) -> str | None:
     """What seems to part several labels in a cell: its parts are labels of other cells, too."""
     cells = {*column}
@@ -315,7 +306,7 @@ def _text(path: Path) -> tuple[list[str], list[Array], list[int]]:
 
 
 def _parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
-    parquet = _installed("pyarrow.parquet", path, "tables")
+    parquet = installed("pyarrow.parquet", path, "tables")
     content = parquet.ParquetFile(path).read()
     columns = [np.fromiter(map(_as_text, one.to_pylist()), dtype=object) for one in content.columns]
     return content.column_names, columns, [*range(1, len(content) + 1)]
