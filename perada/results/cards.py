@@ -176,7 +176,7 @@ def _words(record: Record, client: int | None, joined: Collection[int], called: 
     """The texts on a record's numbers, of which ``sent`` are those of the clients that took part in the rounds."""
     levels: dict[str, Any] = {"sample": None, "client": None}
     for level, content in record.items():
-        lists = {name: content[name] for name in _LISTS[level]}
+        lists = {name: [float(value) for value in content[name]] for name in _LISTS[level]}
         sent = {name: [one for number, one in enumerate(own) if number not in joined] for name, own in lists.items()}
         levels[level] = dict(content) | lists | {"sent": sent, "others": _largest_of_others(level, content, client)}
     return _template("privacy").make_module(
