@@ -172,8 +172,10 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> Prefix | None:
 
 
 def _stand_for(prefix: Prefix, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
-    """Whether features give the logits of their images in evaluation and training mode, but for our dropout."""
-    # What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember.
+    """Whether features give the logits of their images in evaluation and training mode, but for our dropout.
+
+    What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember.
+    """
     tensors = {
         key: (value + 0.01 if value.requires_grad else value).detach().clone()
         for key, value in [*module.named_parameters(), *module.named_buffers()]

@@ -54,14 +54,6 @@ class StackedLayerNorm2d(Twin):
         return self.affine(normal, [1, -1, 1, 1])
 
 
-class StackedLayerScale(Twin):
-    """C of timm's learned scales of the last axis."""
-
-    def forward(self, x_R: Tensor) -> Tensor:
-        """Scale (R, ..., D)."""
-        return self.affine(x_R, [1] * (x_R.dim() - 1) + [-1], ("gamma", ""))
-
-
 class StackedCharacters(Twin):
     """C embeddings on one batch: one look-up per client."""
 
@@ -91,7 +83,6 @@ TWINS[timm.layers.GroupNorm] = StackedNorm
 TWINS[timm.layers.LayerNorm] = StackedNorm
 TWINS[timm.layers.LayerNorm2d] = StackedLayerNorm2d
 TWINS[timm.layers.Linear] = StackedLinear  # of MobileNetV3
-TWINS[LayerScale] = StackedLayerScale
 TWINS[Characters] = StackedCharacters
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
 ROW_PARAMETERS[VisionTransformer] = frozenset({"cls_token", "pos_embed", "reg_token"})
@@ -105,13 +96,18 @@ def register_transformers() -> None:
 
 
 class StackedScale(Twin):
-    """C learned scales, which a dictionary of one tensor holds: of the last axis, or of an image's channels."""
+    """C learned scales of the last axis, or of an image's channels: timm's, or a dictionary of one tensor of PEFT's."""
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Scale (R, ..., D), or (R, D, H, W) where the tensor has four axes."""
-        ((name, scale),) = self.original[0].items()
+        original = self.original[0]
+        ((name, scale),) = original.named_parameters()
         shape = [1, -1, 1, 1] if scale.dim() == 4 else [1] * (x_R.dim() - 1) + [-1]
-        return self.affine(x_R, shape, (name, "")).to(x_R.dtype)
+        out = self.affine(x_R, shape, (name, ""))
+        return out if isinstance(original, LayerScale) else out.to(x_R.dtype)
+
+
+TWINS[LayerScale] = StackedScale
 
 
 class OwnerTwin(nn.Module):

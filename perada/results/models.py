@@ -17,7 +17,7 @@ from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import ensemble
 from perada.engine.fold import fold
 from perada.models.adapted import AdaptedModel
-from perada.models.unwrapping import IMAGE
+from perada.models.backbones import IMAGE
 from perada.results.inference import Predictions, as_list, client_index, readable, usable
 
 if TYPE_CHECKING:
