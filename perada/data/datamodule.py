@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -31,7 +32,7 @@ from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.inspection import OnBroken, without_broken
 from perada.data.partitions import Partition
-from perada.data.partitions.division import Division, hold_out, positions
+from perada.data.partitions.division import Division, hold_out
 from perada.data.preprocessing import Preprocessing, preprocessing_of
 from perada.data.sets.base import ImageSet
 from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_shifts, conditions
@@ -158,7 +159,6 @@ class FederatedDataModule(pl.LightningDataModule):
         self.conditions: list[Condition] = []
         self.prepare = Preparation(None, image_size, crop_padding, flip)
         self._num_classes = num_classes
-        self._found: Checked | None = None
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
         self._phases: Sequence[Phase] = [Phase()]
@@ -176,15 +176,18 @@ class FederatedDataModule(pl.LightningDataModule):
                 shift.download()
 
     def setup(self, stage: str = "fit") -> None:
-        """Divide and check the data; once, however often it is called.
+        """Divide and check the data; once, however often it is called, as :attr:`checked` says."""
+        _ = self.checked
+
+    @cached_property
+    def checked(self) -> Checked:
+        """The data, divided and checked.
 
         Raises:
             FileNotFoundError: If a dataset's files are missing.
             ValueError: If the data cannot be divided as asked, or are not fit for training.
             TypeError: If images or labels are of a type that cannot be used.
         """
-        if self._found is not None:
-            return
         given = self.data if self.division is None else self.division.share_out()
         assert given is not None
         on_test, validation = self.evaluate_on == "test", list[Dataset[Any]]()
@@ -202,14 +205,12 @@ class FederatedDataModule(pl.LightningDataModule):
         self.num_classes, self.multilabel = found.num_classes, found.multilabel
         self.classes = found.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
-        self._found = found
+        return found
 
     def _recorded(self, data: FederatedData, validation: Sequence[Dataset[Any]]) -> dict[str, Any]:
         """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
-        held: dict[str, Any]
         if self.division is not None:
-            held = {"client_validation": [positions(own) for own in validation]} if validation else {}
-            return self.division.record(data) | held
+            return self.division.record(data, validation)
         held = {"client_validation_sizes": [length(own) for own in validation]} if validation else {}
         return {
             "num_clients": len(data.train),
@@ -217,13 +218,6 @@ class FederatedDataModule(pl.LightningDataModule):
             "test_sizes": [length(own) for own in data.test] or [0] * len(data.train),
             "public_size": 0 if data.public is None else length(data.public),
         } | held
-
-    @property
-    def checked(self) -> Checked:
-        """The data, divided and checked."""
-        self.setup()
-        assert self._found is not None
-        return self._found
 
     def configure_rounds(
         self,

@@ -83,8 +83,9 @@ class Division:
             client_names=self.partition.client_names(shown[0]),
         )
 
-    def record(self, data: FederatedData) -> dict[str, Any]:
-        """What ``partition.json`` holds of the divided data: positions in the two splits."""
+    def record(self, data: FederatedData, held: Sequence[Dataset[Any]]) -> dict[str, Any]:
+        """What ``partition.json`` holds of the divided data, and of what clients hold out: positions in the splits."""
+        named = {"clients": list(data.client_names)} if data.client_names else {}
         server = [[] if one is None else positions(one) for one in (data.public, data.server_validation)]
         return {
             "num_clients": len(data.train),
@@ -95,7 +96,8 @@ class Division:
             "test": list(map(positions, data.test)),
             "public": server[0] if self.public_fraction else repr(self.public),
             "server_validation": server[1],
-        } | ({"clients": list(data.client_names)} if data.client_names else {})
+            **named,
+        } | ({"client_validation": list(map(positions, held))} if held else {})
 
     def _sample(self, part: str, total: int, limit: int | None) -> Array:
         """Positions of at most ``limit`` of ``total`` images, ascending."""
