@@ -8,8 +8,8 @@ import tempfile
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -304,20 +304,18 @@ def _leave_out(error: Exception, recipes: list[dict[str, Any]], words: list[str]
     places = [list(_places(name, recipe)) for recipe in recipes]
     if not any(places) or any(len(own) > 1 for own in places):
         return False
-    for section, own in zip(recipes, places, strict=True):
-        for *above, last in own:
-            del reduce(getitem, above, section)[last]
+    for section, key in chain(*places):
+        del section[key]
     return True
 
 
-def _places(name: str, section: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where an option stands in a recipe, by its full name or the last part of it."""
+def _places(name: str, section: dict[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str]]:
+    """The sections of a recipe that an option stands in, by its full name or the last part of it, and its key there."""
     for key, value in section.items():
-        here = (*above, key)
-        if _is(name, ".".join(part for part in here if part != "init_args")):
-            yield here
+        if _is(name, above + key):
+            yield section, key
         elif isinstance(value, dict):
-            yield from _places(name, value, here)
+            yield from _places(name, value, above if key == "init_args" else f"{above}{key}.")
 
 
 def _is(name: str, full: str) -> bool:

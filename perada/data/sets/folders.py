@@ -137,18 +137,16 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
     >>> layout_pattern("{client}/{class}_*").fullmatch("a/b_c_1.png").groupdict()
     {'client': 'a', 'class': 'b'}
     """
-    pattern, fields = "", []
+    pattern = ""
     for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):
         if part.startswith("{"):
-            name = part[1:-1]
-            check_known("layout: field", name, FIELDS)
-            if name in fields:
+            check_known("layout: field", part[1:-1], FIELDS)
+            if layout.count(part) > 1:
                 raise ValueError(f"layout={layout!r} has the field {part} twice; put * in one of the places")
-            fields.append(name)
-            pattern += f"(?P<{name}>[^/]+?)"
+            pattern += f"(?P<{part[1:-1]}>[^/]+?)"
         else:
             pattern += {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}.get(part, re.escape(part))
-    if "class" not in fields:
+    if "{class}" not in layout:
         raise ValueError(
             f"layout={layout!r} has no {{class}}: say where the class stands; UnlabelledFolder reads images without one"
         )

@@ -235,12 +235,10 @@ class HuggingFace(ListedImages):
         return Manifest(paths, labels, classes, self.facts(), split if len({*split}) > 1 else None)
 
     def _labels(self) -> tuple[tuple[str, ...], Array]:
-        from datasets import ClassLabel
-
         features = self._rows[0].features
         inner = {name: getattr(kind, "feature", kind) for name, kind in features.items()}
         usual = [name for name in _LABELS if name in inner][:1]
-        fitting = usual or [name for name, kind in inner.items() if isinstance(kind, ClassLabel)]
+        fitting = usual or [name for name, kind in inner.items() if hasattr(kind, "names")]  # class labels
         dtypes = {name: str(getattr(kind, "dtype", "")) for name, kind in inner.items()}
         able = [name for name, dtype in dtypes.items() if re.match("u?int|bool|(large_)?string", dtype)]
         column = self._only("label", fitting, f"called {', '.join(_LABELS)} or of class labels", able)
@@ -248,7 +246,7 @@ class HuggingFace(ListedImages):
         values = self.column("label", column)
         several = kind is not features[column]
         rows = values if several else [[value] for value in values]
-        names = dict(enumerate(kind.names)) if isinstance(kind, ClassLabel) else {}
+        names = dict(enumerate(getattr(kind, "names", ())))
         words = [[str(names.get(one, one)) for one in own] for own in rows]
         used = {word for own in words for word in own}
         if names and not used <= {*names.values()}:
