@@ -141,7 +141,7 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     (saved,) = (tmp_path / "lightning_logs" / "version_0" / "checkpoints").glob("*.ckpt")
     assert torch.load(saved, weights_only=True)["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
     with pytest.raises(ValueError, match="has several FederatedLoops, maybe of an earlier call; give a new Trainer"):
-        perada.finetune(tiny.net(), tiny.data(), trainer=trainer, **options)
+        perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
     with pytest.raises(ValueError, match=r"\['precision'\] cannot be used beside trainer="):
         perada.finetune(tiny.net(), tiny.data(), trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
 
