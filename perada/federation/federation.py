@@ -96,7 +96,8 @@ class Federation(Site):
         self.rounds_done = plan.round + 1
         sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
         good = outcomes.counts.nonzero().flatten().tolist()
-        both = [Updates(state, places, len(plan.clients), self.ranks) for state in (sent, received)]
+        among = places, len(plan.clients), self.ranks
+        both = Updates(sent, *among), Updates(received, *among)
         level, sizes = self.protection.clients, data.train_sizes
         counted = self.server.close(plan, *both, good, level, sizes, data, report, progress)
         if counted and self.settings.diagnostics:

@@ -171,7 +171,7 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
         if level is not None:
             level.spend(level.cost(plan))
         with recipe.context():
-            both = [Updates(state, everyone, len(everyone)) for state in (sent, received)]
+            both = Updates(sent, everyone, len(everyone)), Updates(received, everyone, len(everyone))
             server.close(plan, *both, everyone, level, sizes, images, report)
         if level is not None:
             metrics |= level.metrics()
