@@ -295,21 +295,20 @@ class Cohort:
 
     def outcomes(self, trained: Trained, shares: Shares, ranks: Ranks) -> Outcomes:
         """Put together what the ranks know of their clients, or of a stand-in where one has none."""
-        finite, places, means = trained.finite, shares.places, self.mean_losses()
-        known = [torch.full_like(finite, role in means) for role in self.losses]
-        skipped = torch.zeros_like(finite) if self.scales is None else self.scales.skipped
-        rows = [finite, trained.counts, skipped, *known, *(means.get(role, own) for role, own in self.losses.items())]
+        places, roles = shares.places, len(self.losses)
+        skipped = torch.zeros_like(trained.finite) if self.scales is None else self.scales.skipped
+        rows = [trained.finite, trained.counts, skipped, *self.losses.values(), *self.descents.values()]
         table = torch.zeros(len(rows), len(shares.plan.clients), dtype=torch.float64)
         if places:
             table[:, places] = torch.stack([row.detach().to("cpu", torch.float64) for row in rows])[:, : len(places)]
         ranks.sum_([table])
-        losses = zip(self.losses, table[3 : 3 + len(known)], table[3 + len(known) :], strict=True)
+        losses = zip(self.losses, table[3 : 3 + roles].float(), table[3 + roles :].float(), strict=True)
         finite = table[0].bool()
         return Outcomes(
             [client for client, fine in zip(shares.plan.clients, finite.tolist(), strict=True) if not fine],
             finite,
             table[1].bool(),
-            {role: row.float() for role, has, row in losses if has.any()},
+            {role: total / steps for role, total, steps in losses if steps.any()},
             None if self.scales is None else table[2],
             {client: reason for own in ranks.gather(self.failed) for client, reason in own.items()},
         )

@@ -86,30 +86,23 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     name, modes = type(algorithm).__name__, algorithm.modes
     inner = algorithm.base if isinstance(algorithm, FedEnsemble) else algorithm
     sample_level = "or protect single images instead (the section privacy)"
-
-    def refuse(what: str, reason: str) -> None:
-        raise ValueError(f"client_privacy cannot be used with {what}: {reason}")
-
-    if not algorithm.sends:
-        refuse(name, "its clients send nothing; leave it out")
-    if weighting != "uniform":
-        refuse(f"{weighting=}", "a client's number of images is private; choose weighting='uniform'")
-    if not rule.function_of_mean or not only_the_mean_counts(rule):
-        reason = (
-            "it is not a function of the clients' mean, which alone has the noise; choose a rule on the mean, such "
-        )
-        remedy = "as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one"
-        refuse(f"the server rule {rule.kind}", reason + remedy)
-    if isinstance(inner, FedBE) and not inner.distill:
-        reason = "its ensemble holds single clients' updates and models drawn from them; choose FedAvg"
-        refuse(f"{name}(distill=False)", f"{reason}, {sample_level}")
-    if algorithm.distills and distils:
-        reason = "the teachers are single clients' updates, which have only a share of the noise; choose "
-        remedy = f"PerAda(distill=False), or set distillation.steps=0, {sample_level}"
-        refuse(f"{name} with distillation", reason + remedy)
-    if modes > 1:
-        reason = "a mode's mean is over a part of the clients, with a part of the noise; set modes=1"
-        refuse(f"{name}({modes=})", f"{reason}, {sample_level}")
+    reasons = {
+        f"{name}: its clients send nothing; leave it out": not algorithm.sends,
+        f"{weighting=}: a client's number of images is private; choose weighting='uniform'": weighting != "uniform",
+        f"the server rule {rule.kind}: it is not a function of the clients' mean, which alone has the noise; choose a "
+        "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
+            not rule.function_of_mean or not only_the_mean_counts(rule)
+        ),
+        f"{name}(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
+        f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,
+        f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
+        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": algorithm.distills and distils,
+        f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
+        f"{sample_level}": modes > 1,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"client_privacy cannot be used with {reason}")
 
 
 def only_the_mean_counts(rule: ServerRule) -> bool:
