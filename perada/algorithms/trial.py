@@ -110,8 +110,8 @@ def rounds_of(
             ask("client_step", algorithm.client_step, step)
         kept, update = ask("close", algorithm.close, step.finished(), kept, received, slot)
         if update:
-            weights = client_weights("uniform", clients)
-            turn = round, clients, num_clients, slot, 0, global_state, Updates(update), weights, server_state, rule
+            updates, weights = Updates(clone(update)), client_weights("uniform", clients)  # a step may change them
+            turn = round, clients, num_clients, slot, 0, global_state, updates, weights, server_state, rule
             server = ServerStep(*turn, lambda student, *_, **__: student, partial(_predicted, classes or 2))
             global_state = global_state | ask("server_step", algorithm.server_step, server)
             server_state = server.state

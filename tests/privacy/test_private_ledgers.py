@@ -202,6 +202,14 @@ class SaysTooMuch(FedAvg):
     unsent = frozenset({"local"})
 
 
+class Wipes(SendsPersonal):
+    def server_step(self, server):
+        made = super().server_step(server)
+        for value in server.updates.own.values():
+            value.zero_()
+        return made
+
+
 LEAKS = [
     SendsPersonal,
     SendsALittle,
@@ -213,6 +221,7 @@ LEAKS = [
     SendsItsShare,
     LooksAhead,
     SaysTooMuch,
+    Wipes,
     lambda: FedEnsemble(SendsPersonal(), modes=2, strata=2),
 ]
 
