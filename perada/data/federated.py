@@ -363,8 +363,9 @@ def _carried(sets: Mapping[str, Sequence[Any]], num_classes: int | None) -> list
     for part, datasets in sets.items():
         for client, dataset in enumerate(datasets):
             features = getattr(resolved(dataset)[0], "features", None)
-            for key in LABEL_KEYS if isinstance(features, Mapping) else ():
-                names = getattr(features.get(key), "names", None)
+            for key in LABEL_KEYS:
+                feature = features.get(key) if isinstance(features, Mapping) else None
+                names = getattr(feature, "names", None)
                 found |= {} if names is None else {f"client {client}: the {part} set": list(names)}
     for who, names in found.items():
         first = next(iter(found))
@@ -383,8 +384,9 @@ def _numbered(store: Store, given: list[Labels], numbers: dict[str, int] | None)
         store.classes = numbers
         for client, labels in enumerate(given):
             if isinstance(labels, list):
-                given[client] = torch.stack([store.number(client, word) for word in labels])
-        store.known = [labels if len(labels) == size else None for labels, size in zip(given, store.sizes, strict=True)]
+                labels = torch.stack([store.number(client, word) for word in labels])
+            given[client] = labels
+            store.known[client] = labels if len(labels) == store.sizes[client] else None
     return [labels for labels in given if isinstance(labels, Tensor)]
 
 

@@ -91,7 +91,7 @@ class Preprocessing:
         sizes = [*made.shape]
         if made.kind == "uint8":
             check_choice("preprocessing: interpolation", record["interpolation"], [_INTERPOLATION])
-            steps = tuple(Resize(*step["size"], bool(step["rounded"])) for step in record["resize"])
+            steps = tuple(Resize(one["size"][0], one["size"][1], bool(one["rounded"])) for one in record["resize"])
             mean, std = tuple(record["mean"]), tuple(record["std"])
             for one, deviation in zip(mean, std, strict=True):
                 check_number("preprocessing: mean", one)

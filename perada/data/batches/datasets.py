@@ -87,7 +87,7 @@ def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
 
 
 def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
-    """The labels a dataset declares without an image, a list if some are words; None if it declares none.
+    """The labels a dataset declares without an image, a list if the first is a word; None if it declares none.
 
     Image sets and torchvision's have ``targets``, Hugging Face's a column.
     """
@@ -98,7 +98,7 @@ def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
         targets = base[column[0]][:]
     if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
-    if not isinstance(targets, Tensor) and any(isinstance(label, str) for label in targets):
+    if len(targets) and isinstance(targets[0], str):
         return [targets[row] for row in rows.tolist()]
     return as_labels(targets)[torch.from_numpy(rows)]
 

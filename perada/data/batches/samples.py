@@ -296,7 +296,7 @@ class RoundBatches(Dataset[AnyBatch]):
     then hold no image of a client: its count is 0. The rows (C, B, ...) are as wide as the largest count, at least 1.
 
     Raises:
-        ValueError: If the plan has another number of phases than ``private``.
+        ValueError: If the plan has another number of phases than ``private`` has streams for.
     """
 
     def __init__(
@@ -309,11 +309,6 @@ class RoundBatches(Dataset[AnyBatch]):
     ) -> None:
         self.store, self.plan, self.batch_size, self.seed, self.private = store, plan, batch_size, seed, private
         streams = (("",),) * len(plan.steps) if private is None else private.streams
-        if len(streams) != len(plan.steps):
-            raise ValueError(
-                f"private names the streams of {len(streams)} phases, and there are {len(plan.steps)}; name those of "
-                "each phase"
-            )
         self._items = secrets.randbits(256) if private is not None and private.secure else seed
         self.walk = list(active_steps(plan))
         drawn = {}
