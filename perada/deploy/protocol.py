@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
@@ -113,13 +113,8 @@ class Terms:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """The terms among the options that Flower hands on, whose names have dashes."""
-        names = {field.name.replace("_", "-"): field.name for field in fields(cls)}
-        return cls(**{names[key]: value for key, value in config.items() if key in names})
-
-    def config(self) -> dict[str, str | int | float | bool]:
-        """The terms as Flower hands them on."""
-        return {name.replace("_", "-"): value for name, value in asdict(self).items()}
+        """The terms among the options that Flower hands on."""
+        return cls(**{each.name: config[each.name] for each in fields(cls) if each.name in config})
 
 
 class Header:

@@ -63,7 +63,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Watching(Path(folder), SITES, ENVIRONMENT) as demo:
         demo.begin(2)
         words = [program("flwr"), "run", demo.app, LINK, "--stream", "-c"]
-        config = f'min-sites=3 deadline=300.0 state="{demo.folder}/server"'
+        config = f'min_sites=3 deadline=300.0 state="{demo.folder}/server"'
         demo.start("run", [*words, config])
         log = demo.log("worker-beta")
         demo.wait_for(lambda: "train, round 1" in log.read_text(), "run", "round 1 at beta", 300)

@@ -59,7 +59,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     check_target(folder, name)
     sha256 = hashlib.sha256(recipe.encode()).hexdigest()
     values = {"name": name, "sha256": sha256, "digest": digest, "host": host}
-    values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in Terms().config().items())  # in TOML
+    values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in vars(Terms()).items())  # in TOML
     for template in sorted(path for path in FILES.rglob("*") if path.is_file()):
         target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ def run_app(app: Path, link: Link, terms: Terms) -> int:
     if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
         raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
     check_flower()
-    config = " ".join(f"{key}={json.dumps(value)}" for key, value in terms.config().items())
+    config = " ".join(f"{key}={json.dumps(value)}" for key, value in vars(terms).items())
     with link.connection() as (name, environment):
         run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment)
         if interrupted:
