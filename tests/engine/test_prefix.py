@@ -233,12 +233,12 @@ def test_a_run_is_the_same_with_features(engine, privacy):
     ("data", "options", "said"),
     [({}, {}, 1), ({}, {"cache_features": False}, 0), ({"flip": True}, {}, 0), ({"device_cache_mb": 0}, {}, 0)],
 )
-def test_one_line_says_that_training_images_pass_the_layers_once(caplog, data, options, said):
+def test_one_line_says_that_training_images_pass_the_frozen_layers_once(caplog, data, options, said):
     caplog.set_level("INFO", "pytorch_lightning")
     run(federation(**data), rounds=1, **options)
-    lines = [record.message for record in caplog.records if "frozen layers before what is trained" in record.message]
+    lines = [record.message for record in caplog.records if "frozen layers before everything trained" in record.message]
     assert len(lines) == said
-    assert all("% of a pass, run once for each image" in line for line in lines)
+    assert all("% of a forward pass, run once for each image (cache_features)" in line for line in lines)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
