@@ -142,7 +142,7 @@ def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
 
 def test_a_class_that_the_run_has_not_is_named(saved, pictures):
     (pictures / "5").rename(pictures / "cat")
-    with pytest.raises(ValueError, match=r"class 'cat' is unknown to the run; the run's classes are 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"the data: class='cat' is unknown; choose one of 0, 1, 2"):
         main(["personalize", str(saved), "--data", str(pictures), "--client=late"])
 
 

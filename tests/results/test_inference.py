@@ -2,7 +2,7 @@
 """``Run.predict``: images as they come, through the run's own preprocessing and models."""
 
 import csv
-import re
+import json
 import shutil
 
 import numpy as np
@@ -135,7 +135,7 @@ def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
         run.predict("missing.png")
     with pytest.raises(ValueError, match="there are no images"):
         run.predict([])
-    with pytest.raises(TypeError, match="an image is of type int: give a path, a PIL image, an array or a tensor"):
+    with pytest.raises(TypeError, match="an image is of type int: give a tensor, an array or a PIL image"):
         run.predict(7)
     with pytest.raises(ValueError, match="Standalone has no global model"):
         grey_run(tiny, "standalone").predict(torch.zeros(1, 8, 8, dtype=torch.uint8))
@@ -178,6 +178,8 @@ def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
     (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
     with pytest.raises(ValueError, match=r"run.json' is broken \(ValueError: preprocessing: kind='video' is unknown"):
         perada.Run.load(folder)
-    (folder / "run.json").write_text(re.sub(r'"preprocessing": \{.*?\},\n    "train', '"train', text, flags=re.DOTALL))
+    content = json.loads(text)
+    del content["info"]["preprocessing"]
+    (folder / "run.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"run.json' is broken \(KeyError: .*info lacks \['preprocessing'\]"):
         perada.Run.load(folder)
