@@ -166,7 +166,11 @@ class Account(Budget):
         self.options, self.sizes, self.batch_size = options, tuple(sizes), batch_size
         self.rounds, self.tuning = rounds, tuning or Training((), ())
         self._steps = cache(self._entries)
-        self._check_ledger()
+        everything = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
+        if self.limit is not None and not any(self._counted(entry.sent) for entry in everything):
+            raise ValueError(
+                "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose ledger='release'"
+            )
         sigma = options.noise_multiplier
         self.noise_multipliers = self._calibrated() if sigma is None else [float(sigma)] * len(self.sizes)
         self.least_noise = list(self.noise_multipliers)  # that each ever had, also before a run was resumed
@@ -284,14 +288,6 @@ class Account(Budget):
                 raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
             result.append(sigma * looks**0.5)
         return result
-
-    def _check_ledger(self) -> None:
-        """Refuse limits on a ledger in which nothing is ever written."""
-        everything = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
-        if self.limit is not None and not any(self._counted(entry.sent) for entry in everything):
-            raise ValueError(
-                "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose ledger='release'"
-            )
 
     def _check_first_round(self) -> None:
         """Name the clients who could not even train once."""
