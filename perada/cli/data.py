@@ -18,7 +18,6 @@ from perada.core.files import writing
 from perada.core.text import printable, some
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
-from perada.data.partitions import Assignment, Split
 from perada.data.partitions.division import Division
 from perada.data.sets.folders import list_images, proposal
 from perada.results.report import ROWS, table
@@ -60,17 +59,11 @@ def add_options(parser: ArgumentParser, kind: type[Source], section: str | None 
 def division_of(value: str, kind: type[Source], options: dict[str, Any]) -> Division:
     """The images of a source, by client where clients are known."""
     images = kind(value.removeprefix("hf:") if kind is HuggingFace else value, **options)
-    return Division(images, _ByClient("client"))
-
-
-class _ByClient(ByDomain):
-    """By client where the images say which, or all to one client."""
-
-    def split(self, train: Split, test: Split, seed: int) -> Assignment:
-        return super().split(train, test, seed) if "client" in train.columns else IID(1).split(train, test, seed)
-
-    def client_names(self, train: Split) -> Sequence[str] | None:
-        return super().client_names(train) if "client" in train.columns else None
+    if isinstance(images, Images):
+        known = "{client}" in images.layout
+    else:
+        known = images.client is not None or "client" in images.listed[0]
+    return Division(images, ByDomain("client") if known else IID(1))
 
 
 def division_of_recipe(words: Sequence[str]) -> Division:
