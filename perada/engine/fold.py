@@ -179,8 +179,10 @@ class StackedBatchNorm(Twin):
         use_batch = self.training or means is None
         clients, counts = self.context.clients, self.context.counts
         if clients == 1 and counts is None:
-            tensors = [None if value is None else value[0] for value in (means, variances, weights, biases)]
-            return F.batch_norm(x_R, *tensors, use_batch, momentum, norm.eps)
+            mean, variance, weight, bias = (
+                None if value is None else value[0] for value in (means, variances, weights, biases)
+            )
+            return F.batch_norm(x_R, mean, variance, weight, bias, use_batch, momentum, norm.eps)
         if self.context.together and counts is None:
             # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
             x_RSD = x_R.movedim(1, -1)

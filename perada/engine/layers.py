@@ -249,8 +249,12 @@ class ClientNorms(torch.autograd.Function):
         x_CB, out_CB = (rows.unflatten(0, (len(real), -1)) for rows in (x_R, out_R))
         saved: list[Tensor] = []
         for index, count in enumerate(real):
-            own = (None if value is None else value[index] for value in (weights, biases, means, variances))
-            normed, *kept = torch.native_batch_norm(x_CB[index, :count], *own, use_batch, momentum, eps)
+            weight, bias, mean, variance = (
+                None if value is None else value[index] for value in (weights, biases, means, variances)
+            )
+            normed, *kept = torch.native_batch_norm(
+                x_CB[index, :count], weight, bias, mean, variance, use_batch, momentum, eps
+            )
             _put(normed, out_CB[index])
             saved += kept
         running = (None, None) if use_batch else (means, variances)  # the next pass changes them
