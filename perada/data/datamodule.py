@@ -83,6 +83,8 @@ class FederatedDataModule(pl.LightningDataModule):
     train_sizes: tuple[int, ...]
     classes: list[str] | None
     client_names: list[str] | None
+    prepare: Preparation
+    """Makes a batch on its device ready for the model; those of the Trainer are so already."""
 
     def __init__(
         self,
