@@ -19,8 +19,8 @@ from benchmarks.faults.outcomes import Campaign
 from perada.core.files import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
-from perada.results.report import Record, read_records
 from perada.studies.compare.results import Results
+from perada.studies.report.records import Record, read_records
 
 Read = Callable[[Path], Any]
 """Reads a copy of the folder in which a file was damaged; what it gives is compared."""

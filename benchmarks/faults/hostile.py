@@ -28,8 +28,8 @@ from perada.cli.main import _tables
 from perada.core.files import KEY, sealed, write_sums
 from perada.lightning.checkpoint import WholeCheckpointIO
 from perada.results.clients import forget
-from perada.results.report import read_records
 from perada.studies.report.page import write_page
+from perada.studies.report.records import read_records
 
 SCRIPT, SECRET = "<script>alert(1)</script>", "a secret of somebody else"
 SECONDS, MEBIBYTES = 60, 1500

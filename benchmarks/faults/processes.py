@@ -19,7 +19,7 @@ import torch
 import perada
 from benchmarks.faults.job import Job, network_of, run
 from perada.core.states import State
-from perada.results.report import rounds_of_csv
+from perada.studies.report.records import rounds_of_csv
 
 PATIENCE = 150
 """Seconds after which a job hangs."""

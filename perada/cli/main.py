@@ -155,8 +155,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     if given.output is None:
         print("\n\n".join((f"{path}\n\n" if len(given.runs) > 1 else "") + _tables(path) for path in given.runs))
         return
-    from perada.results.report import read_records
     from perada.studies.report.page import check_page, write_page
+    from perada.studies.report.records import read_records
 
     check_page(given.output)
     records = [record for path in given.runs for record in read_records(path)]
@@ -166,7 +166,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
 def _tables(path: Path) -> str:
     """A run or a comparison as text."""
     if path.is_dir() or not path.exists():
-        from perada.results.report import run_report
+        from perada.studies.report.records import run_report
 
         return run_report(path)
     from perada.studies.compare.results import Results, curve_tables, summary

@@ -7,7 +7,6 @@ Each function gives None where the run does not hold what it would show. Shape s
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perada.results.report import Record
 from perada.studies.report.drawn import (
     COLOURS,
     NAMED,
@@ -23,6 +22,7 @@ from perada.studies.report.drawn import (
     new_axes,
 )
 from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error
+from perada.studies.report.records import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

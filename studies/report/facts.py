@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean, stdev
 
-from perada.results.report import Counts, Record
+from perada.studies.report.records import Counts, Record
 
 
 def expected_calibration_error(bins: Mapping[str, Sequence[float]]) -> float:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, quantiles
 
-from perada.results.report import SCORES, Record
+from perada.results.report import SCORES
 from perada.studies.report.drawn import (
     COLOURS,
     NAMED,
@@ -25,6 +25,7 @@ from perada.studies.report.drawn import (
     whole_rounds,
 )
 from perada.studies.report.facts import sent
+from perada.studies.report.records import Record
 
 TITLES = {
     "personal/local_test": "personal, own images",

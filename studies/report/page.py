@@ -10,8 +10,9 @@ from pathlib import Path
 
 from perada.core.files import writing
 from perada.core.text import cell_text, printable
-from perada.results.report import SCORES, Record, percent
+from perada.results.report import SCORES, percent
 from perada.studies.drawing import check_drawing
+from perada.studies.report.records import Record
 from perada.studies.report.sections import SHOWN, Cell, Section, Table, all_of, sections
 from perada.studies.report.several import comparison
 

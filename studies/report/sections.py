@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from perada.results.cards import check_record, privacy_lines
 from perada.results.clients import joined_clients
-from perada.results.report import SCORES, Record, epsilon_text, shift_names
+from perada.results.report import SCORES, epsilon_text, shift_names
 from perada.studies.report import class_figures, figures
 from perada.studies.report.drawn import Drawn
 from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
+from perada.studies.report.records import Record
 
 Cell = str | int | float
 SHOWN = 200

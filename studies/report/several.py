@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from perada.results.report import SCORES, Record, shift_names
+from perada.results.report import SCORES, shift_names
 from perada.studies.report.drawn import (
     COLOURS,
     MARKERS,
@@ -24,6 +24,7 @@ from perada.studies.report.drawn import (
 )
 from perada.studies.report.facts import paired
 from perada.studies.report.figures import TITLES
+from perada.studies.report.records import Record
 from perada.studies.report.sections import Cell, Section, Table
 
 SEEDS = ("seed_everything", "federated.seed", "trainer.logger", "trainer.default_root_dir", "ckpt_path")

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import make_algorithm
 from perada.cli import main
-from perada.results.report import run_report
+from perada.studies.report.records import run_report
 
 SIZES, CLASSES, PROX = (9, 5, 14, 7), 3, 0.7
 NAMES = {

@@ -18,8 +18,8 @@ import perada
 from perada.core.files import KEY, check_sealed, sealed
 from perada.data.partitions import FromFile, Split
 from perada.results.clients import forget
-from perada.results.report import read_records
 from perada.results.run_file import READY, STAGE, finish, together
+from perada.studies.report.records import read_records
 from tests.digests import undigested
 from tests.disks import no_room
 from tests.forked import FORKS, forked

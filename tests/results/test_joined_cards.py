@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.data import FederatedData
 from perada.results.cards import privacy_card, privacy_lines
-from perada.results.report import Record
+from perada.studies.report.records import Record
 from perada.studies.report.sections import sections
 
 from .test_model_card import made

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from perada.results.report import client_table, mode_line, percent, run_report, table
+from perada.results.report import client_table, mode_line, percent, table
+from perada.studies.report.records import run_report
 
 
 def cells(text):

@@ -13,9 +13,9 @@ from scipy.stats import sem, ttest_rel
 
 import perada
 from perada.cli import main
-from perada.results.report import Record, read_records
 from perada.studies.report.facts import expected_calibration_error, paired
 from perada.studies.report.page import as_csv, write_page
+from perada.studies.report.records import Record, read_records
 from perada.studies.report.several import comparison, groups_of
 
 SCRIPT = "<script>alert(1)</script>"
