@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,16 +142,6 @@ class Evaluation:
         return scores.nanmean(-1)
 
 
-class ShiftedScores(NamedTuple):
-    """What the models score on shifted images: each personal one (M,), NaN where it was not run, and the global one.
-
-    The ``shared`` score is NaN where the algorithm has no global model.
-    """
-
-    personal: Tensor
-    shared: float
-
-
 class ShiftedEvaluation:
     """Scores of the personal models, and of the global one, on the same images, each of which is read once.
 
@@ -189,8 +179,11 @@ class ShiftedEvaluation:
         for place, client, own in zip(places, clients, logits, strict=True):
             scores.update(own.unsqueeze(0), batch.y, models=[place], counted=owner != client)
 
-    def result(self) -> dict[str, ShiftedScores]:
-        """What all processes have counted, by metric; all of them call it. Scores of classes are their mean."""
+    def result(self) -> dict[str, tuple[Tensor, float]]:
+        """What all processes have counted, by metric; all of them call it. Scores of classes are their mean.
+
+        Each personal model's score (M,), NaN where it was not run, and the global one's, NaN where there is none.
+        """
         clients = self.federation.num_clients
         for scores in (self._personal, self._shared):
             scores.merge(self.federation.ranks)
@@ -200,7 +193,7 @@ class ShiftedEvaluation:
             if self.federation.personalized:
                 own = values.new_full((clients,), torch.nan)
                 own[list(self.everywhere)] = personal[name][:, 0]
-            found[name] = ShiftedScores(own, float(values[:, 0].nanmean()))
+            found[name] = own, float(values[:, 0].nanmean())
         return found
 
 

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms.joining import algorithm_record
 from perada.data.shifts import Condition
-from perada.federation.evaluation import Evaluation, ShiftedEvaluation, ShiftedScores, sample_clients
+from perada.federation.evaluation import Evaluation, ShiftedEvaluation, sample_clients
 from perada.lightning.parts import Parts, warn_broken
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RunFile, write_run
@@ -172,7 +172,7 @@ def _described(parts: Parts) -> dict[str, str]:
     return {name: repr(shift) for name, shift in parts.data.shifts.items()}
 
 
-def _summary(found: list[tuple[Condition, dict[str, ShiftedScores]]], shared: bool) -> dict[str, Any]:
+def _summary(found: list[tuple[Condition, dict[str, tuple[torch.Tensor, float]]]], shared: bool) -> dict[str, Any]:
     """Scores by name, those of each client, and those of each kind of corruption, in plain types and tensors.
 
     The score of corruptions is the mean over their kinds and severities, of each client and of the global model. The
@@ -186,19 +186,19 @@ def _summary(found: list[tuple[Condition, dict[str, ShiftedScores]]], shared: bo
         first, *others = passes[0][1]
         for metric in (first, *others):
             ending = "" if metric == first else f"_{metric}"
-            clients = torch.stack([results[metric].personal for _, results in passes]).nanmean(0)
+            clients = torch.stack([results[metric][0] for _, results in passes]).nanmean(0)
             if not clients.isnan().all():
                 mean, spread = _mean_and_std(clients)
                 per_client[f"personal/{shift}{ending}"] = clients
                 scores |= {f"personal/{shift}{ending}": mean, f"personal/{shift}{ending}_std": spread}
             if shared:
-                scores[f"global/{shift}{ending}"] = fmean(results[metric].shared for _, results in passes)
+                scores[f"global/{shift}{ending}"] = fmean(results[metric][1] for _, results in passes)
         for condition, results in passes if passes[0][0].kind else ():
-            result = results[first]
+            personal, of_global = results[first]
             curve = kinds.setdefault(shift, {}).setdefault(condition.kind, {"severity": []})
             curve["severity"].append(condition.severity)
-            mean, spread = _mean_and_std(result.personal)
-            values = {"personal": mean, "personal_std": spread, "global": result.shared}
+            mean, spread = _mean_and_std(personal)
+            values = {"personal": mean, "personal_std": spread, "global": of_global}
             for name, value in values.items():
                 if value == value:
                     curve.setdefault(name, []).append(value)
