@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes by name: those that ship, their combinations, and files that say what to compare."""
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -111,54 +110,8 @@ def is_comparison(path: Path) -> bool:
     return any(line.startswith("compare:") for line in path.read_text(encoding="utf-8").splitlines())
 
 
-def comparison(words: Sequence[str]) -> list[str]:
-    """Replace a file that says what to compare by the words that it stands for; those that are given follow them.
-
-    Such a file has the section ``compare``, whose keys are the options of ``perada compare`` and ``recipes``; all other
-    sections are options of ``perada fit`` for every run.
-    """
-    known = recipes()
-    files = [word for word in words if word in known or (Path(word).suffix == ".yaml" and Path(word).is_file())]
-    file = next((word for word in files if is_comparison(find_recipe(word)[0])), None)
-    if file is None:
-        return list(words)
-    rest = [word for word in words if word != file]
-    if rest and not rest[0].startswith("-"):
-        raise ValueError(f"{file!r} says itself which recipes to compare: leave {rest[0]!r} out")
-    content = yaml.safe_load(find_recipe(file)[0].read_text(encoding="utf-8"))
-    own = content.pop("compare")
-    if not isinstance(own, dict) or not own.get("recipes"):
-        raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
-    out = _listed(own.pop("recipes"))
-    for name, value in own.items():
-        if name not in ("tune", "vary"):
-            out += [] if value is False else [f"--{name}", *(_listed(value) if value is not True else ())]
-            continue
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"{file!r}: compare.{name} is {value!r}; give it options of `perada fit` with lists of values"
-            )
-        given = [word.removeprefix(f"--{name}=").partition("=")[0] for word in rest]
-        for key in (key for key in value if key not in given):
-            # A comma in a text does not part two values.
-            quoted = (f'"{word}"' if "," in word and word[0] not in "[{" else word for word in _listed(value[key]))
-            out.append(f"--{name}={key}={','.join(quoted)}")
-    return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *rest]
-
-
-def _listed(value: Any) -> list[str]:  # noqa: ANN401  # whatever a file holds
-    """One value or several as words."""
-    return list(map(_word, value if isinstance(value, list) else [value]))
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Options by full name; what has a ``class_path`` is one."""
-    for key, value in section.items():
-        if isinstance(value, dict) and value and "class_path" not in value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def comparison_file(word: str) -> Path | None:
+    """The file that a word names, if it says which recipes to compare."""
+    named = word in recipes() or (Path(word).suffix == ".yaml" and Path(word).is_file())
+    path = find_recipe(word)[0] if named else None
+    return path if path is not None and is_comparison(path) else None

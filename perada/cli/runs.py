@@ -30,7 +30,7 @@ from perada.cli.parser import (
     with_proposal,
     wrong_option,
 )
-from perada.cli.recipes import comparison, recipe_files
+from perada.cli.recipes import comparison_file, recipe_files
 from perada.core.text import printable
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedLoop, PredictionFile
@@ -211,8 +211,9 @@ class PeradaCLI(LightningCLI):
 def compare(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada compare``."""
     from perada.studies.compare.command import main as command
+    from perada.studies.compare.file import comparison
 
-    command(parser, comparison(words), compared)
+    command(parser, comparison(words, comparison_file), compared)
 
 
 def compared(args: Sequence[str]) -> PeradaCLI:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -15,10 +16,11 @@ import yaml
 import perada
 from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
-from perada.cli.recipes import comparison
+from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
 from perada.core.files import KEY
 from perada.data import Digits
+from perada.studies.compare import file
 from perada.studies.compare.command import Comparison
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import ENTRIES, Plan
@@ -27,6 +29,7 @@ from perada.studies.compare.running import epsilons, runner, same_budget
 from tests import recipes
 from tests.digests import without
 
+comparison = partial(file.comparison, find=comparison_file)
 DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
 TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
 GRID = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3,0.1"]
@@ -750,7 +753,13 @@ def test_files_that_cannot_be_compared(recipe, tmp_path, text, says):
 def test_a_value_need_not_be_a_list_and_the_command_line_counts(recipe, tmp_path):
     text = "compare: {recipes: tiny.yaml, vary: {a.b: resnet18, c.d: 12}}\n"
     (tmp_path / "t.yaml").write_text(text)
-    assert comparison(["--jobs", "2", "t.yaml"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", "--jobs", "2"]
+    assert comparison(["--jobs", "2", "t.yaml"]) == [
+        "tiny.yaml",
+        "--vary=a.b=resnet18",
+        "--vary=c.d=12",
+        "--jobs",
+        "2",
+    ]
     (tmp_path / "t.yaml").write_text("compare: {recipes: tiny.yaml, vary: {a.b: ['1, 2', c]}}\n")
     (vary,) = comparison(["t.yaml"])[1:]
     assert parse_grid([vary.removeprefix("--vary=")]) == {"a.b": ["1, 2", "c"]}
@@ -758,9 +767,19 @@ def test_a_value_need_not_be_a_list_and_the_command_line_counts(recipe, tmp_path
     (tmp_path / "over.yaml").write_text("trainer: {}\n")
     (tmp_path / "weights.safetensors").write_bytes(b"\xff\xfe")
     options = ["--config", "over.yaml", "--model.pretrained", "weights.safetensors"]  # files, but no recipes to compare
-    assert comparison(["t.yaml", *options]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary=c.d=12", *options]
+    assert comparison(["t.yaml", *options]) == [
+        "tiny.yaml",
+        "--vary=a.b=resnet18",
+        "--vary=c.d=12",
+        *options,
+    ]
     assert comparison(["tiny.yaml", *options]) == ["tiny.yaml", *options]
-    assert comparison(["t.yaml", "--vary", "c.d=3"]) == ["tiny.yaml", "--vary=a.b=resnet18", "--vary", "c.d=3"]
+    assert comparison(["t.yaml", "--vary", "c.d=3"]) == [
+        "tiny.yaml",
+        "--vary=a.b=resnet18",
+        "--vary",
+        "c.d=3",
+    ]
 
 
 def test_the_lower_error_is_chosen():
