@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,7 +79,7 @@ def open_atomic(
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)  # what a crash left: it may be open to others, or a link of theirs
-        with writing(path), _created(partial, 0o600 if private else 0o666) as file:
+        with writing(path), open(partial, "xb", opener=opener(0o600 if private else 0o666)) as file:
             with suppress(OSError):  # a file system without locks
                 _lock(file.fileno())
             yield file
@@ -104,9 +104,9 @@ def write_atomic(path: Path, content: bytes, **options: Any) -> None:
         file.write(content)
 
 
-def _created(path: Path, mode: int) -> BinaryIO:
-    """A new file, which is open for writing."""
-    return open(path, "xb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), mode))
+def opener(mode: int = 0o666) -> Callable[[str, int], int]:
+    """For :func:`open`: a file with these rights, and an OSError where a symbolic link stands in its place."""
+    return lambda path, flags: os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
 
 
 def _keep(path: Path, other: Path) -> None:

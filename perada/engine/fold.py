@@ -133,12 +133,8 @@ class StackedConv2d(Twin):
             out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
             return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
         biases = [None] * len(x_CB) if bias is None else bias
-        return _joined([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
-
-
-def _joined(outputs: list[Tensor]) -> Tensor:
-    """The clients' outputs (B, ...) as one batch (R, ...); that of a single client is not copied."""
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        outputs = [conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,9 +189,8 @@ class StackedBatchNorm(Twin):
             out = F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
             return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
-        real = counts or (len(x_R) // clients,) * clients
-        out_R: Tensor = ClientNorms.apply(x_R, weights, biases, means, variances, real, use_batch, momentum, norm.eps)
-        return out_R
+        real, how = counts or (len(x_R) // clients,) * clients, (use_batch, momentum, norm.eps)
+        return ClientNorms.apply(x_R, real, how, weights, biases, means, variances)  # type: ignore[no-any-return]  # a tensor
 
 
 class StackedNorm(Twin):
@@ -257,7 +252,6 @@ TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.LayerNorm: StackedNorm,
     nn.GroupNorm: StackedNorm,
 }
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
     nn.Dropout: StackedDropout,
     nn.Dropout1d: StackedChannelDropout,
@@ -307,7 +301,7 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
         if draws(module):
             return RANDOM_TWINS[kind](module, context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
-        if kind in BATCH_NORMS and not trained and module._buffers["running_var"] is not None:
+        if TWINS.get(kind) is StackedBatchNorm and not trained and module._buffers["running_var"] is not None:
             return FrozenBatchNorm(module)
         if type(module) is nn.Conv2d and not trained:
             return FrozenConv2d(module)

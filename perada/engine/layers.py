@@ -233,40 +233,32 @@ class ClientNorms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        x_R: Tensor,
-        weights: Tensor | None,
-        biases: Tensor | None,
-        means: Tensor | None,
-        variances: Tensor | None,
-        real: tuple[int, ...],
-        use_batch: bool,
-        momentum: float,
-        eps: float,
+        ctx: _Context, x_R: Tensor, real: tuple[int, ...], how: tuple[bool, float, float], *states: Tensor | None
     ) -> Tensor:
-        """Normalise the ``real`` rows of each client in (R, D, ...) by its tensors (C, D); the others become 0."""
+        """Normalise the ``real`` rows of each client in (R, D, ...); the others become 0.
+
+        ``how`` is by the batch's own statistics or not, their momentum, and epsilon. The ``states`` are weights, biases
+        and running means and variances, each (C, D).
+        """
         out_R = torch.empty_like(x_R)
         x_CB, out_CB = (rows.unflatten(0, (len(real), -1)) for rows in (x_R, out_R))
         saved: list[Tensor] = []
         for index, count in enumerate(real):
-            weight, bias, mean, variance = (
-                None if value is None else value[index] for value in (weights, biases, means, variances)
-            )
-            normed, *kept = torch.native_batch_norm(
-                x_CB[index, :count], weight, bias, mean, variance, use_batch, momentum, eps
-            )
+            weight, bias, mean, variance = (None if value is None else value[index] for value in states)
+            normed, *kept = torch.native_batch_norm(x_CB[index, :count], weight, bias, mean, variance, *how)
             _put(normed, out_CB[index])
             saved += kept
-        running = (None, None) if use_batch else (means, variances)  # the next pass changes them
-        ctx.save_for_backward(x_R, weights, *running, *saved)
-        ctx.real, ctx.use_batch, ctx.eps = real, use_batch, eps
+        ctx.use_batch, _, ctx.eps = how
+        running = (None, None) if ctx.use_batch else states[2:]  # the next pass changes them
+        ctx.save_for_backward(x_R, states[0], *running, *saved)
+        ctx.real = real
         return out_R
 
     @staticmethod
     def backward(ctx: _Context, gradient_R: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the images, the weights and the biases."""
         x_R, weights, means, variances, *saved = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
+        needed = [ctx.needs_input_grad[place] for place in (0, 3, 4)]
         x_CB, gradient_CB = (rows.unflatten(0, (len(ctx.real), -1)) for rows in (x_R, gradient_R))
         like = x_CB, weights, weights
         wholes = [torch.empty_like(of) if one else None for of, one in zip(like, needed, strict=True)]
@@ -279,7 +271,7 @@ class ClientNorms(torch.autograd.Function):
                 if whole is not None:
                     _put(part, whole[index])
         inputs, *affine = wholes
-        return (None if inputs is None else inputs.flatten(0, 1), *affine, *[None] * 6)
+        return (None if inputs is None else inputs.flatten(0, 1), None, None, *affine, None, None)
 
 
 def _put(rows: Tensor, place: Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.core.files import opener
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, RoundPlan, one_of
 from perada.core.seeding import Streams, generator
@@ -33,11 +34,6 @@ FIELDS = frozenset({"id", "run", "round", "images", "clients"})
 """What a line says: of which run it is, and the costs of a round by client."""
 CUT = b" #cut"
 """Put behind a line that a crash cut off."""
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Open a file; with ``OSError`` if a symbolic link stands in its place."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 class Journal:
@@ -56,7 +52,7 @@ class Journal:
         for path in (*self.own, *self.others):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "ab+", opener=_no_link) as file:
+                with open(path, "ab+", opener=opener()) as file:
                     file.seek(max(0, file.tell() - 1))
                     cut = file.read() not in (b"", b"\n")  # by a crash
                     file.write((CUT + b"\n") * cut + json.dumps(entry).encode() + b"\n")

@@ -15,8 +15,6 @@ SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
 MODES = ("global/best_mode", "global/worst_mode", ENTROPY)
 PRIVACY = "privacy/"
-THEORY = "theory/"
-ENSEMBLE = "theory/ensemble_accuracy"
 EPSILONS = {
     "privacy/server_epsilon": "ε server",
     "privacy/release_epsilon": "ε release",
@@ -150,7 +148,7 @@ def cell(name: str, value: float) -> str:
         return epsilon_text(value)
     if name.startswith("train/"):
         return f"{value:.4f}"
-    if name.startswith(THEORY) and name != ENSEMBLE:
+    if name.startswith("theory/") and name != "theory/ensemble_accuracy":
         return f"{value:.4g}"
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 

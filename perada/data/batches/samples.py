@@ -8,6 +8,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -351,17 +352,13 @@ class RoundBatches(Dataset[AnyBatch]):
         stream = () if self.private is None else (derive_seed(self._items, f"stream/{name}"),)
         x, y, reasons = self.store.read(owners, rows, (self._items, round, step, *stream))
         assert y is not None
-        failed = {int(owners[row]): _reason(error, int(owners[row])) for row, error in reasons.items()}
+        failed = {int(owners[row]): str(error) for row, error in reasons.items()}
+        failed |= {who: f"client {who}: {text}" for who, text in failed.items() if f"client {who}" not in text}
         kept = [row for row in range(sum(counts)) if self.private is None or row not in reasons]
         if len(kept) < len(x):
             x, y, left = x[kept], y[kept], owners[kept].tolist()
             counts = tuple(left.count(client) for client in clients)
         return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, round, tuple(failed.items()))
-
-
-def _reason(error: Exception, client: int) -> str:
-    """Why a client's sample cannot be read; the client is named."""
-    return str(error) if f"client {client}" in str(error) else f"client {client}: {error}"
 
 
 class EvalBatches(Dataset[EvalBatch]):
@@ -392,8 +389,5 @@ def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[
     own = generator(0, "loader")
     # Where training is on a GPU, what the host reads is copied there without a wait.
     pin = torch.cuda.is_initialized() and not store.on_device
-    return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=_as_is, generator=own, pin_memory=pin)
-
-
-def _as_is(batch: Any) -> Any:  # noqa: ANN401 - the default would turn tuples into lists
-    return batch
+    # A batch is copied as it is: the default would turn tuples into lists.
+    return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=copy, generator=own, pin_memory=pin)
