@@ -510,6 +510,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is not a checkpoint"),
     ],
 )
+@pytest.mark.every(3)
 def test_errors_are_one_line(folder, monkeypatch, capsys, words, message):
     says = perada_says(monkeypatch, capsys, *words)
     assert says.startswith("perada: error: ")
@@ -527,6 +528,7 @@ def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("number", "status", "said"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
+@pytest.mark.every(2)
 def test_a_run_that_is_ended_says_how_to_resume(folder, monkeypatch, capsys, number, status, said):
     words = ["fit", "--config", "tiny.yaml", "--federated.distillation.steps=0"]
     main([*words, "--trainer.default_root_dir=whole"])

@@ -155,6 +155,7 @@ def table_of_clients(capsys, names="0123"):
 
 
 @pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "fashion_mnist_vit/ditto/sample"])
+@pytest.mark.every(2)
 def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
     table_of_clients(capsys)

@@ -86,7 +86,7 @@ def normalized():
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"fedalt_adapter", "fedsim_adapter"}))
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_running_statistics_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized))
 

@@ -95,7 +95,10 @@ def test_a_fine_tuned_model_replaces_the_last_evaluation(tiny, tmp_path):
     )
 
 
-def test_labels_that_only_reading_would_tell_are_not_counted(tiny, tmp_path):
+@pytest.mark.parametrize("scanned", [True, False])
+def test_labels_that_only_reading_would_tell_are_counted_where_they_are_read_anyway(
+    tiny, tmp_path, monkeypatch, scanned
+):
     class Lazy(torch.utils.data.Dataset):
         def __init__(self, inner):
             self.inner = inner
@@ -107,8 +110,12 @@ def test_labels_that_only_reading_would_tell_are_not_counted(tiny, tmp_path):
             return self.inner[index]
 
     data = tiny.data()
-    data = perada.data.FederatedData([Lazy(one) for one in data.train], data.test, data.public)
-    assert "train" not in fit(tiny, tmp_path, rounds=1, data=data).metrics.get("partition", {})
+    counts = [torch.bincount(one.tensors[1], minlength=3).tolist() for one in data.train]
+    data = perada.data.FederatedData([Lazy(one) for one in data.train], data.test, data.public, num_classes=3)
+    if not scanned:
+        monkeypatch.setattr("perada.data.federated.SCAN_LIMIT", 0)
+    found = fit(tiny, tmp_path, rounds=1, data=data).metrics.get("partition", {})
+    assert found.get("train") == (counts if scanned else None)
 
 
 def test_loggers_have_the_round(tiny, tmp_path):

@@ -228,6 +228,7 @@ def head():
     return settings, local_gd_head.head_curves(settings, 3, lambda what: None)
 
 
+@pytest.mark.slow
 def test_vectors_are_what_timm_gives_its_head(head):
     settings, _ = head
     model = build_backbone("test_resnet", pretrained="perada:fashion_test_resnet", image_size=32)
