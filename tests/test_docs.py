@@ -176,17 +176,12 @@ APART = ("README.md", "docs/privacy.md")
 
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
-LONG = tuple(
-    f"docs/{page}" for page in "compare diagnostics extending joining own_images report results shifts studies/".split()
-)
+LONG = "compare", "diagnostics", "extending", "joining", "own_images", "report", "results", "shifts", "studies/"
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * page.startswith(tuple(f"docs/{long}" for long in LONG)))
-        for page in FOLLOWED
-    ],
+    [pytest.param(page, marks=[pytest.mark.slow] * page.removeprefix("docs/").startswith(LONG)) for page in FOLLOWED],
 )
 def test_the_blocks_of_a_page_run(reader, page):
     reader.follow(page)
