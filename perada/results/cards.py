@@ -65,22 +65,61 @@ def rendered(name: str, **content: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", _template(name).render(content)).strip()
 
 
-def write_card(
-    path: Path, run: Models, client: int | None, base: str | None, backbone: str | None, scores: bool, license: str
-) -> None:
-    """Write the card of a client's adapter, or of the global one (None), with the Hub's header, into a README.
+class Cards:
+    """The cards of a run's adapters, READMEs with the Hub's header.
 
-    Of one that somebody wrote before only the header's fields and what perada wrote are replaced. ``base`` is what the
-    Hub or timm calls the backbone, None for a network of one's own; ``backbone`` is where its weights are, seen from
-    the card, None where they can be had elsewhere. Scores may be left out.
+    Args:
+        run: The run.
+        base: What the Hub or timm calls the backbone, None for a network of one's own.
+        scores: Whether scores are told.
+        license: Of the adapters, as the Hub writes licences.
     """
-    text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
-    on_hub = run.info["pretrained"] is True and base is not None and "/" in base
-    headed = _headed(text, license, base if on_hub else None)
-    found = _scores(run.metrics, client) if scores else None
-    others = "\n\n".join(filter(None, _WRITTEN.split(headed))).rstrip()
-    written = f"{_CARD_START}\n{_text(run, client, base, backbone, found)}\n{_CARD_END}\n"
-    path.write_text(f"{others}\n\n{written}", encoding="utf-8")
+
+    def __init__(self, run: Models, base: str | None, scores: bool, license: str) -> None:
+        self.run, self.base, self.scores, self.license = run, base, scores, license
+        info, self._own = run.info, run.own_clients()
+        self._images = (info.get("training") or {}).get("images", [])
+        self._came = {record["client"]: record["images"] for record in info.get("joined", [])}
+        self._facts = {
+            "info": {"algorithm": "unknown", "classes": None} | info,
+            "images": sum(self._images),
+            "clients": len(self._images),
+            "base": base,
+        }
+
+    def write(self, path: Path, client: int | None, backbone: str | None) -> None:
+        """Write the card of a client's adapter, or of the global one (None).
+
+        Of one that somebody wrote before only the header's fields and what perada wrote are replaced. ``backbone`` is
+        where its weights are, seen from the card, None where they can be had elsewhere.
+        """
+        text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
+        on_hub = self.run.info["pretrained"] is True and self.base is not None and "/" in self.base
+        headed = _headed(text, self.license, self.base if on_hub else None)
+        others = "\n\n".join(filter(None, _WRITTEN.split(headed))).rstrip()
+        written = f"{_CARD_START}\n{self._text(client, backbone)}\n{_CARD_END}\n"
+        path.write_text(f"{others}\n\n{written}", encoding="utf-8")
+
+    def _text(self, client: int | None, backbone: str | None) -> str:
+        info, names, images = self.run.info, self.run.info.get("clients"), self._images
+        own_images = images[client] if client is not None and client < len(images) else None
+        called: object = client
+        if client is not None and names and names[client] != str(client):
+            called = code(names[client])
+        elif not names and "adapter_of" in info:
+            called = code(info["adapter_of"])
+        own = client if client in self._own else None
+        return rendered(
+            "adapter",
+            client=client,
+            called=called,
+            own_images=self._came.get(client, own_images),
+            joined=client in self._came,
+            scores=_scores(self.run.metrics, client) if self.scores else None,
+            backbone=backbone,
+            privacy=privacy_card(info.get("privacy"), own, self._came, called),
+            **self._facts,
+        )
 
 
 @lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
@@ -100,33 +139,6 @@ def _headed(text: str, license: str, base: str | None) -> str:
         merged.pop("base_model", None)
     card.data = type(card.data)(**merged)
     return str(card).rstrip() + "\n"
-
-
-def _text(
-    run: Models, client: int | None, base: str | None, backbone: str | None, scores: dict[str, float] | None
-) -> str:
-    info, names = run.info, run.info.get("clients")
-    images = list((info.get("training") or {}).get("images", []))
-    came = {record["client"]: record["images"] for record in info.get("joined", [])}
-    own_images = images[client] if client is not None and client < len(images) else None
-    called: object = client
-    if client is not None and names and names[client] != str(client):
-        called = code(names[client])
-    elif not names and "adapter_of" in info:
-        called = code(info["adapter_of"])
-    return rendered(
-        "adapter",
-        info={"algorithm": "unknown", "classes": None} | info,
-        client=client,
-        called=called,
-        images=images,
-        own_images=came.get(client, own_images),
-        joined=client in came,
-        scores=scores,
-        base=base,
-        backbone=backbone,
-        privacy=privacy_card(info.get("privacy"), client if run.own(client) else None, came, called),
-    )
 
 
 def _scores(metrics: Record, client: int | None) -> dict[str, float]:

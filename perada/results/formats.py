@@ -90,7 +90,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
             said=said,
             prepared=json.dumps(run.preprocessing.record() | {"classes": run.info.get("classes")}, indent=2),
             privacy=privacy_card(
-                run.info.get("privacy"), number if run.own(number) else None, joined_clients(run.info)
+                run.info.get("privacy"), number if number in run.own_clients() else None, joined_clients(run.info)
             ),
         )
         (stage / "README.md").write_text(f"{text}\n", encoding="utf-8")

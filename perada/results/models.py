@@ -103,9 +103,9 @@ class Models:
                 f"there is no global adapter: this is that of client {self.info['adapter_of']!r} alone; give client=0"
             )
 
-    def own(self, client: int | None) -> bool:
-        """Whether a client's adapter is its own, and no copy of the global one, which (None) is nobody's."""
-        return self._personal is not None and client in self.info.get("own_adapters", range(self.num_clients))
+    def own_clients(self) -> frozenset[int]:
+        """The clients whose adapters are their own, and no copies of the global one."""
+        return frozenset(self.info.get("own_adapters", range(self.num_clients)) if self._personal is not None else ())
 
     def number(self, client: int | str | None) -> int:
         """The number of a client, given as such or by name.

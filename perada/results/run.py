@@ -14,7 +14,7 @@ from perada.core.files import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
 from perada.data.preprocessing import Preprocessing
-from perada.results.cards import UNKNOWN, check_record, is_test_mode, protection, write_card
+from perada.results.cards import UNKNOWN, Cards, check_record, is_test_mode, protection
 from perada.results.clients import with_joined
 from perada.results.export import (
     BACKBONE_FILE,
@@ -123,7 +123,7 @@ class Run(Models):
         What somebody wrote into a card in the folder of before, ``former``, stays.
         """
         base, own, adapted = base_name(self._adapted, self.info["pretrained"]), own_weights(self.info), self._adapted
-        files, written = {}, PeftFolders(adapted, base)
+        files, written, cards = {}, PeftFolders(adapted, base), Cards(self, base, scores, license)
         if own:
             save_backbone(adapted, stage)
         for place, (name, client) in enumerate(folders):
@@ -132,10 +132,9 @@ class Run(Models):
             folder.mkdir(exist_ok=True)
             if card.is_file() and not card.is_symlink() and not card.parent.is_symlink():
                 shutil.copyfile(card, folder / CARD_FILE)
-            written.save(state, folder, self.info.get("classes"))
             where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
-            there = where if own or adapted.beside else None
-            write_card(folder / CARD_FILE, self, client, base, there, scores, license)
+            cards.write(folder / CARD_FILE, client, where if own or adapted.beside else None)
+            written.save(state, folder, self.info.get("classes"))
             names = [one for one in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / one).is_file()]
             digests = write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])
             files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
@@ -196,7 +195,7 @@ class Run(Models):
             write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number, told))
 
         whose = "the global adapter" if number is None else f"the adapter of client {client}"
-        own = number if self.own(number) else None
+        own = number if number in self.own_clients() else None
         what = f"{whose}: its weights, {'scores, ' if told else ''}names of classes and how it was trained; no images"
         return push(write, repo, f"{what}. It was trained {protection(privacy, own)}.", private, token)
 

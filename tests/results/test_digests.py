@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 
 import perada
-from perada.core.files import KEY, check_sealed, sealed
+from perada.core.files import KEY, check_sealed, sealed, write_sums
 from perada.data.partitions import FromFile, Split
 from perada.results.clients import forget
 from perada.results.run_file import READY, STAGE, finish, together
@@ -233,10 +233,11 @@ def test_a_save_that_fails_leaves_the_run_of_before(run, saved, tiny, tmp_path, 
 
 
 def test_a_folder_that_is_deleted_while_its_digests_are_made_is_named(run, tmp_path, monkeypatch):
-    def half_deleted(card, *_, **__):
-        (card.parent / "adapter_model.safetensors").unlink()
+    def half_deleted(folder, names):
+        (folder / "adapter_model.safetensors").unlink()
+        return write_sums(folder, names)
 
-    monkeypatch.setattr("perada.results.run.write_card", half_deleted)
+    monkeypatch.setattr("perada.results.run.write_sums", half_deleted)
     with pytest.raises(FileNotFoundError, match=r"gone' could not be written"):
         run.save(tmp_path / "gone")
 
