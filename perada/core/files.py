@@ -43,8 +43,9 @@ def sync(paths: Iterable[Path]) -> None:
     """
     if os.name != "posix":
         return
+    paths = [*paths]
     with ThreadPoolExecutor(_TOGETHER) as pool:
-        list(pool.map(_sync, paths))
+        list(pool.map(lambda some: [_sync(path) for path in some], (paths[at::_TOGETHER] for at in range(_TOGETHER))))
 
 
 @contextmanager

@@ -124,6 +124,8 @@ class Run(Models):
         """
         base, own, adapted = base_name(self._adapted, self.info["pretrained"]), own_weights(self.info), self._adapted
         files, written, cards = {}, PeftFolders(adapted, base), Cards(self, base, scores, license)
+        names = [NAMES_FILE] * bool(self.info.get("classes")) + [BACKBONE_FILE] * bool(adapted.beside)
+        names = [CARD_FILE, *names, CONFIG_FILE, WEIGHTS_FILE]
         if own:
             save_backbone(adapted, stage)
         for place, (name, client) in enumerate(folders):
@@ -135,8 +137,7 @@ class Run(Models):
             where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
             cards.write(folder / CARD_FILE, client, where if own or adapted.beside else None)
             written.save(state, folder, self.info.get("classes"))
-            names = [one for one in (CARD_FILE, NAMES_FILE, BACKBONE_FILE) if (folder / one).is_file()]
-            digests = write_sums(folder, [*names, CONFIG_FILE, WEIGHTS_FILE])
+            digests = write_sums(folder, names)
             files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
         return files | ({BACKBONE_FILE: digest_of(stage / BACKBONE_FILE)} if own else {})
 
