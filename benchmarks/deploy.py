@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from perada.cli.flower import LINK, Loopback
 from perada.deploy.flower.app import write_app
+from perada.studies.deployment import LINK, Loopback
 
 SITES = ("alpha", "beta", "gamma")
 BYTES = 5_600_000

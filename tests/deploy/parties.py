@@ -9,7 +9,6 @@ from pathlib import Path
 import pytorch_lightning as pl
 
 from perada.algorithms import make_algorithm
-from perada.cli.flower import LINK
 from perada.data import FederatedDataModule
 from perada.deploy.protocol import LocalTransport, Terms
 from perada.deploy.recipe import Recipe, ServerRecipe
@@ -21,6 +20,7 @@ from perada.deploy.state import Book
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation
+from perada.studies.deployment import LINK
 
 SIZES = (9, 5, 14)
 TEXT = b"a recipe"

@@ -14,10 +14,10 @@ pytest.importorskip("cryptography", reason="keys need it: pip install 'perada[fl
 
 PROGRAM = """
 from pathlib import Path
-from perada.cli import flower
+from perada.studies import deployment as flower
 from perada.deploy.flower import running
 
-def begin(self, rounds):
+def begin(self, rounds, _):
     self.app = self.folder
     self.write_keys()
     words = ["sh", "-c", "sleep 300 & wait"]
@@ -29,7 +29,7 @@ def begin(self, rounds):
 flower.Demo.begin = begin
 running.program = lambda name: Path("/bin/sleep")
 flower.run_app = lambda *_: running.follow(["301"], {})
-flower.run_demo(1)
+flower.run_demo(1, None)
 """
 
 

@@ -15,9 +15,10 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada
 
 from perada.cli import flower as module
 from perada.cli import main
-from perada.cli.flower import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, recipe_digest, site_file
+from perada.cli.flower import recipe_digest
 from perada.deploy import state as records
 from perada.deploy.state import SITE_STATE, Book, read_state
+from perada.studies.deployment import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
 
 from .parties import Supervisor, Watched
 
@@ -64,7 +65,7 @@ class Killed(Watched, Demo):
 def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "demo_recipe", long_rounds)
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Killed(Path(folder), SITES, ENVIRONMENT) as demo:
-        demo.begin(ROUNDS)
+        demo.begin(ROUNDS, recipe_digest)
         demo.command(resume=False)
 
         demo.hold(1)

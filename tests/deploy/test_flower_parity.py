@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
 from perada.cli import main
-from perada.cli.flower import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, recipe_digest, run_demo, site_file
+from perada.cli.flower import recipe_digest
 from perada.deploy import state as records
 from perada.deploy.flower.running import program
 from perada.deploy.state import SITE_STATE, read_state
+from perada.studies.deployment import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, run_demo, site_file
 
 from .parties import Watched
 
@@ -46,7 +47,7 @@ def untimed(progress):
 
 
 def test_over_flower_or_in_one_process(tmp_path, capfd):
-    assert run_demo(1, tmp_path / "flower") == 0
+    assert run_demo(1, recipe_digest, tmp_path / "flower") == 0
     said = capfd.readouterr().out
     assert "is finished:completed" in said
     assert "3 of 3 sites replied" in said
@@ -61,7 +62,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
     here = tmp_path / "here"
     here.mkdir()
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Watching(Path(folder), SITES, ENVIRONMENT) as demo:
-        demo.begin(2)
+        demo.begin(2, recipe_digest)
         words = [program("flwr"), "run", demo.app, LINK, "--stream", "-c"]
         config = f'min_sites=3 deadline=300.0 state="{demo.folder}/server"'
         demo.start("run", [*words, config])

@@ -19,9 +19,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from perada.cli.flower import LINK, Loopback
 from perada.deploy.flower.keys import write_site_keys
 from perada.deploy.flower.running import program
+from perada.studies.deployment import LINK, Loopback
 
 from .parties import Supervisor, Watched
 
