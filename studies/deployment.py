@@ -17,13 +17,12 @@ from typing import Any, Self
 
 import yaml
 
-import perada
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys, write_site_keys
 from perada.deploy.flower.running import QUIET, Link, check_flower, program, run_app, write_connection
 from perada.deploy.protocol import Terms
 
-QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SITES = ("alpha", "beta", "gamma")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 """One thread each: their batches are small, and there are many processes."""

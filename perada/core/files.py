@@ -45,7 +45,7 @@ def sync(paths: Iterable[Path]) -> None:
         return
     paths = [*paths]
     with ThreadPoolExecutor(_TOGETHER) as pool:
-        list(pool.map(lambda some: [_sync(path) for path in some], (paths[at::_TOGETHER] for at in range(_TOGETHER))))
+        list(pool.map(_sync, (paths[at::_TOGETHER] for at in range(_TOGETHER))))
 
 
 @contextmanager
@@ -228,13 +228,14 @@ def _lock(handle: int, wait: bool = False) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with writing(path):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+def _sync(paths: Iterable[Path]) -> None:
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            with writing(path):
+                os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 class FolderLock:
