@@ -11,6 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor
 from tqdm import tqdm
 
 from perada.core.files import writing
@@ -94,25 +95,29 @@ class PredictionFile(pl.Callback):
 
     path: Path | None = None
 
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start an empty table."""
+        self._rows: list[list[str]] = []
+
+    def on_predict_batch_end(self, *hook: Any) -> None:
+        """Add a batch; the loop itself keeps none where ``return_predictions`` is false."""
+        batch: Mapping[str, Tensor] = hook[2]
+        models = [name for name in ("personal", "global") if name in batch]
+        self._rows = self._rows or [["image", "client", "label", *models]]
+        columns = [batch["owner"], batch["y"]]
+        for logits in (batch[name] for name in models):
+            columns.append((logits > 0).long() if batch["y"].dim() > 1 else logits.argmax(-1))
+        for row in zip(*(map(_cell, column.tolist()) for column in columns), strict=True):
+            self._rows.append([str(len(self._rows) - 1), *row])
+
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the table."""
-        predictions = trainer.predict_loop.predictions
         folder = trainer.log_dir if trainer.loggers else None  # all processes ask, rank 0 writes
-        if not predictions or not folder or not trainer.is_global_zero:
-            return
-        models = [name for name in ("personal", "global") if name in predictions[0]]
-        rows: list[tuple[str, ...]] = []
-        for batch in predictions:
-            columns = [batch["owner"], batch["y"]]
-            for logits in (batch[name] for name in models):
-                columns.append((logits > 0).long() if batch["y"].dim() > 1 else logits.argmax(-1))
-            rows += zip(*(map(_cell, column.tolist()) for column in columns), strict=True)
-        self.path = Path(folder) / "predictions.csv"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(["image", "client", "label", *models])
-            table.writerows([number, *row] for number, row in enumerate(rows))
+        if self._rows and folder and trainer.is_global_zero:
+            self.path = Path(folder) / "predictions.csv"
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with writing(self.path), self.path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(self._rows)
 
 
 def _cell(value: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -41,15 +42,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(target, former=target.with_name(PREVIOUS) if target.name == LAST else None) as file:
+            digest = hashlib.sha256()  # of what is to be written, not of what the disk has made of it
+            whole = SimpleNamespace(write=lambda some: digest.update(some) or file.write(some), flush=file.flush)
             try:
-                torch.save(checkpoint, file)
+                torch.save(checkpoint, whole)  # type: ignore[arg-type]  # it needs write and flush
             except RuntimeError as error:  # torch's own, while it handles what the file raised
                 raise (error.__context__ or error) from None
-            file.flush()
-            with open(file.name, "rb") as written:
-                digest = hashlib.file_digest(written, "sha256").hexdigest()
             file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
-            file.write(LENGTH + MARK + digest.encode())
+            file.write(LENGTH + MARK + digest.hexdigest().encode())
 
     def load_checkpoint(self, path: str | Path, *options: Any, **others: Any) -> dict[str, Any]:
         """Read a checkpoint; a ValueError says so if it is damaged."""
@@ -220,7 +220,8 @@ def resume(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) 
         )
     if rounds > max_epochs >= 0:
         raise ValueError(
-            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give more"
+            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give at least "
+            f"{rounds}"
         )
     loop = checkpoint["loops"]["fit_loop"]
     for count in ("total", "current"):

@@ -163,7 +163,8 @@ def use_features(parts: Parts, image: Tensor) -> Prefix | None:
     prefix = module.engine.find_prefix(parts.near(image), 0.0 if module.cache_features else LEAST_SHARE)
     if prefix is None and module.cache_features:
         raise ValueError(
-            "cache_features=True, and the model has no frozen part before all that is trained; leave it out"
+            "cache_features=True, and the model has no frozen part before all that is trained; leave cache_features "
+            "out, or choose an adapter that has one (head, lora)"
         )
 
     def encode(images: Tensor) -> Tensor:

@@ -178,5 +178,6 @@ def check_failures(rounds: Sequence[tuple[float, float]], limit: int | None, ove
         )
     if over and rounds and all(drawn == failed for drawn, failed in rounds):
         raise NothingLearnedError(
-            f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix them"
+            f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix the "
+            "data, or lower the learning rates"
         )

@@ -219,7 +219,9 @@ class Ledger:
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by a copy of what :meth:`state_dict` gave; an error changes nothing."""
+        """Replace everything by a copy of what :meth:`state_dict` gave; a ValueError changes nothing."""
+        if "rows" not in state:
+            raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
         fresh = Ledger()
         for row in state["rows"]:
             fresh.add(*row)
@@ -256,7 +258,9 @@ class Ledgers:
         return {"server": self.server.state_dict(), "release": self.release.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace both by what :meth:`state_dict` gave; an error changes nothing."""
+        """Replace both by what :meth:`state_dict` gave; a ValueError changes nothing."""
+        if set(state) != {"server", "release"}:
+            raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
         fresh = Ledgers()
         for name, ledger in vars(fresh).items():
             ledger.load_state_dict(state[name])

@@ -187,7 +187,10 @@ class ClientLevel(Budget):
         return super().state_dict() | {"norm": self.norm, "noise_multiplier": self.noise_multiplier}
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """As of :class:`.Budget`; a calibrated z stays what it was."""
+        """As of :class:`.Budget`; a calibrated z stays what it was. What :meth:`state_dict` did not give is refused."""
+        names = sorted(self.state_dict())
+        if sorted(state) != names:
+            raise ValueError(f"client-level privacy has {names}, not {sorted(state)}; load its state_dict()")
         check_bound(state["norm"])
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]

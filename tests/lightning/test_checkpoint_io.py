@@ -7,6 +7,7 @@ import random
 import re
 import tempfile
 import tracemalloc
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,28 @@ def test_any_flipped_bit_is_found(written):
             check_whole_file(written)
     written.write_bytes(whole)
     check_whole_file(written)
+
+
+def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
+    @contextmanager
+    def flipping(target, **_):
+        with target.open("w+b") as file:
+            file_write, file_flush = file.write, file.flush
+
+            class Flipping:
+                name, seek, flush = str(target), file.seek, staticmethod(file_flush)
+
+                def write(self, some):
+                    some = bytearray(some)
+                    some[len(some) // 2] ^= len(some) == 24  # in a tensor of six numbers
+                    return file_write(bytes(some))
+
+            yield Flipping()
+
+    monkeypatch.setattr("perada.lightning.checkpoint.open_atomic", flipping)
+    WholeCheckpointIO().save_checkpoint(CONTENT, written)
+    with pytest.raises(ValueError, match="is damaged"):
+        check_whole_file(written)
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, -1, -79, -90, -2000])

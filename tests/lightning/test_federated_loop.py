@@ -20,7 +20,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 import perada
 from perada.algorithms import make_algorithm
 from perada.api import make_trainer
-from perada.lightning import FederatedLoop, RoundProgressBar
+from perada.lightning import FederatedLoop, PredictionFile, RoundProgressBar
 from perada.server import Distillation
 
 
@@ -213,7 +213,10 @@ def strip_perada(path):
         (lambda tiny, new: setattr(new[1], "backbone", tiny.net(seed=1)), "its frozen weights is"),
         (lambda tiny, new: setattr(new[1], "adapter", "bias_norm"), "trained tensors have '0.weight' of shape"),
         (lambda tiny, new: setattr(new[1], "adapter", "head"), "trained tensors have '0.weight' of shape"),
-        (lambda tiny, new: setattr(new[0].fit_loop, "max_epochs", 0), "has 1 rounds behind it, more than max_epochs=0"),
+        (
+            lambda tiny, new: setattr(new[0].fit_loop, "max_epochs", 0),
+            "more than max_epochs=0 asks for; give at least 1",
+        ),
         ({"sizes": (9, 5, 14, 7)}, "its number of clients is 5, here it is 4"),
         ({"sizes": (9, 5, 14, 20, 7)}, r"numbers of images is \[9, 5, 14, 7, 20\], here it is \[9, 5, 14, 20, 7\]"),
         (strip_weights, "save_weights_only=True"),
@@ -402,6 +405,24 @@ def test_predict_returns_the_owners_logits(tiny, tmp_path):
     for client, part in enumerate(tiny.data().test):
         expected = run.personal(client)(part.tensors[0])
         torch.testing.assert_close(personal[owner == client], expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("returned", [None, False])
+def test_predictions_are_written_whether_or_not_they_are_returned(tiny, tmp_path, returned):
+    trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
+    trainer.fit(module, data)
+    trainer.callbacks.append(PredictionFile())
+    batches = trainer.predict(module, data)
+    for path in tmp_path.rglob("predictions.csv"):
+        path.unlink()
+    trainer.predict(module, data, return_predictions=returned)
+    (path,) = tmp_path.rglob("predictions.csv")
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    assert [int(row["image"]) for row in rows] == list(range(30))
+    for column, name in (("client", "owner"), ("label", "y"), ("personal", "personal"), ("global", "global")):
+        expected = torch.cat([batch[name] for batch in batches])
+        expected = expected.argmax(-1) if expected.dim() > 1 else expected
+        assert [int(row[column]) for row in rows] == expected.tolist()
 
 
 def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):

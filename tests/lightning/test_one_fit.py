@@ -70,7 +70,8 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
     refused(
-        "several FederatedLoops, maybe of an earlier call; give a new Trainer one", lambda: two.fit(module(), data())
+        "several FederatedLoops, perhaps of an earlier call; give one to a new Trainer",
+        lambda: two.fit(module(), data()),
     )
 
 
