@@ -43,9 +43,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
         target.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(target, former=target.with_name(PREVIOUS) if target.name == LAST else None) as file:
             digest = hashlib.sha256()  # of what is to be written, not of what the disk has made of it
-            whole = SimpleNamespace(write=lambda some: digest.update(some) or file.write(some), flush=file.flush)
+
+            def write(some: bytes) -> int:
+                digest.update(some)
+                return file.write(some)
+
             try:
-                torch.save(checkpoint, whole)  # type: ignore[arg-type]  # it needs write and flush
+                torch.save(checkpoint, SimpleNamespace(write=write, flush=file.flush))
             except RuntimeError as error:  # torch's own, while it handles what the file raised
                 raise (error.__context__ or error) from None
             file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
