@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.timing import ratio, take_turns
-from perada.engine.layers import is_small_map, output_size, small_map_matrix
+from perada.engine.frozen_layers import is_small_map, output_size, small_map_matrix
 
 SHAPES = [  # in, out, kernel, stride, side
     (512, 512, 3, 1, 1),

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.seeding import Streams
-from perada.engine.layers import ClientNorms, FrozenBatchNorm, FrozenConv2d, is_small_map, pixel_tap
+from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d, is_small_map, pixel_tap
 
 
 @dataclass
@@ -133,8 +133,12 @@ class StackedConv2d(Twin):
             out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
             return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
         biases = [None] * len(x_CB) if bias is None else bias
-        outputs = [conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return _joined([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    """The clients' outputs (B, ...) as one batch (R, ...); that of a single client is not copied."""
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,12 +178,7 @@ class StackedBatchNorm(Twin):
         weights, biases = self.stacked("weight"), self.stacked("bias")
         use_batch = self.training or means is None
         clients, counts = self.context.clients, self.context.counts
-        if clients == 1 and counts is None:
-            mean, variance, weight, bias = (
-                None if value is None else value[0] for value in (means, variances, weights, biases)
-            )
-            return F.batch_norm(x_R, mean, variance, weight, bias, use_batch, momentum, norm.eps)
-        if self.context.together and counts is None:
+        if self.context.together and counts is None and clients > 1:
             # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
             x_RSD = x_R.movedim(1, -1)
             x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
@@ -189,8 +188,15 @@ class StackedBatchNorm(Twin):
             out = F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
             return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
-        real, how = counts or (len(x_R) // clients,) * clients, (use_batch, momentum, norm.eps)
-        return ClientNorms.apply(x_R, real, how, weights, biases, means, variances)  # type: ignore[no-any-return]  # a tensor
+        outputs = []
+        for index, x in enumerate(x_R.chunk(clients)):
+            real = x if counts is None else x[: counts[index]]
+            mean, variance, weight, bias = (
+                None if value is None else value[index] for value in (means, variances, weights, biases)
+            )
+            out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
+            outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
+        return _joined(outputs)
 
 
 class StackedNorm(Twin):

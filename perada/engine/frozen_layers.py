@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that are computed in less time or memory than by torch's own; :mod:`~perada.engine.fold` puts them in place.
+"""Frozen layers, computed in less time or memory than torch's own; :mod:`~perada.engine.fold` puts them in place.
 
-A frozen one computes what its original does, whose tensors stay where they are: nothing that is saved or exported knows
-of it, and a model that is moved or loaded anew takes it along.
+Each computes what its original does, whose tensors stay where they are: nothing that is saved or exported knows of it,
+and a model that is moved or loaded anew takes it along.
 
 **Convolutions of small maps.** At 32×32, the last stages of a ResNet convolve maps of 2×2 and of a single pixel, where
 most taps of a kernel fall on padding. Such a convolution is a linear map of the whole image: for each output and input
@@ -222,59 +222,3 @@ class _Normalise(torch.autograd.Function):
             gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]
         )  # in the place of the input the gradient, for its shape: values are not looked at
         return inputs, None, None, None, None, None
-
-
-class ClientNorms(torch.autograd.Function):
-    """Batch normalisations of one client after another, each written to its place in the whole batch.
-
-    The same values as by ``torch.cat`` of torch's own, whose copies, and those of its gradient, took a fifth to a third
-    of the time: what one client's kernel has written is in the caches, what all of them have is not.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: _Context, x_R: Tensor, real: tuple[int, ...], how: tuple[bool, float, float], *states: Tensor | None
-    ) -> Tensor:
-        """Normalise the ``real`` rows of each client in (R, D, ...); the others become 0.
-
-        ``how`` is by the batch's own statistics or not, their momentum, and epsilon. The ``states`` are weights, biases
-        and running means and variances, each (C, D).
-        """
-        out_R = torch.empty_like(x_R)
-        x_CB, out_CB = (rows.unflatten(0, (len(real), -1)) for rows in (x_R, out_R))
-        saved: list[Tensor] = []
-        for index, count in enumerate(real):
-            weight, bias, mean, variance = (None if value is None else value[index] for value in states)
-            normed, *kept = torch.native_batch_norm(x_CB[index, :count], weight, bias, mean, variance, *how)
-            _put(normed, out_CB[index])
-            saved += kept
-        ctx.use_batch, _, ctx.eps = how
-        running = (None, None) if ctx.use_batch else states[2:]  # the next pass changes them
-        ctx.save_for_backward(x_R, states[0], *running, *saved)
-        ctx.real = real
-        return out_R
-
-    @staticmethod
-    def backward(ctx: _Context, gradient_R: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the images, the weights and the biases."""
-        x_R, weights, means, variances, *saved = ctx.saved_tensors
-        needed = [ctx.needs_input_grad[place] for place in (0, 3, 4)]
-        x_CB, gradient_CB = (rows.unflatten(0, (len(ctx.real), -1)) for rows in (x_R, gradient_R))
-        like = x_CB, weights, weights
-        wholes = [torch.empty_like(of) if one else None for of, one in zip(like, needed, strict=True)]
-        for index, count in enumerate(ctx.real):
-            own = [None if value is None else value[index] for value in (weights, means, variances)]
-            own += saved[2 * index : 2 * index + 2]
-            rows = gradient_CB[index, :count], x_CB[index, :count]
-            parts = torch.ops.aten.native_batch_norm_backward(*rows, *own, ctx.use_batch, ctx.eps, needed)
-            for whole, part in zip(wholes, parts, strict=True):
-                if whole is not None:
-                    _put(part, whole[index])
-        inputs, *affine = wholes
-        return (None if inputs is None else inputs.flatten(0, 1), None, None, *affine, None, None)
-
-
-def _put(rows: Tensor, place: Tensor) -> None:
-    """Write a client's rows to their place, and 0 to what is left of it, the padding."""
-    place[: len(rows)] = rows
-    place[len(rows) :] = 0

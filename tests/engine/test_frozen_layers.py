@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from perada.core.states import train_mode
 from perada.engine import Engine
 from perada.engine.fold import fold
-from perada.engine.layers import FrozenConv2d
+from perada.engine.frozen_layers import FrozenConv2d
 
 
 @pytest.mark.parametrize("affine", [True, False])
