@@ -209,6 +209,9 @@ CHANGES = [
     lambda content: content["info"]["privacy"]["client"].update(noise_multiplier=SCRIPT),
     lambda content: content["info"]["privacy"].update(more=SCRIPT),
     lambda content: content["info"].update(privacy=SCRIPT),
+    lambda content: content.update(command=[1]),
+    lambda content: content.update(train_sizes=[-1] * 5),
+    lambda content: content.update(train_sizes=[0.5] * 5),
 ]
 
 

@@ -3,6 +3,7 @@
 
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -179,7 +180,8 @@ def try_step(client: Client) -> Tried:
     client.train(order, client.recipe.template.sending, RunState(order.run), protection, only_step=first)
     if cuda:
         torch.cuda.synchronize(device)
-    seconds, memory = time.monotonic() - begin, getrusage(RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    seconds, unit = time.monotonic() - begin, 1 if sys.platform == "darwin" else 1024  # bytes there
+    memory = getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9
     there = torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None
     return Tried(seconds, sum(own[0] for own in plan.steps), memory, there)
 

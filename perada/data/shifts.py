@@ -184,10 +184,14 @@ def _labelled(name: str, images: ImageSet, checked: Checked, size: int | None) -
     who = f"shifts: {name!r} ({split_of(test)})"
     if test.labels is None or not len(test):
         raise ValueError(f"{who} has no {'labels' if len(test) else 'images'}; give a set of labelled images")
+    if test.num_classes not in (None, checked.num_classes):
+        both = f"{test.num_classes} classes and the data has {checked.num_classes}"
+        raise ValueError(f"{who} has {both}; give a set with as many")
     try:
-        found = check(FederatedData([test], num_classes=test.num_classes), checked.num_classes, size)
-    except ValueError as error:
-        raise ValueError(f"{who}: {error}") from None
+        found = check(FederatedData([test]), checked.num_classes, size)
+    except ValueError as error:  # the set is the only client of these data
+        said = str(error).replace("client 0 has the training", "it has the")
+        raise ValueError(f"{who}: {said}") from None
     if found.multilabel != checked.multilabel:
         kind = "several labels" if found.multilabel else "one class"
         raise ValueError(f"{who} has {kind} an image, and the data has not; give a set of the same kind")

@@ -157,7 +157,10 @@ class Book:
         if current is not None and current.run == run:
             return current
         former = self.folder / "runs" / f"{run}.safetensors"
-        return read_state(former)[0] if former.exists() else RunState(run)
+        state = read_state(former)[0] if former.exists() else RunState(run)
+        if state.run != run:
+            raise ValueError(f"{str(former)!r} holds the run {state.run}; restore it from a copy")
+        return state
 
     @property
     def runs(self) -> list[str]:

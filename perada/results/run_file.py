@@ -158,24 +158,29 @@ class RunFile:
         missing = {"backbone", "pretrained", "image_size", "preprocessing", "training"} - set(info)
         if missing or not all(map(_IN_FOLDER.fullmatch, self.files)):
             raise KeyError(f"info lacks {sorted(missing)}, or files names what is not a file of a saved run")
-        for row in self.metrics["rounds"]:
-            check_list([row["round"], *row.values()], None)
+        check_list([row["round"] for row in self.metrics["rounds"]], None, kind=int)
+        check_list([[*row.values()] for row in self.metrics["rounds"]], None, None)
         scores = [*self.metrics["clients"].values(), *self.metrics.get("initial", {}).values()]
         for row in self.metrics.get("by_round", []):
             check_list([row["round"]], 1, kind=int)
             scores.append(row["personal/local_test"])
         scores += [self.metrics["global/local_test"]] if "global/local_test" in self.metrics else []
-        check_list([*scores, self.train_sizes or [0] * clients], None, clients)
+        check_list(scores, None, clients)
+        check_list(self.train_sizes or [0] * clients, clients, kind=int)
+        check_list(self.command, None, kind=str)
 
 
 def check_list(values: Any, length: int | None, *inner: int | None, kind: Any = int | float) -> None:  # noqa: ANN401
-    """Refuse, by a TypeError, what is not a list of so many (None: any) values, or of lists that are as ``inner``."""
+    """Refuse, by a TypeError, what is not a list of so many (None: any) values, or of lists that are as ``inner``.
+
+    Those of ``kind`` int are counts.
+    """
     if not isinstance(values, list) or length not in (None, len(values)):
         raise TypeError(f"{str(values)[:40]!r} is not a list of {length or 'any length'}")
     for value in values:
         if inner:
             check_list(value, *inner, kind=kind)
-        elif not isinstance(value, kind):
+        elif not isinstance(value, kind) or (kind is int and value < 0):
             raise TypeError(f"{str(value)[:40]!r} is not what may stand there")
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets as they come: dicts, words for labels, and what is no dataset at all."""
 
+import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -152,6 +153,26 @@ def test_one_line_says_what_was_given(train, rest, words):
     with pytest.raises((TypeError, ValueError), match=words) as caught:
         opened(FederatedData(train, **rest))
     assert "\n" not in str(caught.value)
+
+
+class Listed(list):
+    """Items that have names of columns, as Hugging Face's have, and no format of them."""
+
+    column_names = ("label",)
+
+
+@pytest.mark.parametrize(("labels", "classes"), [([1, 0, 1], None), (["b", "a", "b"], ["a", "b"])])
+def test_targets_are_read_in_their_order_whatever_their_keys_are(labels, classes):
+    items = Listed(pairs(labels))
+    items.targets = labels if classes is None else pandas.Series(labels, index=[7, 8, 9])
+    data = opened(FederatedData([items]))
+    assert data.classes == classes
+    assert data.checked.train.client_labels()[0].tolist() == [1, 0, 1]
+
+
+def test_of_many_classes_a_few_are_named():
+    with pytest.raises(ValueError, match=r"the label 'owl', outside '0', '1', '2', '3', '4' and 95 more: correct"):
+        opened(FederatedData([pairs(WORDS)], classes=[str(number) for number in range(100)]))
 
 
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):

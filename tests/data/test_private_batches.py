@@ -326,7 +326,7 @@ def test_without_privacy_nothing_is_changed():
 
 
 def test_streams_are_named_for_each_phase():
-    words = r"argument 2 is longer than argument 1"
+    words = r"private names the streams of 2 phases, not of 1; name all"
     with pytest.raises(ValueError, match=words):
         datamodule(TWO_PHASES).train_dataloader()
     plain = datamodule(private=None)

@@ -141,6 +141,14 @@ def test_chexpert_of_frontal_views_and_of_the_full_size(chexpert, tmp_path):
     assert drawn_as(CheXpert(str(tmp_path), size=8)[0][0], 3) == (1,)
 
 
+def test_a_test_table_without_frontal_views_is_refused(tmp_path):
+    write_chexpert(tmp_path / "CheXpert-v1.0", patients=3, valid=1)
+    table = tmp_path / "CheXpert-v1.0" / "valid.csv"
+    table.write_text(table.read_text().replace("Frontal,", "Oblique,"))
+    with pytest.raises(ValueError, match=r"CheXpert-v1\.0 has no frontal views: set frontal_only to false"):
+        len(CheXpert(str(tmp_path), frontal_only=True))
+
+
 def test_no_patient_of_chexpert_is_on_two_sides(chexpert):
     root, train_rows, _ = chexpert
     train = CheXpert(str(root), test_share=0.25)

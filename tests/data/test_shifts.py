@@ -171,8 +171,8 @@ def test_held_out_images_are_not_shifted():
         ({"a": "fog"}, {"test": False}, "'a' needs test images"),
         ({"a": LabelShift()}, {"clients": 1}, "'a' needs test images of two clients"),
         ({"a": Other(None)}, {}, r"'a' \(Other, test split\) has no labels"),
-        ({"a": Other(classes=4)}, {}, "num_classes is 3 but the data has 4 classes"),
-        ({"a": Other((0, 1, 3), classes=None)}, {}, "client 0 has the training label 3, outside 0..2"),
+        ({"a": Other(classes=4)}, {}, "has 4 classes and the data has 3; give a set with as many"),
+        ({"a": Other((0, 1, 3), classes=None)}, {}, r"'a' \(Other, test split\): it has the label 3, outside 0..2"),
         (
             {"a": Other(((0.0, 1.0, 0.0),), classes=None)},
             {},

@@ -58,7 +58,7 @@ class Stubs(Watched, Loopback):
         shutil.copytree(HERE / "stub_app", app)
         (app / "perada_app" / "recipe.yaml").write_text(f"rounds: {rounds}\nlength: {length}\n")
         given = {"state": str(self.folder / state)} | options
-        words = " ".join(f"{key.replace('_', '-')}={json.dumps(value)}" for key, value in given.items())
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
         self.log("run").unlink(missing_ok=True)
         for site in SITES:
             self.log(f"worker-{site}").write_text("")

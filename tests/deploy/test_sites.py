@@ -497,6 +497,16 @@ def fails_at(number):
     return called
 
 
+def test_the_account_of_another_run_is_not_taken_for_that_of_a_run(site):
+    site.answer(train(site), "")
+    first = site.book.current().run
+    site.answer(other_run(site), "")
+    former = site.book.folder / "runs" / f"{first}.safetensors"
+    former.write_bytes((site.book.folder / "state.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=rf"{first}\.safetensors' holds the run {'cd' * 16}; restore it from a copy"):
+        site.book.load(first)
+
+
 def test_a_ledger_that_was_taken_away_is_missed(site):
     for message in (train(site), other_run(site)):
         site.answer(message, "")

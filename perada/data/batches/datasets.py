@@ -94,13 +94,14 @@ def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
     base, rows = resolved(dataset)
     targets = base.labels if isinstance(base, ImageSet) else getattr(base, "targets", None)
     column = [key for key in LABEL_KEYS if key in (getattr(base, "column_names", None) or ())]
-    if column and base.format["type"] != "custom":  # a function that makes the items may make the labels too
+    if (
+        column and getattr(base, "format", {"type": "custom"})["type"] != "custom"
+    ):  # a function that makes the items may make the labels too
         targets = base[column[0]][:]
     if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
-    if len(targets) and isinstance(targets[0], str):
-        return [targets[row] for row in rows.tolist()]
-    return as_labels(targets)[torch.from_numpy(rows)]
+    words = list(targets) if isinstance(next(iter(targets), None), str) else None
+    return as_labels(targets)[torch.from_numpy(rows)] if words is None else [words[row] for row in rows.tolist()]
 
 
 def entries(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN401

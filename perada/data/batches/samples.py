@@ -30,6 +30,7 @@ from perada.core.rounds import (
 )
 from perada.core.seeding import derive_seed, generator
 from perada.core.states import send
+from perada.core.text import some
 from perada.data.batches.datasets import (
     Kind,
     Source,
@@ -168,7 +169,7 @@ class MapStore(Samples):
         assert self.classes is not None
         if value not in self.classes:
             words = not isinstance(self.classes, range)
-            known = ", ".join(map(repr, self.classes)) if words else f"0..{len(self.classes) - 1}"
+            known = some(list(map(repr, self.classes))) if words else f"0..{len(self.classes) - 1}"
             raise ValueError(
                 f"client {owner} has the label {value!r}, outside {known}: correct the label or "
                 f"{'classes' if words else 'num_classes'}"
@@ -310,6 +311,8 @@ class RoundBatches(Dataset[AnyBatch]):
     ) -> None:
         self.store, self.plan, self.batch_size, self.seed, self.private = store, plan, batch_size, seed, private
         streams = (("",),) * len(plan.steps) if private is None else private.streams
+        if len(streams) != len(plan.steps):
+            raise ValueError(f"private names the streams of {len(streams)} phases, not of {len(plan.steps)}; name all")
         self._items = secrets.randbits(256) if private is not None and private.secure else seed
         self.walk = list(active_steps(plan))
         drawn = {}

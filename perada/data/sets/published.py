@@ -121,8 +121,8 @@ class CheXpert(ImageFiles):
         rows = np.flatnonzero((views == "Frontal") | (not self.frontal_only))
         labels = np.isin(np.stack(found, axis=1)[rows], ["1", "1.0", "-1", "-1.0"]).astype(np.int64)
         split = split[rows]
-        if "train" not in split:
-            raise ValueError(f"{home} has no frontal views: set frontal_only to false")
+        if len({*split.tolist()}) < len(tables):
+            raise ValueError(f"a table in {home} has no frontal views: set frontal_only to false")
         parts = [name.split("/") for name in names[rows].tolist()]
         paths = ["/".join((str(home), *part[1:])) for part in parts]  # a Path of each would take seconds
         patients = np.array([part[2] for part in parts])

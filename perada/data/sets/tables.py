@@ -176,7 +176,14 @@ class HuggingFace(ListedImages):
                 "used, or a single one"
             )
         names = [f"{split}[{row}]" for split in wanted for row in range(len(found[split]))]
-        whole = datasets.concatenate_datasets([found[split] for split in wanted])
+        parts = [found[split] for split in wanted if len(found[split])]
+        try:
+            whole = datasets.concatenate_datasets(parts or [found[wanted[0]]])
+        except ValueError as error:
+            raise ValueError(
+                f"splits: {', '.join(wanted)} of {self.name} have columns that do not fit ({error}); cast them to the "
+                "same features, or name a single split"
+            ) from None
         return whole, {name: row for row, name in enumerate(names)}
 
     @cached_property
@@ -232,7 +239,9 @@ class HuggingFace(ListedImages):
         classes, labels = self._labels()
         paths = self.listed[1]
         split = np.array([path.rpartition("[")[0] for path in paths])
-        return Manifest(paths, labels, classes, self.facts(), split if len({*split}) > 1 else None)
+        return Manifest(
+            paths, labels, classes, self.facts(), split if len({*split, *(self.splits or ())}) > 1 else None
+        )
 
     def _labels(self) -> tuple[tuple[str, ...], Array]:
         features = self._rows[0].features

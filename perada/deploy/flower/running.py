@@ -107,7 +107,7 @@ def check_flower() -> None:
 def program(name: str) -> Path:
     """A program of Flower's in the environment that runs this one."""
     beside = Path(sys.executable).parent
-    return Path(shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}") or beside / name)
+    return Path(shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}") or beside / name)
 
 
 def run_app(app: Path, link: Link, terms: Terms) -> int:
