@@ -225,6 +225,8 @@ def _take_over(
     """Have a trainer of the caller's own run so many rounds, and evaluate as often as is asked for."""
     if others:
         raise ValueError(f"{sorted(others)} cannot be used beside trainer=; set them in the trainer itself")
+    if any(isinstance(callback, FederatedLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set by Lightning
+        raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         if trainer.max_epochs not in (None, -1, 1000, rounds):  # 1000 is Lightning's default
             given = f"max_epochs={trainer.max_epochs} and rounds={rounds}"

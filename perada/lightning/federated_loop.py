@@ -3,6 +3,7 @@
 
 import errno
 import signal
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ class FederatedLoop(pl.Callback):
         module.build(data.num_classes, data.multilabel, self.seed)
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scaling = scaler if scaler is not None and scaler.is_enabled() else None
+        scaling = copy(scaler) if scaler is not None and scaler.is_enabled() else None  # a checkpoint changes its own
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling)
         parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data))
         self.protection = set_up_rounds(parts, stage, self.protection)

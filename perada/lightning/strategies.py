@@ -159,9 +159,7 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
     Each process gets the batches as the datamodule gives them, and logs the same values, those of all clients.
     """
     if sum(isinstance(callback, loop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
-        raise ValueError(
-            f"the Trainer has several {loop.__name__}s, perhaps of an earlier call; give one to a new Trainer"
-        )
+        raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
     check_trainer(trainer)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a way of the caller's own
         trainer.strategy.checkpoint_io = WholeCheckpointIO()

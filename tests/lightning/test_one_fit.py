@@ -70,7 +70,7 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
     refused(
-        "several FederatedLoops, perhaps of an earlier call; give one to a new Trainer",
+        "several FederatedLoops among its callbacks; give it one",
         lambda: two.fit(module(), data()),
     )
 

@@ -258,6 +258,17 @@ def test_resume_in_float16_is_exact(tiny, tmp_path):
     assert records(whole, "train/skipped_steps") == records(resumed, "train/skipped_steps")
 
 
+@pytest.mark.parametrize(("interval", "grown"), [(1, True), (1000, False)])
+def test_a_resumed_run_has_the_scaler_that_it_is_given(tiny, tmp_path, interval, grown):
+    options = {"logger": True, "default_root_dir": tmp_path}
+    finetune(tiny, 1, **plugin(init_scale=2.0, growth_interval=1000), **options)
+    checkpoint = next(tmp_path.rglob("last.ckpt"))
+    finetune(tiny, 2, **plugin(growth_interval=interval), **options, ckpt_path=str(checkpoint))
+    (resumed,) = {*tmp_path.rglob("last.ckpt")} - {checkpoint}
+    scale, _ = torch.load(resumed, weights_only=True)["perada"]["federation"]["loss_scales"]["clients"]
+    assert (scale > 2.0) == grown
+
+
 def test_float16_is_refused_where_training_is_private(tiny):
     with pytest.raises(ValueError, match=r"16-mixed.*give precision='bf16-mixed'"):
         finetune(tiny, 1, privacy={"noise_multiplier": 1.0, "delta": 1e-3}, **plugin())
