@@ -93,7 +93,7 @@ class Cards:
         Of one that somebody wrote before only the header's fields and what perada wrote are replaced. ``backbone`` is
         where its weights are, seen from the card, None where they can be had elsewhere.
         """
-        text = path.read_text(encoding="utf-8") if path.is_file() else "---\n---\n"
+        text = path.read_text(encoding="utf-8") if path.is_file() else "---\nlibrary_name: peft\n---\n"
         on_hub = self.run.info["pretrained"] is True and self.base is not None and "/" in self.base
         headed = _headed(text, self.license, self.base if on_hub else None)
         others = "\n\n".join(filter(None, _WRITTEN.split(headed))).rstrip()

@@ -13,7 +13,6 @@ import yaml
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 
-from perada.cli import flower as module
 from perada.cli import main
 from perada.cli.flower import recipe_digest
 from perada.deploy import state as records
@@ -63,7 +62,7 @@ class Killed(Watched, Demo):
 
 
 def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "demo_recipe", long_rounds)
+    monkeypatch.setattr("perada.studies.deployment.demo_recipe", long_rounds)
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Killed(Path(folder), SITES, ENVIRONMENT) as demo:
         demo.begin(ROUNDS, recipe_digest)
         demo.command(resume=False)

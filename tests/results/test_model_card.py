@@ -38,6 +38,7 @@ def test_the_card_says_what_the_run_was(tmp_path):
         "pipeline_tag": "image-classification",
     }
     assert "base_model" not in fields  # its weights are random
+    assert card.text.strip().startswith("<!-- written by perada -->")  # and nothing of another header
     score = 100 * run.metrics["clients"]["personal/local_test"][1]
     for text in (
         "# The adapter of client `south`",
