@@ -21,6 +21,7 @@ from benchmarks.federation_size import federation_size
 from benchmarks.few_shot import few_shot
 from benchmarks.growth import growth
 from benchmarks.limit import limit
+from benchmarks.not_taken import not_taken
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.privacy_trials import privacy_trials
 from benchmarks.private_step import private_memory, private_step
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "round_profile": round_profile,
     "cohort_step": cohort_step,
     "small_maps": small_maps,
+    "not_taken": not_taken,
     "distillation": distillation,
     "evaluation": evaluation,
     "ranks": ranks,
@@ -97,12 +99,19 @@ def about(device: str) -> dict[str, Any]:
         "machine": torch.cuda.get_device_name()
         if device == "cuda"
         else f"{platform.machine()}, {os.cpu_count()} cores",
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": " ".join([torch.backends.cpu.get_cpu_capability(), *units()]),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "commit": commit.stdout.strip(),
         "torch": torch.__version__,
     }
+
+
+def units() -> list[str]:
+    """The processor's units for narrow numbers, by the names that the kernel gives them."""
+    known = Path("/proc/cpuinfo")
+    flags = set(known.read_text().split()) if known.is_file() else set()
+    return sorted(flags & {"avx512_bf16", "avx512_fp16", "avx_vnni", "amx_bf16", "amx_int8", "amx_tile", "bf16"})
 
 
 if __name__ == "__main__":
