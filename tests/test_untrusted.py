@@ -297,6 +297,7 @@ PARTS = {
     "federation/clients/rows": 5,
     "belongs": [],
     "metrics/by_round": {"round": 1},
+    "metrics/rounds/1/step": "x",
     "metrics/by_round/0/round": "x",
     "belongs/adapter": torch.full((3, 3), torch.nan),
 }

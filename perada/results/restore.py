@@ -110,7 +110,8 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
     if saved is None:
         raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
     with naming("the checkpoint does not hold what perada writes", _OTHER):
-        check_whole("step", saved["step"], 0)
+        for row in (saved, *saved["metrics"]["rounds"]):
+            check_whole("step", row["step"], 0)
         RunFile(saved["belongs"]["number of clients"], saved["info"], saved["metrics"]).check()
         if "privacy" not in saved["info"]:
             raise KeyError("privacy")
