@@ -3,7 +3,6 @@
 
 import errno
 import signal
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts, check_failures, warn_report
 from perada.lightning.setup import set_up_rounds
-from perada.lightning.strategies import set_up_trainer
+from perada.lightning.strategies import scaling_of, set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -161,6 +160,17 @@ class FederatedLoop(pl.Callback):
             if not isinstance(given, kind):
                 raise TypeError(f"FederatedLoop needs a {kind.__name__}, not {type(given).__name__}; give one")
         assert isinstance(module, FederatedClassifier)
+        self._check_own(data, module, stage)
+        set_up_trainer(trainer, FederatedLoop)
+        module.build(data.num_classes, data.multilabel, self.seed)
+        storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
+        settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
+        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data))
+        self.protection = set_up_rounds(parts, stage, self.protection)
+        self._parts, self.num_clients = parts, data.num_clients
+
+    def _check_own(self, data: FederatedDataModule, module: FederatedClassifier, stage: str) -> None:
+        """Refuse a second fit, and what belongs to another loop."""
         if stage == "fit" and self._began:
             raise ValueError(
                 "this FederatedLoop has been fitted, and rounds, noise and ledgers begin once; make a new "
@@ -173,43 +183,44 @@ class FederatedLoop(pl.Callback):
                 "a FederatedLoop belongs to one FederatedClassifier and to one FederatedDataModule, and this one or "
                 "its module was used with others; make new ones"
             )
-        set_up_trainer(trainer, FederatedLoop)
-        module.build(data.num_classes, data.multilabel, self.seed)
-        storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scaling = copy(scaler) if scaler is not None and scaler.is_enabled() else None  # a checkpoint changes its own
-        settings = self.settings_of(module, storage=storage, loss_scaling=scaling)
-        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data))
-        self.protection = set_up_rounds(parts, stage, self.protection)
-        self._parts, self.num_clients = parts, data.num_clients
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give every role its first state, or the one that was loaded."""
-        parts, module = self.parts, self.parts.module
-        fits = trainer.state.fn == "fit" and not self._began
+        module, fits = self.parts.module, trainer.state.fn == "fit" and not self._began
         if fits:
-            if self._loaded is None and module.federation is not None and module.federation.rounds_done:
-                what = f"{module.federation.rounds_done} rounds of a checkpoint that was evaluated"
-                raise ValueError(f"the FederatedClassifier holds {what}; give it to fit too, or make new objects")
-            module.federation, self.history = None, []
+            self._leave_former(module)
         if module.federation is None:
-            ranks = Ranks(together=trainer.world_size > 1)
-            done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-            checkpoints.check_alike(ranks, checkpoints.alike(parts, done))
-            given = module.engine, module.slot, module.initial_state
-            module.federation = Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
+            module.federation = self._federation(trainer)
         if self._loaded is not None:
-            saved = self._loaded
-            with restoring():
-                parts.federation.load_state_dict(saved["federation"])
-                scoring.restore_scores(parts, saved)
-            measured, self.history = saved["metrics"], saved["metrics"]["rounds"]
-            self.measured.initial, self.measured.by_round = measured.get("initial", {}), measured.get("by_round", [])
-            self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
+            self._restore(self._loaded)
             self._loaded = None
         if fits:
             self._began = True
-            run_folder.keep_journal(parts, self._journals)
+            run_folder.keep_journal(self.parts, self._journals)
+
+    def _leave_former(self, module: FederatedClassifier) -> None:
+        """Begin anew, but for a module whose states were loaded to be evaluated."""
+        if self._loaded is None and module.federation is not None and module.federation.rounds_done:
+            what = f"{module.federation.rounds_done} rounds of a checkpoint that was evaluated"
+            raise ValueError(f"the FederatedClassifier holds {what}; give it to fit too, or make new objects")
+        module.federation, self.history = None, []
+
+    def _federation(self, trainer: pl.Trainer) -> Federation:
+        """The federation of this process, which was set up as those of the others were."""
+        parts, ranks = self.parts, Ranks(together=trainer.world_size > 1)
+        done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
+        checkpoints.check_alike(ranks, checkpoints.alike(parts, done))
+        given = parts.module.engine, parts.module.slot, parts.module.initial_state
+        return Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds."""
+        with restoring():
+            self.parts.federation.load_state_dict(saved["federation"])
+            scoring.restore_scores(self.parts, saved)
+        measured, self.history = saved["metrics"], saved["metrics"]["rounds"]
+        self.measured.initial, self.measured.by_round = measured.get("initial", {}), measured.get("by_round", [])
+        self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
 
     on_validation_start = _begin
     on_test_start = _begin
@@ -218,21 +229,25 @@ class FederatedLoop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
-        if not self.parts.anyone_left(()):  # a resumed run that has nothing to train ends as it would have ended
-            if self.parts.rounds_left():
-                rank_zero_warn(
-                    f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, and "
-                    "nothing more is trained; raise the limit (max_epsilon or target_epsilon) to train on"
-                )
-            trainer.limit_train_batches = 0
-            self.on_train_end(trainer, pl_module)
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, checkpoints.RoundCheckpoint) and callback.dirpath:
-                    trainer.save_checkpoint(Path(callback.dirpath) / LAST)
+        if not self.parts.anyone_left(()):
+            self._end_at_once(trainer, pl_module)
         self.measured.begin(self.parts)
         pl_module.train()  # the engine sets the mode of every pass; Lightning would warn of eval mode
         run_folder.log_history(trainer, self.history)
         run_folder.write_description(self.parts, self.config)
+
+    def _end_at_once(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End a resumed run that has nothing left to train as it would have ended."""
+        if self.parts.rounds_left():
+            rank_zero_warn(
+                f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, and "
+                "nothing more is trained; raise the limit (max_epsilon or target_epsilon) to train on"
+            )
+        trainer.limit_train_batches = 0
+        self.on_train_end(trainer, pl_module)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, checkpoints.RoundCheckpoint) and callback.dirpath:
+                trainer.save_checkpoint(Path(callback.dirpath) / LAST)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
@@ -241,9 +256,8 @@ class FederatedLoop(pl.Callback):
         shares = parts.data.shares(trainer.current_epoch)
         round, done = shares.plan.round, parts.federation.rounds_done
         if round != done:
-            raise ValueError(
-                f"round {round} cannot be trained after {done} rounds: the Trainer has counted others; make a new one"
-            )
+            counted = "the Trainer has counted others; make a new one"
+            raise ValueError(f"round {round} cannot be trained after {done} rounds: {counted}")
         if parts.federation.protection.images is not None:
             parts.federation.protection.images.check_data(parts.data.train_sizes, parts.data.batch_size)
         factor = module.rate_factor(round, trainer.max_epochs or 0)
@@ -253,11 +267,17 @@ class FederatedLoop(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
     ) -> None:
-        """Close the round after its last local step, take note of it, and see whether another can follow."""
-        if not trainer.is_last_batch:
-            return
-        parts = self.parts
-        plan = parts.data.plan(trainer.current_epoch)
+        """Close the round after its last local step, and see whether another can follow."""
+        if trainer.is_last_batch:
+            self._close(trainer)
+            plan = self.parts.data.plan(trainer.current_epoch)
+            trainer.should_stop |= not self.parts.anyone_left(plan.clients)
+            if plan.round + 1 == trainer.max_epochs:
+                scoring.personalize(self.parts)
+
+    def _close(self, trainer: pl.Trainer) -> None:
+        """Close the round, and take note of it."""
+        parts, plan = self.parts, self.parts.data.plan(trainer.current_epoch)
         with parts.precision():
             report = parts.federation.close(parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round}"))
         warn_report(plan.round, report, parts.settings)
@@ -266,9 +286,6 @@ class FederatedLoop(pl.Callback):
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
         self._failures.append((len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)
-        trainer.should_stop |= not parts.anyone_left(plan.clients)
-        if plan.round + 1 == trainer.max_epochs:
-            scoring.personalize(parts)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Score the shifts where that is asked for; the module then logs what there is."""

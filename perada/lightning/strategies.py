@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
         value = getattr(trainer, name)
         if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning
             raise ValueError(f"{name}={value!r} cannot be used: {why}")
+
+
+def scaling_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
+    """The loss scaler of the trainer's precision, None without one; a copy, since a checkpoint changes its options."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return copy(scaler) if scaler is not None and scaler.is_enabled() else None
 
 
 def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
