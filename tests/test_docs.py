@@ -176,7 +176,19 @@ APART = ("README.md", "docs/privacy.md")
 
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
-LONG = "compare", "diagnostics", "extending", "joining", "own_images", "report", "results", "shifts", "studies/"
+LONG = (
+    "compare",
+    "data",
+    "diagnostics",
+    "extending",
+    "inference",
+    "joining",
+    "own_images",
+    "report",
+    "results",
+    "shifts",
+    "studies/",
+)
 
 
 @pytest.mark.parametrize(

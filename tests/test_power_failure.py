@@ -20,6 +20,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize(
     "what", ["Run.save over a run", "rounds with checkpoints and client files", "checkpoints alone"]
 )
+@pytest.mark.every(3)
 def test_whatever_was_not_synced_is_not_needed(outcomes, what):
     assert outcomes[what].counts["held"] > 5
     assert outcomes[what].fallen == []

@@ -90,6 +90,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every(3)
 def test_a_checkpoint_names_no_file_outside_of_its_run(tiny, tmp_path, name):
     """Not even one that holds the right tensors."""
     fit(tiny, tmp_path, client_store="disk")

@@ -156,6 +156,7 @@ def test_images_that_do_not_fit_are_not_the_adapters_fault():
         finetune(network, "lora")
 
 
+@pytest.mark.slow
 def test_a_compiled_network_is_taken_as_it_was_before():
     plain, compiled = residual_network(), torch.compile(residual_network())
     one, other = (finetune(network, "head").state("global") for network in (plain, compiled))

@@ -135,7 +135,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("name", "options", "function", "problem", "engine"), ENGINES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_equals_its_definition(name, options, function, problem, engine):
     w, personal = answer(function, problem)
     run = finetune(name, problem, engine, **options)

@@ -126,6 +126,7 @@ def test_ckpt_path_last_goes_on_bit_for_bit(folder):
     assert partitions[0] == partitions[1]
 
 
+@pytest.mark.slow
 def test_lightnings_default_checkpoint_is_found_too(folder):
     checkpoint = ["--trainer.callbacks+=ModelCheckpoint"]
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1", *checkpoint])

@@ -248,6 +248,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
     assert refusal(*one_name.split("/")) is None
 
 
+@pytest.mark.slow
 def test_compare_takes_combined_names_and_tells_their_methods_apart(capsys):
     names = ["fashion_mnist/ditto", "fashion_mnist/standalone"]
     main(["compare", *names, "--output", "r.json", *small_words("fashion_mnist")[2:], "--trainer.fast_dev_run=false",
@@ -290,6 +291,7 @@ class Planned(Exception):
         for name in GROUPS["paper"]
     ],
 )
+@pytest.mark.every(2)
 def test_comparisons_of_papers_are_ones_that_can_be_run(name, monkeypatch):
     """All their options are parsed, for every row and value."""
     plans = []

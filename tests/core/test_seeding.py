@@ -115,6 +115,7 @@ def test_no_two_streams_share_a_draw(rounds, clients):
     assert len(torch.cat(words).unique()) == 2 * rounds * clients
 
 
+@pytest.mark.slow
 def test_streams_of_other_keys_do_not_run_into_one_another():
     """Some 300,000 words of each of 32 streams. With one increment for all, one stream may run into another."""
     gammas = torch.full((2,), GAMMA - 2**64)

@@ -18,6 +18,7 @@ from .test_site_file import PART, write
 from .test_sites import only_client, other_run, train
 
 
+@pytest.mark.slow
 def test_fifty_sites_on_one_machine(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=2, sizes=(4,) * 50, loop={"local_epochs": 1})
     parties.names = [f"site{number:02}" for number in range(50)]  # numbers follow from the order of names

@@ -93,6 +93,7 @@ def test_a_site_scores_the_test_images_that_a_simulation_scores(layout, tmp_path
         assert files(Subset(own.dataset.dataset, np.array(own.dataset.indices)[own.indices])) == kept["train"]
 
 
+@pytest.mark.slow
 def test_no_image_changes_sides_when_others_come_or_go_and_the_site_is_told(tmp_path, caplog, capsys):
     root = tmp_path / "images"
     draw(root, range(12))

@@ -119,6 +119,7 @@ def test_checkpoints_hold_names_and_old_files_go(tiny, tmp_path):
 @pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`:UserWarning"
 )  # it was written by another callback
+@pytest.mark.slow
 def test_every_checkpoint_that_is_kept_can_be_gone_on_from(tiny, tmp_path):
     whole = fit(tiny, tmp_path / "whole", "device")
     fit(tiny, tmp_path, callbacks=[ModelCheckpoint(tmp_path / "all", "{epoch}", save_top_k=-1)])

@@ -480,6 +480,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("changed", "message"), CHANGES, ids=lambda value: str(value)[:30])
+@pytest.mark.every(3)
 def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(tiny, tmp_path, changed, message):
     options = tiny.options | {"lr_local": 0.1, "logger": True, "default_root_dir": str(tmp_path)}
     perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 1})

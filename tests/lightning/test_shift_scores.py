@@ -220,6 +220,7 @@ def columns(path):
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["--data.train_limit=100", "--data.test_limit=20", "--data.image_size=32", "--data.partition.num_clients=8"]

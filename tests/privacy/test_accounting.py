@@ -42,6 +42,7 @@ def test_rdp_epsilon_equals_opacus_step_by_step():
 
 @pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+@pytest.mark.slow
 def test_rdp_epsilon_is_the_least_of_all_of_opacus_orders(monkeypatch):
     """To the last bit, whichever order has it, though few are computed."""
     computed = []

@@ -107,6 +107,7 @@ def test_whole_clients(z, clipping):
 
 
 @pytest.mark.parametrize("pair", ["rounds", pytest.param("roles", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_noise_that_is_drawn_again_is_seen_in_a_difference(pair):
     honest, faulty = (privacy_trials.audit_difference(pair, 2.0, repeated, clients=400) for repeated in (False, True))
     assert honest.bound <= honest.gaussian < honest.reported

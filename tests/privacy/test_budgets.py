@@ -114,6 +114,7 @@ def played(sigma, limit, rounds, per_step):
 
 
 @pytest.mark.parametrize(("ledger", "per_step"), [("release", 2), ("server", 1)])
+@pytest.mark.every(2)
 def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
     sigma, limit = 4.0, 1.5
     privacy = {"noise_multiplier": sigma, "delta": DELTA, "max_epsilon": limit, "ledger": ledger}
@@ -199,6 +200,7 @@ def test_two_rounds_and_two_more_are_four(tmp_path, algorithm):
 
 
 @pytest.mark.filterwarnings(OVERWRITES)
+@pytest.mark.slow
 def test_a_calibrated_run_goes_on_with_its_noise(tmp_path):
     privacy = {"target_epsilon": 3.0, "delta": DELTA, "max_norm": 0.6}
     whole = train(WITHOUT_KD, privacy, 4, **saving(tmp_path / "whole"))
@@ -283,6 +285,7 @@ def test_a_calibrated_run_does_not_go_on_with_other_steps(tmp_path):
 
 @pytest.mark.filterwarnings(OVERWRITES)
 @pytest.mark.parametrize("ledger", ["release", "server"])
+@pytest.mark.every(2)
 def test_fine_tuning_once_more_stays_within_the_target(tmp_path, ledger):
     """A run that is stopped early fine-tunes. When it has gone on there is nothing left to do so again."""
     privacy = {"target_epsilon": 3.0, "delta": DELTA, "max_norm": 0.6, "ledger": ledger}

@@ -56,7 +56,7 @@ NOISES = [
 
 
 @pytest.mark.parametrize(("engine", "dtype", "precision"), NOISES)
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
     images, options = 20_000, {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-5}
     if engine == "clients":

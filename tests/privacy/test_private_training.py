@@ -220,6 +220,7 @@ def test_chunks_do_not_change_dropout():
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+@pytest.mark.every(2)
 def test_secure_draws_follow_from_no_seed(engine, sampling):
     """With full batches the noise alone differs, and it has the stated size."""
     sizes, run = many_clients(20, rounds=1, local_steps=1, batch_size="full")

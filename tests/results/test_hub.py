@@ -226,6 +226,7 @@ def test_the_line_says_what_protects_the_adapter(hub, capsys, options, client, w
     assert f"It was trained {words}" in capsys.readouterr().err.replace("with differential privacy of", "of")
 
 
+@pytest.mark.slow
 def test_test_mode_is_warned_of(hub, capsys):
     run = made("head", privacy={"noise_multiplier": 1.0, "delta": 1e-3, "secure_rng": False})
     with pytest.warns(UserWarning, match="Test mode, not private"):

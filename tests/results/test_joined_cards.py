@@ -26,6 +26,7 @@ def by_image():
     return joined(privacy={"noise_multiplier": 1.0, "delta": 1e-3})
 
 
+@pytest.mark.slow
 def test_who_only_joined_does_not_count_among_those_who_sent(by_image, tmp_path):
     sample = by_image.info["privacy"]["sample"]
     server, rates = sample["server"], sample["sample_rates"]

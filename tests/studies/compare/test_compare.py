@@ -510,6 +510,7 @@ def test_rows_of_other_options_and_seeds_that_failed():
     assert "- z, seed 0, 2: ValueError: too high" in grid_table(records)
 
 
+@pytest.mark.slow
 def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tiny.yaml").write_text(TINY)

@@ -119,7 +119,7 @@ def of(records, stage, label):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", pytest.param("random", marks=pytest.mark.slow)])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_each_algorithm_gets_so_many_trials_and_the_file_is_all_that_is_kept(sampler, capsys, monkeypatch):
     monkeypatch.setattr("perada.studies.compare.running.attempt", quick)
     command = [*COMMAND, "--sampler", sampler, "--trials"]
