@@ -81,7 +81,7 @@ def test_owners_of_trained_parameters(make_backbone, backbone, adapter, options,
 
 
 @each_row
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_start(make_backbone, backbone, adapter, options, owners, starts_plain):
     plain = make_backbone(backbone).model.eval()(IMAGES)
     adapted = insert_adapter(make_backbone(backbone), adapter, **options).model.eval()(IMAGES)
@@ -106,7 +106,7 @@ def test_gradient_reaches_every_trained_parameter(make_backbone, backbone, adapt
 
 
 @each_row
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_save_and_load(tmp_path, make_backbone, backbone, adapter, options, owners, starts_plain):
     adapted = insert_adapter(make_backbone(backbone), adapter, **options)
     randomise(adapted.model)

@@ -127,7 +127,7 @@ def refusal(data, method, privacy=None):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINED])
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
     cli = PeradaCLI(small_words(name, written), run=False)

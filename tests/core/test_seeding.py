@@ -104,6 +104,7 @@ def test_no_draws_are_taken_from_the_global_stream():
 
 
 @pytest.mark.parametrize(("rounds", "clients"), [(200, 200), pytest.param(200, 5000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_no_two_streams_share_a_draw(rounds, clients):
     """Of 4·10⁴ streams, and of 10⁶. With 32 bits of seed 0.2, and 116, pairs of them would be one stream."""
     first = torch.cat([draws(2, 0, "noise-local", r, c) for r in range(rounds) for c in range(clients)])

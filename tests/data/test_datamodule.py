@@ -94,6 +94,7 @@ def test_a_client_without_labels_is_named():
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_batches():
     loaded = [module(FederatedData(pictures(noisy=True), pictures(noisy=True)), num_workers=n) for n in (0, 2)]
     equal(*(made.train_dataloader() for made in loaded))

@@ -26,6 +26,7 @@ def data(size):
 @pytest.mark.parametrize(
     ("backbone", "adapter"), [ADAPTERS[0], *(pytest.param(*names, marks=pytest.mark.slow) for names in ADAPTERS[1:])]
 )
+@pytest.mark.slow
 def test_another_run_begins_with_the_same_logits_and_trains(backbone, adapter):
     size = 32 if backbone == "test_resnet" else 160
     own = {**OPTIONS, "algorithm": "fedavg", "adapter": adapter}

@@ -70,6 +70,7 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_and_runs_nothing(page):
     found = Page(page / "index.html")
     assert {tag for tag, _ in found.tags} & {"script", "link", "iframe", "img", "object", "base"} == set()
