@@ -8,7 +8,7 @@ axis, and must treat each client as if it were alone.
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perada.core.checks import Options
 from perada.core.rounds import Phase
-from perada.core.states import State, expand
+from perada.core.states import Factors, State, expand
 from perada.server.aggregate import Aggregation, ServerRule, Updates
 
 Inference = Literal["personal", "global"]
@@ -38,6 +38,7 @@ class Slot:
         norms: Parameters and running statistics of normalisation layers.
         input: All names in the first layer that images pass.
         adapter: All names that the adapter adds to the backbone.
+        factors: The pairs of LoRA's factors, in the model's order.
     """
 
     keys: tuple[str, ...]
@@ -46,6 +47,7 @@ class Slot:
     norms: frozenset[str] = frozenset()
     input: frozenset[str] = frozenset()
     adapter: frozenset[str] = frozenset()
+    factors: tuple[Factors, ...] = ()
 
 
 class ClientStep(Protocol):
@@ -107,6 +109,7 @@ class Broadcast:
 
     The round is counted from 0, ``clients`` are ids, ``num_clients`` is M of the federation, ``seed`` that of the run.
     ``losses`` (C, K) are those of K global models on each client's training images, where clients compare them.
+    ``state`` has the server's own tensors, as of :class:`ServerStep`, to be read only.
     """
 
     global_state: State
@@ -116,6 +119,7 @@ class Broadcast:
     num_clients: int
     seed: int
     losses: Tensor | None = None
+    state: Mapping[str, State] = field(default_factory=dict)
 
 
 @dataclass
@@ -159,7 +163,7 @@ class ServerStep:
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
         parameters = frozenset(self.slot.parameters)
         predict = None if self.predict is None else partial(self.predict, self.previous)
-        given = Aggregation(updates, weights, self.previous, parameters, self.round, own, predict)
+        given = Aggregation(updates, weights, self.previous, parameters, self.round, own, predict, self.slot.factors)
         result = self.rule(given)
         self.state.update({RULE + name: state for name, state in given.state.items()})
         return result
@@ -226,8 +230,8 @@ class Algorithm(Options):
         """The stacks (C, ...) to train in this round, made from what the clients kept and received, (C, ...)."""
         return {role: kept["personal"] if role == "personal" else received for role in self.roles}
 
-    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
-        """Names of the parameters that ``phase`` trains in ``role``. Those that the role lacks are ignored."""
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """Parameters that ``phase`` trains in ``role`` in a round; those that the role lacks are ignored."""
         return slot.parameters
 
     def client_step(self, step: ClientStep) -> None:
@@ -271,9 +275,9 @@ class Around(Algorithm):
 
     base: Algorithm
 
-    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
         """The names that the other one trains."""
-        return self.base.trained(role, phase, slot)
+        return self.base.trained(role, phase, slot, round)
 
     def client_step(self, step: ClientStep) -> None:
         """The other one's step."""

@@ -50,7 +50,7 @@ class OwnPart(Joining):
         """The private part; the shared one beside it, since running statistics change as images pass."""
         return {self._role: kept["personal"], "local": received}
 
-    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
         """The private part alone."""
         return slot.parameters if role == self._role else ()
 

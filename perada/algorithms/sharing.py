@@ -165,7 +165,7 @@ class FedAlt(FedSim):
             return (second,)
         return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)
 
-    def trained(self, role: str, phase: str, slot: Slot) -> tuple[str, ...]:
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
         """Each phase trains the role it is named after."""
         return slot.parameters if role == phase else ()
 

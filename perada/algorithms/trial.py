@@ -101,7 +101,8 @@ def rounds_of(
     global_state, server_state = initial, dict[str, State]()
     kept = {role: expand(state, len(clients)) for role, state in ask("kept", algorithm.kept, initial, slot).items()}
     for round in rounds:
-        received = ask("broadcast", algorithm.broadcast, Broadcast(global_state, slot, round, clients, num_clients, 0))
+        given = Broadcast(global_state, slot, round, clients, num_clients, 0, state=server_state)
+        received = ask("broadcast", algorithm.broadcast, given)
         opened = ask("open", algorithm.open, kept, received, slot)
         step = Rehearsal(algorithm, opened, kept, received, round, changed, classes)
         for phase in phases:
@@ -205,7 +206,7 @@ class Rehearsal:
         """Turn to a phase, and what it trains."""
         self.phase, self.states = phase, self.finished()
         for role, state in self.states.items():
-            for key in self.algorithm.trained(role, phase, slot):
+            for key in self.algorithm.trained(role, phase, slot, self.round):
                 if key in state:
                     state[key].requires_grad_()
 

@@ -6,11 +6,23 @@ same dictionary with a leading client axis C on every tensor. Names are those of
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
+
+
+class Factors(NamedTuple):
+    """Names of a layer's two factors of LoRA (Hu et al., ICLR 2022), which add ``scale`` · up · down to its weight.
+
+    Of a linear layer they are (r, in) and (out, r), of a convolution (r, in, height, width) and (out, r, 1, 1).
+    """
+
+    down: str
+    up: str
+    scale: float
 
 
 def parameter_keys(model: nn.Module) -> tuple[str, ...]:

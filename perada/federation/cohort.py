@@ -63,7 +63,7 @@ class _Chunk:
         cohort = self._cohort
         self.phase, self.active, self._optimizers = phase, self.stop - self.start, {}
         for role, state in self.full.items():
-            trained = cohort.algorithm.trained(role, phase, cohort.slot)
+            trained = cohort.algorithm.trained(role, phase, cohort.slot, self.round)
             leaves = {key: state[key].detach().requires_grad_() for key in trained if key in state}
             self.states[role] = {**state, **leaves}
             if leaves:

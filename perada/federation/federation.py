@@ -115,7 +115,9 @@ class Federation(Site):
         many = settings.algorithm.compares
         received = self.global_state if many else {key: value[0] for key, value in received.items()}
         sent = {key: value[0] for key, value in sent.items()}
-        metrics = parameter_counts(settings.algorithm, settings.phases, self.slot, opened, sent) | {
+        metrics = parameter_counts(
+            settings.algorithm, settings.phases, self.slot, self._shares.plan.round, opened, sent
+        ) | {
             "comm/up_mb": megabytes(expand(sent, clients)),
             "comm/down_mb": megabytes(expand(received, clients)) if settings.algorithm.sends else 0.0,
         }

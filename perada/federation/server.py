@@ -75,8 +75,8 @@ class Server:
         ``losses`` (C, K) are those of K global models on the clients' images, where clients compare them.
         """
         settings, algorithm = self.settings, algorithm or self.settings.algorithm
-        given = Broadcast(self.global_state, self.slot, plan.round, plan.clients, num_clients, settings.seed, losses)
-        return algorithm.broadcast(given)
+        known = plan.round, plan.clients, num_clients, settings.seed, losses, self.server_state
+        return algorithm.broadcast(Broadcast(self.global_state, self.slot, *known))
 
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
@@ -209,14 +209,14 @@ class Server:
 
 
 def parameter_counts(
-    algorithm: Algorithm, phases: Sequence[Phase], slot: Slot, opened: Stacks, sent: State
+    algorithm: Algorithm, phases: Sequence[Phase], slot: Slot, round: int, opened: Stacks, sent: State
 ) -> dict[str, float]:
-    """Parameters that a client trains, of all that it opened, (C, ...) by role, and of what it sends."""
+    """Parameters that a client trains in a round, of all that it opened, (C, ...) by role, and of what it sends."""
     trained = {
         (role, name)
         for role, state in opened.items()
         for phase in phases
-        for name in algorithm.trained(role, phase.name, slot)
+        for name in algorithm.trained(role, phase.name, slot, round)
         if name in state
     }
     return {

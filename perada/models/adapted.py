@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import peft
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
@@ -19,7 +20,7 @@ from perada.adapters.added import check_last_blocks, is_norm, plain_name, reache
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.rounds import ImageConfig
-from perada.core.states import parameter_keys, trained_keys
+from perada.core.states import Factors, parameter_keys, trained_keys
 
 ATTENTION = re.compile(
     r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
@@ -362,4 +363,16 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         norms=frozenset(key for key in keys if key.startswith(norms)),
         input=frozenset(key for key in keys if key.startswith(f"{first}.")),
         adapter=frozenset(key for key in keys if is_adapter_key(key)),
+        factors=_lora_factors(model),
+    )
+
+
+def _lora_factors(model: nn.Module) -> tuple[Factors, ...]:
+    """The factors of PEFT's LoRA layers, but for those of DoRA, whose magnitudes scale the sum."""
+    return tuple(
+        Factors(f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight", float(layer.scaling[name]))
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer)
+        for name in layer.active_adapters
+        if name in layer.lora_A and name not in layer.lora_magnitude_vector
     )

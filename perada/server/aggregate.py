@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import State
+from perada.core.states import Factors, State
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -156,6 +156,7 @@ class Aggregation:
             images, fewer where there are fewer, and the labels as 0 and 1 (N, K). They are public ones, which the seed
             and the round draw, and have no labels (None), or the first ``labelled`` ones. All ranks call it alike.
             None unless the rule says what it ``needs``.
+        factors: The pairs of LoRA's factors among the parameters.
     """
 
     updates: Mapping[str, Tensor]
@@ -165,6 +166,7 @@ class Aggregation:
     round: int
     state: dict[str, State] = field(default_factory=dict)
     predict: Callable[[Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
+    factors: tuple[Factors, ...] = ()
 
 
 class ServerRule(Options, ABC):

@@ -133,7 +133,7 @@ def test_one_mode_of_perada_is_perada(engine, problem):
 class FedAvgOfBody(FedAvg):
     """FedAvg with a frozen head, which the server does not average either: a third thrice is not quite the whole."""
 
-    def trained(self, role, phase, slot):
+    def trained(self, role, phase, slot, round):
         return tuple(name for name in slot.parameters if not is_head(name))
 
     def server_step(self, server):

@@ -183,7 +183,7 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
     class TwoPhases(FedAvg):
         """First the head, then the rest."""
 
-        def trained(self, role, phase, slot):
+        def trained(self, role, phase, slot, round):
             return tuple(key for key in slot.parameters if (key in slot.head) == (phase == "head"))
 
     model = network()

@@ -199,7 +199,9 @@ def _row(recipe: Recipe, got: Got, client: int) -> State:
 def measured(recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts]) -> dict[str, float]:
     """Metrics of a round, from the facts of the sites that count in it."""
     template, loop = recipe.template, recipe.loop
-    found = parameter_counts(loop.algorithm, loop.phases, recipe.module.slot, template.opened, template.sent)
+    found = parameter_counts(
+        loop.algorithm, loop.phases, recipe.module.slot, record.round, template.opened, template.sent
+    )
     found |= {"comm/up_mb": record.up, "comm/down_mb": record.down}
     found |= {"deploy/asked": float(len(record.asked)), "deploy/answered": float(len(record.answered))}
     for role in template.opened:
