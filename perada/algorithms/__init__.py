@@ -9,7 +9,8 @@ from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep,
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedDyn, FedProx, Standalone
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
-from perada.algorithms.sharing import FedAlt, FedBN, FedRep, FedSim, LGFedAvg, PartialSharing
+from perada.algorithms.scaffold import Scaffold
+from perada.algorithms.sharing import FedAlt, FedBN, FedPer, FedRep, FedSim, LGFedAvg, PartialSharing
 from perada.core.checks import check_known
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "FedDF",
     "FedDyn",
     "FedEnsemble",
+    "FedPer",
     "FedProx",
     "FedRep",
     "FedSim",
@@ -34,6 +36,7 @@ __all__ = [
     "PFedMe",
     "PartialSharing",
     "PerAda",
+    "Scaffold",
     "ServerStep",
     "Slot",
     "Stacks",
@@ -47,6 +50,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "feddyn": FedDyn,
+    "scaffold": Scaffold,
     "feddf": FedDF,
     "fedbe": FedBE,
     "fedbe_no_kd": partial(FedBE, distill=False),
@@ -59,6 +63,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "apfl": APFL,
     "fedbn": FedBN,
     "lg_fedavg": LGFedAvg,
+    "fedper": FedPer,
     "fedrep": FedRep,
     "fedalt_input": partial(FedAlt, "input"),
     "fedalt_output": partial(FedAlt, "output"),

@@ -142,6 +142,16 @@ def whole_loss(step: ClientStep) -> Tensor:
     return step.loss(step.states["personal"] | step.states["local"], stream="local")
 
 
+class FedPer(FedSim):
+    """Private heads on a shared body, trained together (Arivazhagan et al., 2019): FedSim with the output split.
+
+    The paper trains both at one rate. Here the head has that of the personal role, as in FedRep.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("output")
+
+
 class FedAlt(FedSim):
     """v is trained with u frozen, then u with v frozen (Pillutla et al., ICML 2022, Algorithm 2).
 

@@ -67,8 +67,12 @@ def try_rounds(
         elif method == "server_step":
             _check_state(who, made, initial, partial=True)
             _check_stacks(f"{who}, in server.state,", given[0].state, given[0].state)
-        elif method in ("broadcast", "personal"):
-            _check_state(who, made, initial, len(some), partial=method == "broadcast")
+        elif method == "broadcast":
+            _check_state(who, made, made)
+            more = {key: value.new_empty(value.shape[1:]) for key, value in made.items() if key not in initial}
+            _check_state(who, made, initial | more, len(some), partial=True)
+        elif method == "personal":
+            _check_state(who, made, initial, len(some))
         return made
 
     try:
@@ -264,7 +268,8 @@ class Rehearsal:
             for key, leaf in leaves:
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 gradient = gradient if pull is None else gradient + pull[0] * (leaf - pull[1][key])
-                leaf -= 0.1 * (gradient if slope is None else gradient + slope[key])
+                leaf.grad = gradient if slope is None else gradient + slope[key]
+                leaf -= 0.1 * leaf.grad
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:

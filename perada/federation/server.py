@@ -211,7 +211,11 @@ class Server:
 def parameter_counts(
     algorithm: Algorithm, phases: Sequence[Phase], slot: Slot, round: int, opened: Stacks, sent: State
 ) -> dict[str, float]:
-    """Parameters that a client trains in a round, of all that it opened, (C, ...) by role, and of what it sends."""
+    """Parameters that a client trains in a round, of all that it opened, (C, ...) by role, and of what it sends.
+
+    What it sends beside a model's tensors, such as a control variate, counts as parameters.
+    """
+    statistics = set(slot.keys) - set(slot.parameters)
     trained = {
         (role, name)
         for role, state in opened.items()
@@ -221,7 +225,7 @@ def parameter_counts(
     }
     return {
         "params/trained": float(sum(opened[role][name][0].numel() for role, name in trained)),
-        "params/sent": float(sum(value.numel() for key, value in sent.items() if key in slot.parameters)),
+        "params/sent": float(sum(value.numel() for key, value in sent.items() if key not in statistics)),
     }
 
 

@@ -201,6 +201,10 @@ def fedsim_output(ref):
     return at_once(ref, is_head)
 
 
+def fedper(ref):
+    return fedsim_output(ref)
+
+
 def fedsim_input(ref):
     return at_once(ref, is_input_layer)
 

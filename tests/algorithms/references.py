@@ -53,6 +53,29 @@ def feddyn(ref, alpha=0.3):
     return everyone(w)
 
 
+def scaffold(ref, server_lr=1.0):
+    """Option II as it is printed: c_i ← c_i − c + (x − y) / (K η)."""
+    w, server, clients = ref.initial, ref.zeros(), [ref.zeros() for _ in CLIENTS]
+    for batches in ref.rounds:
+        updates, changes = [], []
+        for m, own in batches.items():
+            update = ref.train(w, own, LR_LOCAL, slope=ref.difference(server, clients[m]))
+            drift = ref.difference(w, update)
+            after = {k: c - server[k] + drift[k] / (len(own) * LR_LOCAL) for k, c in clients[m].items()}
+            changes.append(ref.difference(after, clients[m]))
+            clients[m] = after
+            updates.append(update)
+        share = len(batches) / len(SIZES)
+        server = {k: c + share * sum(change[k] for change in changes) / len(changes) for k, c in server.items()}
+        mean = ref.mean(updates)
+        w = mean | {k: w[k] + server_lr * (mean[k] - w[k]) for k in server}
+    return everyone(w)
+
+
+def scaffold_half_way(ref):
+    return scaffold(ref, server_lr=0.5)
+
+
 def feddf(ref, batch_size=3):
     w = ref.initial
     for round, batches in enumerate(ref.rounds):

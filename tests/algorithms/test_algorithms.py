@@ -21,6 +21,7 @@ from perada.algorithms import (
     FedProx,
     FedRep,
     PFedMe,
+    Scaffold,
     make_algorithm,
 )
 from perada.data import Phase
@@ -67,6 +68,8 @@ ALGORITHMS = [
     ),
     (FedProx(PROX), {}, references.fedprox, ALL),
     (FedDyn(0.3), {}, references.feddyn, ALL),
+    ("scaffold", {}, references.scaffold, ALL),
+    (Scaffold(server_lr=0.5), {}, references.scaffold_half_way, SOME),
     ("feddf", {"distill_batch_size": 3}, references.feddf, ALL),
     (FedBE(samples=0), {"distill_batch_size": 3}, references.fedbe_without_samples, ALL),
     (FedBE(samples=0, average_from=0.75), {"distill_batch_size": 3}, references.fedbe_of_last_student, ALL),
@@ -79,6 +82,7 @@ ALGORITHMS = [
     (APFL(alpha=0.3, lr_alpha=0.5), {}, personal_references.apfl_adapted, ALL),
     ("fedbn", {}, personal_references.fedbn, NET),
     ("lg_fedavg", {}, personal_references.lg_fedavg, NET),
+    ("fedper", {}, personal_references.fedper, NET),
     ("fedrep", {}, personal_references.fedrep, NET),
     (FedRep(head_epochs=0), {}, personal_references.fedrep_without_head, NET),
     (FedRep(head_epochs=3), {}, personal_references.fedrep_long_head, NET),
@@ -117,7 +121,7 @@ def answer(function, problem):
     return function(reference(problem))
 
 
-LOOPED = ("fedavg", "feddyn", "ditto", "pfedme", "apfl", "fed_ensemble", "perada_two_rounds", "fedbe_without_samples")
+LOOPED = ("fedavg", "feddyn", "scaffold", "ditto", "pfedme", "apfl", "fed_ensemble", "perada_two_rounds", "fedbe_without_samples")
 QUICK = {
     "folded": [case.id for case in CASES if case.values[-1] in ("net-adapter", *BACKBONE)],
     "loop": [f"{name}-net-full" for name in LOOPED],

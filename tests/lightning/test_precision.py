@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import make_algorithm
+from perada.algorithms import Broadcast, make_algorithm
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
@@ -81,7 +81,8 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
     kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
     plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],)), (Phase("local"),)
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
-    return Cohort(Site(Engine(model, engine), slot, settings), plan, kept, expand(initial, len(clients)))
+    received = algorithm.broadcast(Broadcast(initial, slot, 3, clients, len(CLIENTS), 0))
+    return Cohort(Site(Engine(model, engine), slot, settings), plan, kept, received)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
@@ -123,7 +124,7 @@ def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, 
                 torch.testing.assert_close(updates[key][row], value, rtol=1e-5, atol=1e-6)
 
 
-ALGORITHMS = ["perada", "fedavg", "feddyn", "apfl", "pfedme", "ditto", "fedalt_output", "fedsim_output"]
+ALGORITHMS = ["perada", "fedavg", "feddyn", "scaffold", "apfl", "pfedme", "ditto", "fedalt_output", "fedsim_output"]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

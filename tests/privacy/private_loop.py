@@ -195,6 +195,27 @@ def fedavg(loop):
     return w, [w for _ in CLIENTS]
 
 
+def scaffold(loop):
+    """Control variates are made of noisy gradients alone."""
+    w, server, clients = loop.initial, loop.zeros(), [loop.zeros() for _ in CLIENTS]
+    for round in range(ROUNDS):
+        updates, change = [], loop.zeros()
+        for m in loop.cohort(round):
+            local, n = w, steps_of(m)
+            stream = loop.stream("local", round, m, n)
+            for _ in range(n):
+                push = loop.difference(server, clients[m])
+                gradient = stream.next().gradient(local)
+                local = moved(local, {key: gradient[key] + push[key] for key in push}, LR_LOCAL)
+            after = {key: loop.difference(w, local)[key] / (n * LR_LOCAL) - push[key] for key in push}
+            change = {key: change[key] + after[key] - clients[m][key] for key in change}
+            clients[m] = after
+            updates.append(local)
+        server = {key: value + change[key] / len(SIZES) for key, value in server.items()}
+        w = loop.mean(updates)
+    return w, [w for _ in CLIENTS]
+
+
 def ditto(loop, distil=False):
     w, personal = loop.initial, loop.copies()
     for round in range(ROUNDS):

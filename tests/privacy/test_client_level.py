@@ -20,6 +20,7 @@ from perada.algorithms import (
     FedBE,
     FedEnsemble,
     PerAda,
+    Scaffold,
     ServerStep,
     Slot,
     make_algorithm,
@@ -397,6 +398,8 @@ def server_step(algorithm, rule, updates, distils):
     updates = dict(updates)
     if isinstance(algorithm, FedEnsemble):
         previous, updates["mode"] = expand(previous, 1), torch.zeros(6, dtype=torch.long)
+    if isinstance(algorithm, Scaffold):
+        updates |= {f"control/{key}": updates[key].flip(1) for key in SLOT.parameters}
     weights = client_weights("uniform", [1] * 6)
     turn = 0, tuple(range(6)), 9, SLOT, 0, previous, Updates(updates), weights, {}
     step = ServerStep(*turn, rule, distill, lambda *given: (given[1]["a"][:, None].softmax(-1), torch.eye(3)[:1]))
@@ -433,9 +436,10 @@ def test_algorithms_pass_if_only_the_mean_counts(name, distils):
 
     So taking one client out changes the others only through what they receive. That holds of each algorithm's `close`:
     - FedDyn's clients move their h by their own unclipped change, and the server its h by the sum of the noisy rows.
+    - Scaffold's clients move their c_i by their own gradients, and send c with its change: clipped together with θ's.
     - MTL's clients keep v_m as trained, and send v̄ with its change: clipped like any other, relative to v̄.
-    - pFedMe keeps θ, PerAda, Ditto and APFL their personal states (APFL also α), FedBN, LG-FedAvg, FedRep, FedAlt and
-      FedSim their part; none of them is sent.
+    - pFedMe keeps θ, PerAda, Ditto and APFL their personal states (APFL also α), FedBN, LG-FedAvg, FedPer, FedRep, FedAlt
+      and FedSim their part; none of them is sent.
     - FedAvg with fine-tuning sends nothing after the last round.
     """
     algorithm = make_algorithm(name, modes=1) if name == "fed_ensemble" else make_algorithm(name)

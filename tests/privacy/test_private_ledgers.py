@@ -85,6 +85,7 @@ ALIKE = (
     "feddf",
     "fedprox",
     "feddyn",
+    "fedper",
     "fedbe",
     "fedbe_no_kd",
     "fedalt_input",

@@ -21,6 +21,7 @@ CASES = {
     "perada-no-kd": (PerAda(PROX, distill=False), plain.ditto, {}),
     "ditto": ("ditto", plain.ditto, {"prox_strength": PROX}),
     "fedavg": ("fedavg", plain.fedavg, {}),
+    "scaffold": ("scaffold", plain.scaffold, {}),
     "apfl": (APFL(alpha=0.3, lr_alpha=0.5), plain.apfl, {}),
     "pfedme": (PFedMe(prox_strength=2.0), plain.pfedme, {}),
     "fedalt-output": (FedAlt("output"), plain.fedalt_output, {}),

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCAFFOLD (Karimireddy et al., ICML 2020): FedAvg whose clients correct the drift of their local steps."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.core.checks import check_number
+from perada.core.states import State, expand, partition
+
+CONTROL = "control/"
+"""Prefix of the names under which control variates travel beside the model."""
+
+
+class Scaffold(Algorithm):
+    """FedAvg with control variates, c_i of a client and c of the server (their Algorithm 1, option II for c_i).
+
+    A client takes y ← y − η_l (g(y) − c_i + c) in K steps from y = x, then c_i ← c_i − c + (x − y) / (K η_l). The
+    server takes x ← x + η_g · mean(y − x) and c ← c + |S|/N · mean(c_i⁺ − c_i), over the clients S of a round. All c_i
+    and c are 0 at first. A client receives and sends twice the size of its model.
+
+    (x − y) / (K η_l) is, under SGD, the mean of the gradients that the steps were taken with. That mean is what is
+    used, so that c_i is a mean gradient under momentum, Adam and weight decay too: with momentum 0.9, (x − y) / (K η_l)
+    is ten times as long, and c_i diverges. Weights count in the mean of y, not in that of c_i. Running statistics of
+    norms are averaged.
+
+    Args:
+        server_lr: η_g.
+    """
+
+    def __init__(self, server_lr: float = 1.0) -> None:
+        check_number("server_lr", server_lr, above=0, hint="1 takes the mean")
+        self.server_lr = server_lr
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """c_i, zero at first."""
+        return {"control": {key: torch.zeros_like(initial[key]) for key in slot.parameters}}
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """x and c."""
+        return expand(sending.global_state | _control(sending.state, sending.global_state, sending.slot), len(sending.clients))
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """y, the sum of the gradients, and how many they are."""
+        gradients = {key: torch.zeros_like(value) for key, value in kept["control"].items()}
+        some = next(iter(gradients.values()))
+        local = partition(received, _names(slot))[1]
+        return {"local": local, "gradients": gradients, "steps": {"taken": some.new_zeros(len(some))}}
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """y alone."""
+        return slot.parameters if role == "local" else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A corrected step, whose gradient is added to the sum."""
+        local, sums = step.states["local"], step.states["gradients"]
+        slope = {key: step.received[CONTROL + key] - own for key, own in step.kept["control"].items()}
+        step.descend("local", step.loss("local"), slope=slope)
+        gradients = {key: own for key in sums if (own := local[key].grad) is not None}
+        finite = [value.flatten(1).isfinite().all(1) for value in gradients.values()]
+        taken = torch.stack(finite).all(0)  # in float16, steps of other clients are skipped
+        for key, value in gradients.items():
+            sums[key] += value.where(_rows(taken, value), 0)
+        step.states["steps"]["taken"] += taken
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Update c_i; send y, and c moved by the change of c_i."""
+        steps, controls, moved = trained["steps"]["taken"], {}, {}
+        for key, before in kept["control"].items():
+            server, mean = received[CONTROL + key], trained["gradients"][key] / _rows(steps, before)
+            controls[key] = (before - server + mean).where(_rows(steps > 0, before), before)
+            moved[CONTROL + key] = server + (controls[key] - before)
+        return {"control": controls}, trained["local"] | moved
+
+    def server_step(self, server: ServerStep) -> State:
+        """Move x along the mean change, and c by the mean change times the clients' share of the federation."""
+        names, clients, old = _names(server.slot), range(len(server.clients)), server.previous
+        average = server.mean(server.updates.part(clients, without=names), server.weights)
+        changed = server.updates.part(clients, without=average.keys()).mean(torch.full_like(server.weights, 1 / len(clients)))
+        share = len(clients) / server.num_clients
+        before = _control(server.state, old, server.slot)
+        server.state["control"] = {key: value + share * (changed[key] - value) for key, value in before.items()}
+        return average | {key: old[key] + self.server_lr * (average[key] - old[key]) for key in server.slot.parameters}
+
+
+def _names(slot: Slot) -> list[str]:
+    return [CONTROL + key for key in slot.parameters]
+
+
+def _control(server_state: Mapping[str, State], global_state: State, slot: Slot) -> State:
+    """c, under the names that it travels by."""
+    zeros = {CONTROL + key: torch.zeros_like(global_state[key]) for key in slot.parameters}
+    return server_state.get("control", zeros)
+
+
+def _rows(clients: Tensor, like: Tensor) -> Tensor:
+    """Values (C,) of clients, to go with a stack (C, ...)."""
+    return clients.view(-1, *[1] * (like.dim() - 1))
