@@ -40,7 +40,9 @@ class Scaffold(Algorithm):
 
     def broadcast(self, sending: Broadcast) -> State:
         """x and c."""
-        return expand(sending.global_state | _control(sending.state, sending.global_state, sending.slot), len(sending.clients))
+        return expand(
+            sending.global_state | _control(sending.state, sending.global_state, sending.slot), len(sending.clients)
+        )
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """y, the sum of the gradients, and how many they are."""
@@ -78,7 +80,9 @@ class Scaffold(Algorithm):
         """Move x along the mean change, and c by the mean change times the clients' share of the federation."""
         names, clients, old = _names(server.slot), range(len(server.clients)), server.previous
         average = server.mean(server.updates.part(clients, without=names), server.weights)
-        changed = server.updates.part(clients, without=average.keys()).mean(torch.full_like(server.weights, 1 / len(clients)))
+        changed = server.updates.part(clients, without=average.keys()).mean(
+            torch.full_like(server.weights, 1 / len(clients))
+        )
         share = len(clients) / server.num_clients
         before = _control(server.state, old, server.slot)
         server.state["control"] = {key: value + share * (changed[key] - value) for key, value in before.items()}

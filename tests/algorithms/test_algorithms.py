@@ -121,7 +121,17 @@ def answer(function, problem):
     return function(reference(problem))
 
 
-LOOPED = ("fedavg", "feddyn", "scaffold", "ditto", "pfedme", "apfl", "fed_ensemble", "perada_two_rounds", "fedbe_without_samples")
+LOOPED = (
+    "fedavg",
+    "feddyn",
+    "scaffold",
+    "ditto",
+    "pfedme",
+    "apfl",
+    "fed_ensemble",
+    "perada_two_rounds",
+    "fedbe_without_samples",
+)
 QUICK = {
     "folded": [case.id for case in CASES if case.values[-1] in ("net-adapter", *BACKBONE)],
     "loop": [f"{name}-net-full" for name in LOOPED],
