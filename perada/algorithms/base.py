@@ -99,7 +99,8 @@ class ClientStep(Protocol):
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
             slope: Adds this gradient, which is that of <slope, parameters>.
 
-        The gradient that the step was taken with stays in the parameters' ``grad`` until the next one. The anchor and the slope (C, ...) need every parameter that the phase trains in the role.
+        The anchor and the slope (C, ...) need every parameter that the phase trains in the role. The gradient that the
+        step was taken with, with these terms, stays in the parameters' ``grad`` until the next one.
         """
 
 

@@ -39,7 +39,7 @@ class Scaffold(Algorithm):
         return {"control": {key: torch.zeros_like(initial[key]) for key in slot.parameters}}
 
     def broadcast(self, sending: Broadcast) -> State:
-        """x and c."""
+        """X and c."""
         return expand(
             sending.global_state | _control(sending.state, sending.global_state, sending.slot), len(sending.clients)
         )
@@ -52,7 +52,7 @@ class Scaffold(Algorithm):
         return {"local": local, "gradients": gradients, "steps": {"taken": some.new_zeros(len(some))}}
 
     def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
-        """y alone."""
+        """Y alone."""
         return slot.parameters if role == "local" else ()
 
     def client_step(self, step: ClientStep) -> None:
@@ -80,12 +80,10 @@ class Scaffold(Algorithm):
         """Move x along the mean change, and c by the mean change times the clients' share of the federation."""
         names, clients, old = _names(server.slot), range(len(server.clients)), server.previous
         average = server.mean(server.updates.part(clients, without=names), server.weights)
-        changed = server.updates.part(clients, without=average.keys()).mean(
-            torch.full_like(server.weights, 1 / len(clients))
-        )
-        share = len(clients) / server.num_clients
-        before = _control(server.state, old, server.slot)
-        server.state["control"] = {key: value + share * (changed[key] - value) for key, value in before.items()}
+        uniform = torch.full_like(server.weights, 1 / len(clients))
+        after = server.updates.part(clients, without=average.keys()).mean(uniform)
+        before, share = _control(server.state, old, server.slot), len(clients) / server.num_clients
+        server.state["control"] = {key: value + share * (after[key] - value) for key, value in before.items()}
         return average | {key: old[key] + self.server_lr * (average[key] - old[key]) for key in server.slot.parameters}
 
 

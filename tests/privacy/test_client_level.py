@@ -438,8 +438,8 @@ def test_algorithms_pass_if_only_the_mean_counts(name, distils):
     - FedDyn's clients move their h by their own unclipped change, and the server its h by the sum of the noisy rows.
     - Scaffold's clients move their c_i by their own gradients, and send c with its change: clipped together with θ's.
     - MTL's clients keep v_m as trained, and send v̄ with its change: clipped like any other, relative to v̄.
-    - pFedMe keeps θ, PerAda, Ditto and APFL their personal states (APFL also α), FedBN, LG-FedAvg, FedPer, FedRep, FedAlt
-      and FedSim their part; none of them is sent.
+    - pFedMe keeps θ, PerAda, Ditto and APFL their personal states (APFL also α), FedBN, LG-FedAvg, FedPer, FedRep,
+      FedAlt and FedSim their part; none of them is sent.
     - FedAvg with fine-tuning sends nothing after the last round.
     """
     algorithm = make_algorithm(name, modes=1) if name == "fed_ensemble" else make_algorithm(name)
