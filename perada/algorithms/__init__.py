@@ -8,6 +8,7 @@ from typing import Any
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedDyn, FedProx, Standalone
+from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
 from perada.algorithms.sharing import FedAlt, FedBN, FedPer, FedRep, FedSim, LGFedAvg, PartialSharing
@@ -33,6 +34,7 @@ __all__ = [
     "FedRep",
     "FedSim",
     "LGFedAvg",
+    "Moon",
     "PFedMe",
     "PartialSharing",
     "PerAda",
@@ -51,6 +53,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedprox": FedProx,
     "feddyn": FedDyn,
     "scaffold": Scaffold,
+    "moon": Moon,
     "feddf": FedDF,
     "fedbe": FedBE,
     "fedbe_no_kd": partial(FedBE, distill=False),

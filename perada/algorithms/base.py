@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -49,6 +50,16 @@ class Slot:
     adapter: frozenset[str] = frozenset()
     factors: tuple[Factors, ...] = ()
 
+    @property
+    def head_module(self) -> str:
+        """Name of the module that the head's parameters are in; empty if none is trained.
+
+        >>> Slot((), (), head=frozenset({"fc.lora_A.default.weight", "fc.lora_B.default.weight"})).head_module
+        'fc'
+        """
+        levels = zip(*(name.split(".")[:-1] for name in self.head), strict=False)
+        return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+
 
 class ClientStep(Protocol):
     """One local step of C clients, as an algorithm sees it; :class:`perada.federation.cohort.Cohort` makes it.
@@ -77,8 +88,20 @@ class ClientStep(Protocol):
         ``stream`` is the role whose random stream dropout draws from. Default: the role, or the first for a stack.
         """
 
-    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        """Each client's task loss (C,), the mean over its images. Takes the arguments of :meth:`logits`."""
+    def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
+        """Logits, as of :meth:`logits`, and the representations (C, B, F) that the head made them of.
+
+        Without ``training``, in evaluation mode: nothing is dropped, and running statistics are used and stay.
+        """
+
+    def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
+        """Each client's task loss (C,), the mean over its images.
+
+        Takes the arguments of :meth:`logits`, or logits (C, B, K).
+        """
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean (C,) of values (C, B), one for each row of the logits, over a client's images; others are padding."""
 
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (C, ...), and clear the state of its optimiser."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Slot, Stacks
 from perada.algorithms.fedavg import FedAvg, FedDyn
+from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
 from perada.algorithms.scaffold import Scaffold
 from perada.core.checks import check_choice, check_number, check_whole
@@ -98,7 +99,7 @@ def sample_models(
 
 MODE, BEST = "mode", "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
-UNREPEATABLE = (APFL, FedDyn, MTL, Scaffold)
+UNREPEATABLE = (APFL, FedDyn, MTL, Moon, Scaffold)
 """Algorithms whose clients keep what belongs to the only global model."""
 
 

@@ -39,10 +39,9 @@ class Scaffold(Algorithm):
         return {"control": {key: torch.zeros_like(initial[key]) for key in slot.parameters}}
 
     def broadcast(self, sending: Broadcast) -> State:
-        """X and c."""
-        return expand(
-            sending.global_state | _control(sending.state, sending.global_state, sending.slot), len(sending.clients)
-        )
+        """The model x, and c."""
+        control = _control(sending.state, sending.global_state, sending.slot)
+        return expand(sending.global_state | control, len(sending.clients))
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
         """y, the sum of the gradients, and how many they are."""
@@ -52,7 +51,7 @@ class Scaffold(Algorithm):
         return {"local": local, "gradients": gradients, "steps": {"taken": some.new_zeros(len(some))}}
 
     def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
-        """Y alone."""
+        """The model y alone."""
         return slot.parameters if role == "local" else ()
 
     def client_step(self, step: ClientStep) -> None:
@@ -61,7 +60,7 @@ class Scaffold(Algorithm):
         slope = {key: step.received[CONTROL + key] - own for key, own in step.kept["control"].items()}
         step.descend("local", step.loss("local"), slope=slope)
         gradients = {key: own for key in sums if (own := local[key].grad) is not None}
-        finite = [value.flatten(1).isfinite().all(1) for value in gradients.values()]
+        finite = [value.reshape(len(value), -1).isfinite().all(1) for value in gradients.values()]
         taken = torch.stack(finite).all(0)  # in float16, steps of other clients are skipped
         for key, value in gradients.items():
             sums[key] += value.where(_rows(taken, value), 0)

@@ -224,8 +224,19 @@ class Rehearsal:
             raise no_logits(self.algorithm)
         return self.loss(states, stream).view(-1, 1, 1).expand(-1, 2, self._classes)
 
-    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        """A loss of 0 with a made-up gradient, which depends on the states."""
+    def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
+        """Made-up logits and representations of two images."""
+        logits = self.logits(states, stream)
+        return logits, 1 + logits
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over both."""
+        return values.mean(1)
+
+    def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
+        """A loss of 0 with a made-up gradient, which depends on the states; of logits, their mean."""
+        if isinstance(states, Tensor):
+            return states.flatten(1).mean(1)
         if isinstance(states, str):
             stream, states = stream or states, self.states[states]
         stream = stream or next(iter(self.states))
@@ -276,5 +287,5 @@ def no_logits(algorithm: Algorithm) -> ValueError:
     """What is wrong with an algorithm that looks at the outputs themselves, where training is private."""
     return ValueError(
         f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
-        "images (step.logits), which no noise covers; use step.loss, whose gradient is private"
+        "images (step.logits, step.outputs), which no noise covers; use step.loss, whose gradient is private"
     )

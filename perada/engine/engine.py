@@ -119,6 +119,35 @@ class Engine:
         logits = (self._folded if self.kind == "folded" else self._loop)(states, x, real, streams)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
+    def outputs(
+        self,
+        states: State,
+        x: Tensor,
+        head: str,
+        *,
+        training: bool = False,
+        counts: Sequence[int] | None = None,
+        streams: Streams | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (C, B, K), as of :meth:`logits`, and what the module ``head`` was given for them, (C, B, F).
+
+        The pass is never compiled.
+        """
+        given: list[Tensor] = []
+        hook = self._fold.model.get_submodule(head).register_forward_pre_hook(lambda _, args: given.append(args[0]))
+        compiled, self._full_batch = self._full_batch, _call
+        try:
+            logits = self.logits(states, x, training=training, counts=counts, streams=streams)
+        finally:
+            hook.remove()
+            self._full_batch = compiled
+        clients, rows = x.shape[:2]
+        if self.kind == "folded":
+            found = given[0].reshape(clients, rows, -1)
+        else:
+            found = torch.stack([_padded(one.flatten(1), rows) for one in given])
+        return logits, found.to(logits.dtype)
+
     def shared_logits(self, states: State, x: Tensor, rows: int | None = None) -> Tensor:
         """Logits (C, B, K) of C states (C, ...) on the same images (B, ...), in evaluation mode and without gradients.
 
@@ -162,14 +191,19 @@ class Engine:
             self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
             own = {key: value[client] for key, value in states.items()}
             logits = self._full_batch(self._fold.model, own, self.format(real))
-            padding = logits.new_zeros(len(images) - len(real), *logits.shape[1:])
-            outputs.append(torch.cat([logits, padding]) if len(padding) else logits)
+            outputs.append(_padded(logits, len(images)))
         return torch.stack(outputs)
 
 
 def _call(module: nn.Module, tensors: State, x_R: Tensor) -> Tensor:
     logits: Tensor = functional_call(module, tensors, (x_R,))
     return logits
+
+
+def _padded(values: Tensor, rows: int) -> Tensor:
+    """``values`` (B, ...) with zeros behind them, up to so many rows."""
+    padding = values.new_zeros(rows - len(values), *values.shape[1:])
+    return torch.cat([values, padding]) if len(padding) else values
 
 
 def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
@@ -184,11 +218,15 @@ def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
 
 def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
     """Each client's task loss (C,): the mean of :func:`row_losses` over its first ``counts`` rows, the real ones."""
-    losses = row_losses(logits, y, multilabel)
-    if all(count == y.shape[1] for count in counts):
-        return losses.mean(1)
-    real = real_rows(counts, y.shape[1], losses.device)
-    return losses.where(real, 0).sum(1) / send(torch.tensor(counts), losses.device)
+    return client_means(row_losses(logits, y, multilabel), counts)
+
+
+def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each client's mean (C,) of ``values`` (C, B) over its first ``counts`` rows, the real ones."""
+    if all(count == values.shape[1] for count in counts):
+        return values.mean(1)
+    real = real_rows(counts, values.shape[1], values.device)
+    return values.where(real, 0).sum(1) / send(torch.tensor(counts), values.device)
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:

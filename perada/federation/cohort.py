@@ -20,7 +20,7 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
 from perada.core.states import State, clone
-from perada.engine.engine import Engine, client_losses
+from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
 from perada.privacy.gradients import SampleGradients
@@ -92,21 +92,37 @@ class _Chunk:
         cohort.algorithm.client_step(self)
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        cohort, (states, streams) = self._cohort, self._entered(states, stream)
+        logits = cohort.engine.logits(states, self._x, training=True, counts=self._counts, streams=streams)
+        return logits if cohort.scales is None else cohort.scales.leave(logits, self._rows)
+
+    def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
+        cohort, (states, streams) = self._cohort, self._entered(states, stream)
+        logits, found = cohort.engine.outputs(
+            states, self._x, cohort.slot.head_module, training=training, counts=self._counts, streams=streams
+        )
+        if cohort.scales is None:
+            return logits, found
+        return cohort.scales.leave(logits, self._rows), cohort.scales.leave(found, self._rows)
+
+    def _entered(self, states: str | State, stream: str | None) -> tuple[State, Streams]:
+        """What a pass that is not private is given."""
         cohort = self._cohort
         if cohort.private is not None:
             raise no_logits(cohort.algorithm)
         states, stream = self._named(states, stream)
-        scales = cohort.scales
-        states = states if scales is None else scales.enter(states, self._rows)
-        logits = cohort.engine.logits(
-            states, self._x, training=True, counts=self._counts, streams=self._streams(stream)
-        )
-        return logits if scales is None else scales.leave(logits, self._rows)
+        states = states if cohort.scales is None else cohort.scales.enter(states, self._rows)
+        return states, self._streams(stream)
 
-    def loss(self, states: str | State, stream: str | None = None) -> Tensor:
-        private = self._cohort.private
+    def mean(self, values: Tensor) -> Tensor:
+        return client_means(values, self._counts)
+
+    def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
+        private, multilabel = self._cohort.private, self._cohort.training.multilabel
+        if isinstance(states, Tensor):
+            return client_losses(states, self._y, self._counts, multilabel)
         if private is None or not isinstance(self._batches, dict):
-            return client_losses(self.logits(states, stream), self._y, self._counts, self._cohort.training.multilabel)
+            return client_losses(self.logits(states, stream), self._y, self._counts, multilabel)
         states, stream = self._named(states, stream)
         return private.loss(stream, states, self._batches, self._rows, self._streams(stream))
 

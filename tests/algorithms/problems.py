@@ -138,6 +138,9 @@ class Reference:
     def __init__(self, problem):
         start = finetune("fedavg", problem, rounds=0)
         self.problem, self.model, self.initial = problem, start.global_model(), start.state("global")
+        self.head = next(
+            name for name in ("fc.modules_to_save.default", "fc") if name in dict(self.model.named_modules())
+        )
         self.trained = sorted(name for name, _ in self.model.named_parameters() if name in self.initial)
         self.served = perada.FederatedDataModule(task(), batch_size=BATCH)
         self.rounds = [

@@ -6,10 +6,14 @@ predicts, it returns the list of its states, and no personal states where client
 sampled keeps what it started with.
 """
 
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
 from perada.algorithms import FedAvg, FedEnsemble, FedProx, make_algorithm
 from perada.algorithms.ensembles import mode_schedule
 
-from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune
+from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune, moved
 
 
 def everyone(w):
@@ -50,6 +54,42 @@ def feddyn(ref, alpha=0.3):
             updates.append(update)
         mean = ref.mean(updates)
         w = mean | {key: mean[key] - server[key] / alpha for key in server}
+    return everyone(w)
+
+
+def moon(ref, mu=2.0, tau=0.5):
+    """One image at a time; the representation is what ``fc`` is given."""
+    w, previous = ref.initial, ref.copies()
+
+    def represented(state, x, train):
+        model = ref.model.train(train)
+        found = []
+        hook = model.get_submodule(ref.head).register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        logits = functional_call(model, state, (x,))
+        hook.remove()
+        return logits, found[0]
+
+    for batches in ref.rounds:
+        updates = []
+        for m, own in batches.items():
+            local = w
+            for x, y in own:
+                with torch.no_grad():
+                    others = [represented(state, x, False)[1] for state in (w, previous[m])]
+
+                def loss(leaves, x=x, y=y, others=others):
+                    logits, z = represented(leaves, x, True)
+                    total = F.cross_entropy(logits, y)
+                    for row, near, far in zip(z, *others, strict=True):
+                        near, far = (torch.exp(row @ one / row.norm() / one.norm() / tau) for one in (near, far))
+                        total = total - mu / len(z) * torch.log(near / (near + far))
+                    return total
+
+                gradient, local = ref._pass(local, loss)
+                local = moved(local, gradient, LR_LOCAL)
+            previous[m] = local
+            updates.append(local)
+        w = ref.mean(updates)
     return everyone(w)
 
 

@@ -150,6 +150,7 @@ def test_only_personalised_algorithms_keep_states():
         "fedprox": set(),
         "feddyn": everything,
         "scaffold": everything,
+        "moon": everything,
         "feddf": set(),
         "fedbe": set(),
         "fedbe_no_kd": set(),

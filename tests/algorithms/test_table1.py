@@ -32,6 +32,7 @@ TABLE = {  # trained, sent; what the paper prints
     "fedprox": (FULL, FULL, None, None),
     "feddyn": (FULL, FULL, None, None),
     "scaffold": (FULL, 2 * FULL, None, None),
+    "moon": (FULL, FULL, None, None),
     "feddf": (FULL, FULL, None, None),
     "fedbe": (FULL, FULL, None, None),
     "fedbe_no_kd": (FULL, FULL, None, None),

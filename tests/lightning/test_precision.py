@@ -124,7 +124,18 @@ def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, 
                 torch.testing.assert_close(updates[key][row], value, rtol=1e-5, atol=1e-6)
 
 
-ALGORITHMS = ["perada", "fedavg", "feddyn", "scaffold", "apfl", "pfedme", "ditto", "fedalt_output", "fedsim_output"]
+ALGORITHMS = [
+    "perada",
+    "fedavg",
+    "feddyn",
+    "scaffold",
+    "moon",
+    "apfl",
+    "pfedme",
+    "ditto",
+    "fedalt_output",
+    "fedsim_output",
+]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

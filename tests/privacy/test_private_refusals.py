@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import Algorithm, FedAvg, FedEnsemble, PerAda
+from perada.algorithms import Algorithm, FedAvg, FedEnsemble, Moon, PerAda
 
 from ..algorithms.problems import SIZES, network, task
 from .private_loop import once, train
@@ -217,7 +217,8 @@ class Fewer(Algorithm):
 
 
 def test_an_algorithm_that_reads_logits():
-    refused(r"privacy cannot be used with Reads: .*step\.logits.* use step\.loss", Reads())
+    for one in (Reads(), Moon()):
+        refused(rf"privacy cannot be used with {type(one).__name__}: .*step\.logits.* use step\.loss", one)
 
 
 def test_gradients_that_the_ledgers_do_not_count_are_not_given():

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MOON (Li et al., CVPR 2021): FedAvg whose clients contrast what the models make of an image."""
+
+import torch
+import torch.nn.functional as F
+
+from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.core.checks import check_number
+from perada.core.states import State
+
+
+class Moon(Algorithm):
+    """Model-contrastive federated learning (their Algorithm 1): loss + μ · ℓ_con, averaged over the images.
+
+    ℓ_con = −log( exp(sim(z, z_glob)/τ) / (exp(sim(z, z_glob)/τ) + exp(sim(z, z_prev)/τ)) ) with the cosine similarity
+    (their Equation 3). z is the image's representation in the model that is trained, z_glob in the received one, z_prev
+    in what the client trained when it last took part, at first the initial model.
+
+    A representation is what the classification head is given. The paper puts a projection head before it, and here is
+    none: networks stay what they are. The paper does not say in which mode z_glob and z_prev are computed: here in
+    evaluation mode.
+
+    Args:
+        mu: μ. With 0 this is FedAvg.
+        tau: τ, the temperature, above 0.
+    """
+
+    def __init__(self, mu: float = 1.0, tau: float = 0.5) -> None:
+        check_number("mu", mu, least=0, hint="0 does not contrast")
+        check_number("tau", tau, above=0, hint="similarities are divided by it")
+        self.mu, self.tau = mu, tau
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse a model whose head is not trained, so that it is not known where."""
+        if not slot.head:
+            raise ValueError(
+                "algorithm Moon contrasts what the classification head is given, and no head is trained; choose an "
+                "adapter that trains it, such as adapter='full', or another algorithm"
+            )
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The previous model."""
+        return {"previous": initial}
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on both losses."""
+        logits, z = step.outputs("local")
+        with torch.no_grad():
+            z_glob, z_prev = (
+                step.outputs(states, training=False)[1] for states in (step.received, step.kept["previous"])
+            )
+        apart = F.cosine_similarity(z, z_prev, dim=-1) - F.cosine_similarity(z, z_glob, dim=-1)
+        step.descend("local", step.loss(logits) + self.mu * step.mean(F.softplus(apart / self.tau)))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep the model, and send it."""
+        return {"previous": trained["local"]}, trained["local"]
