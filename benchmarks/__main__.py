@@ -20,7 +20,7 @@ from benchmarks.deploy import deploy
 from benchmarks.federation_size import federation_size
 from benchmarks.few_shot import few_shot
 from benchmarks.growth import growth
-from benchmarks.limit import limit
+from benchmarks.limit import limit, machine
 from benchmarks.not_taken import not_taken
 from benchmarks.privacy_audit import privacy_audit
 from benchmarks.privacy_trials import privacy_trials
@@ -32,6 +32,7 @@ from benchmarks.small_maps import small_maps
 from perada.results.report import table
 
 BENCHMARKS = {
+    "machine": machine,
     "round_resnet": round_resnet,
     "round_vit": round_vit,
     "round_lite0": round_lite0,

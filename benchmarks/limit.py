@@ -10,14 +10,16 @@ operations than three forward passes: torch's counter says how many. It knows pr
 
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.naive import Naive
 from benchmarks.round import LITE0, RESNET, SMALL, VIT, VIT_GPU, Turns
-from benchmarks.timing import clock
+from benchmarks.timing import clock, ratio
 from benchmarks.workload import Workload
 
 COUNTED = 4  # images in the passes whose operations are counted
@@ -49,6 +51,22 @@ def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str,
                     f"{part}, hardware utilisation": round(computed[part] / peak / seconds, 3),
                 }
             yield row
+
+
+def machine(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """Which precision to take here, and what perada gains, in about two minutes: ResNet-18 in two short rounds."""
+    work = SMALL if quick else replace(RESNET, clients=8, steps=1, public=128)
+    for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
+        data = work.data()
+        turns = Turns({"naive": Naive(work, work.module().model, data, device).round}, device)
+        work.finetune(data, device, rounds=3, precision=precision, callbacks=[turns])
+        own, naive = turns.seconds["perada"], turns.seconds["naive"]
+        yield {
+            "precision": precision,
+            "product, GFLOP/s": round(best_product(device, dtype, 256 if quick else 2048) / 1e9),
+            "seconds of a round": round(statistics.median(own["round"]), 2),
+            **{f"naive fp32 / perada, {part}": ratio(naive[part], own[part]) for part in own},
+        }
 
 
 def operations(work: Workload) -> dict[str, float]:

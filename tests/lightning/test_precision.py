@@ -23,6 +23,7 @@ from perada.engine import Engine
 from perada.engine.loss_scaling import LossScales
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
+from perada.lightning import setup
 from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation, Distiller
@@ -373,3 +374,14 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     with torch.autocast("cpu", torch.float16, enabled=scaling is not None, cache_enabled=False), DeviceReads() as reads:
         Distiller(Engine(model, "folded"), options, keys, None).train(state, pairs, 0.5, scales=scales)
     assert reads.found == []
+
+
+@pytest.mark.parametrize("half", [0.002, 0.0005])
+def test_one_line_says_where_bfloat16_is_the_slower_one(monkeypatch, caplog, half):
+    monkeypatch.setattr(setup, "_product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)
+    data = perada.data.FederatedData([TensorDataset(torch.randn(4, 3, 32, 32), torch.arange(4) % 2)] * 2)
+    caplog.set_level("INFO", "pytorch_lightning")
+    perada.finetune("test_resnet", data, pretrained=False, algorithm="fedavg", rounds=1, precision="bf16-mixed")
+    lines = [record.message for record in caplog.records if "is not faster on this processor" in record.message]
+    assert len(lines) == (half > 0.001)
+    assert all("2.0 ms in bfloat16 and 1.0 ms in single precision" in line for line in lines)
