@@ -8,6 +8,7 @@ from typing import Any
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedDyn, FedProx, Standalone
+from perada.algorithms.fedrod import FedROD
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
@@ -31,6 +32,7 @@ __all__ = [
     "FedEnsemble",
     "FedPer",
     "FedProx",
+    "FedROD",
     "FedRep",
     "FedSim",
     "LGFedAvg",
@@ -68,6 +70,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "lg_fedavg": LGFedAvg,
     "fedper": FedPer,
     "fedrep": FedRep,
+    "fedrod": FedROD,
     "fedalt_input": partial(FedAlt, "input"),
     "fedalt_output": partial(FedAlt, "output"),
     "fedalt_adapter": partial(FedAlt, "adapter"),

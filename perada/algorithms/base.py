@@ -100,6 +100,9 @@ class ClientStep(Protocol):
         Takes the arguments of :meth:`logits`, or logits (C, B, K).
         """
 
+    def class_counts(self, classes: int) -> Tensor:
+        """How many training images of each of K ``classes`` a client has, (C, K); see :attr:`Algorithm.counts`."""
+
     def mean(self, values: Tensor) -> Tensor:
         """Mean (C,) of values (C, B), one for each row of the logits, over a client's images; others are padding."""
 
@@ -208,6 +211,7 @@ class Algorithm(Options):
             all of a client's training counts as sent.
         modes: Models that a round's clients are divided among.
         compares: Whether clients compare the models on their own training images before each round.
+        counts: Whether a step asks for the clients' numbers of images of each class.
         average: What of several global models is averaged to predict: ``logits`` or ``probabilities``.
     """
 
@@ -219,6 +223,7 @@ class Algorithm(Options):
     unsent: frozenset[str] = frozenset()
     modes: int = 1
     compares: bool = False
+    counts: bool = False
     average: Average = "logits"
 
     @property

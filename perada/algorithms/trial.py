@@ -229,6 +229,10 @@ class Rehearsal:
         logits = self.logits(states, stream)
         return logits, 1 + logits
 
+    def class_counts(self, classes: int) -> Tensor:
+        """An image of each class."""
+        return torch.ones(len(next(iter(self.received.values()))), classes)
+
     def mean(self, values: Tensor) -> Tensor:
         """Mean over both."""
         return values.mean(1)
@@ -288,4 +292,12 @@ def no_logits(algorithm: Algorithm) -> ValueError:
     return ValueError(
         f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
         "images (step.logits, step.outputs), which no noise covers; use step.loss, whose gradient is private"
+    )
+
+
+def no_counts(algorithm: Algorithm) -> ValueError:
+    """What is wrong with an algorithm that needs to know the labels of all of a client's images."""
+    return ValueError(
+        f"algorithm {type(algorithm).__name__} needs each client's number of images of each class, and images have "
+        "several labels, or labels are not known before they are read; choose another algorithm"
     )

@@ -232,7 +232,9 @@ class CohortBatch(NamedTuple):
 
     ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
     the others are zero padding at the end. ``step`` is the index within the round. ``failed`` are clients of whom a
-    sample could not be read, and why.
+    sample could not be read, and why. ``classes`` (C, K) are the numbers of each client's training images of each
+    class, without the last classes if nobody has them; ``None`` where images have several labels, labels are not all
+    known, or training is private.
     """
 
     clients: tuple[int, ...]
@@ -243,6 +245,7 @@ class CohortBatch(NamedTuple):
     step: int
     round: int = 0
     failed: tuple[tuple[int, str], ...] = ()
+    classes: Tensor | None = None
 
 
 AnyBatch = CohortBatch | dict[str, CohortBatch]

@@ -27,7 +27,8 @@ from perada.core.rounds import (
 )
 from perada.core.states import send
 from perada.data.batches.datasets import length
-from perada.data.batches.samples import EvalBatches, FeatureCache, MapStore, RoundBatches, Samples, Store, loader
+from perada.data.batches.features import FeatureCache
+from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.federated import Checked, FederatedData, check
 from perada.data.inspection import OnBroken, without_broken

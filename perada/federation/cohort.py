@@ -12,10 +12,11 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms.base import Slot, Stacks
-from perada.algorithms.trial import no_logits
+from perada.algorithms.trial import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
@@ -113,6 +114,12 @@ class _Chunk:
         states, stream = self._named(states, stream)
         states = states if cohort.scales is None else cohort.scales.enter(states, self._rows)
         return states, self._streams(stream)
+
+    def class_counts(self, classes: int) -> Tensor:
+        found = one_of(self._batches).classes
+        if found is None:
+            raise no_counts(self._cohort.algorithm)
+        return F.pad(found[self._rows], (0, classes - found.shape[1]))
 
     def mean(self, values: Tensor) -> Tensor:
         return client_means(values, self._counts)

@@ -8,11 +8,12 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.algorithms import Algorithm
+from perada.algorithms.trial import no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
 from perada.core.states import State, expand, get_state
 from perada.data import Phase
-from perada.data.batches.samples import FeatureStore
+from perada.data.batches.features import FeatureStore
 from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.settings import check_server_images
 from perada.lightning.checks import (
@@ -59,6 +60,8 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
         cohort = sample_cohort(settings.seed, 0, clients, settings.clients_per_round)
         tried = cohort[: settings.clients_per_chunk or clients]
     batch = data.trial_batch(tried)
+    if settings.algorithm.counts and batch.classes is None and stage == "fit":
+        raise no_counts(settings.algorithm)
     check_first(parts, batch, stage == "fit")
     prefix = use_features(parts, batch.x[0, 0])
     if fresh and settings.privacy is not None and (prefix or stage != "fit"):  # else images were tried already

@@ -4,9 +4,14 @@
 See ``references.py`` for what the functions take and return.
 """
 
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
 from perada.data import Phase
 
 from .problems import (
+    CLASSES,
     CLIENTS,
     EPOCHS,
     LR_LOCAL,
@@ -22,6 +27,7 @@ from .problems import (
     is_norm,
     moved,
     only,
+    task,
 )
 from .references import fedadam, median
 
@@ -199,6 +205,44 @@ def at_once(ref, is_own):
 
 def fedsim_output(ref):
     return at_once(ref, is_head)
+
+
+def fedrod(ref, gamma=1.0):
+    """Two networks: the generic one, and a head of one's own on what its head is given."""
+    w, heads = ref.initial, [{key: ref.zeros()[key] for key in ref.trained if is_head(key)} for _ in CLIENTS]
+    weight, bias = sorted(heads[0], reverse=True)
+    for batches in ref.rounds:
+        updates = []
+        for m, own in batches.items():
+            labels = task().train[m][:][1].tolist()
+            prior = torch.tensor([float(labels.count(k)) for k in range(CLASSES)], dtype=torch.float64) ** gamma
+            local = w
+            for x, y in own:
+                found = []
+                hook = ref.model.get_submodule(ref.head).register_forward_pre_hook(
+                    lambda _, a, found=found: found.append(a[0])
+                )
+
+                def balanced(leaves, x=x, y=y, prior=prior, found=found):
+                    logits = functional_call(ref.model.train(), leaves, (x,))
+                    found.append(logits)
+                    shares = prior * logits.exp() / (prior * logits.exp()).sum(1, keepdim=True)
+                    return -shares[range(len(y)), y].log().mean()
+
+                gradient, after = ref._pass(local, balanced)
+                hook.remove()
+                features, logits = (one.detach() for one in found)
+                error = (logits + features @ heads[m][weight].T + heads[m][bias]).softmax(1) - F.one_hot(y, CLASSES)
+                slope = {weight: error.T @ features / len(y), bias: error.mean(0)}
+                heads[m] = moved(heads[m], slope, LR_PERSONAL)
+                local = moved(after, gradient, LR_LOCAL)
+            updates.append(local)
+        w = ref.mean(updates)
+    return w, [w | {key: w[key] + value for key, value in head.items()} for head in heads]
+
+
+def fedrod_half(ref):
+    return fedrod(ref, gamma=0.5)
 
 
 def fedper(ref):

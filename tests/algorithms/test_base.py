@@ -157,6 +157,7 @@ def test_only_personalised_algorithms_keep_states():
         "fedbn": {"bn"},
         "lg_fedavg": {"in", "bn", "lora"},
         "fedper": {"fc"},
+        "fedrod": {"fc"},
         "fedrep": {"fc"},
         "fedalt_input": {"in"},
         "fedalt_output": {"fc"},

@@ -45,6 +45,7 @@ TABLE = {  # trained, sent; what the paper prints
     "fedbn": (FULL, FULL - NORMS, 11.18, 11.17),
     "lg_fedavg": (FULL, HEAD, 11.18, 0.005),
     "fedper": (FULL, FULL - HEAD, 11.18, 11.17),
+    "fedrod": (FULL + HEAD, FULL, None, None),
     "fedrep": (FULL, FULL - HEAD, 11.18, 11.17),
     "fedalt_output": (FULL, FULL - HEAD, 11.18, 11.17),
     "fedsim_output": (FULL, FULL - HEAD, 11.18, 11.17),

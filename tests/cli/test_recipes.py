@@ -115,10 +115,12 @@ def small_words(name, written=None):
 
 def refusal(data, method, privacy=None):
     """Words of the error with which a combination is refused, if it is."""
+    if method == "fedrod" and data == "chexpert" and privacy != "sample":
+        return "FedROD needs each client's number of images of each class, and images have several labels"
+    if privacy == "sample" and method in ("moon", "fedrod"):
+        return "its local step reads the model's outputs on private images"
     if privacy == "sample" and not data.endswith("_vit"):
         return "are BatchNorm layers in what is trained: an image's gradient then depends on the others of its batch"
-    if privacy == "sample" and method in ("moon",):
-        return "its local step reads the model's outputs on private images"
     if privacy == "client" and method == "fed_ensemble":
         return r"client_privacy cannot be used with FedEnsemble\(modes=5\): a mode's mean is over a part of the clients"
     if privacy == "client" and method == "standalone":

@@ -12,7 +12,8 @@ import perada.models.twins  # registers the twins of timm's layers
 from perada.core.seeding import Streams, generator
 from perada.core.states import expand, get_state, parameter_keys
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.batches.samples import BLOCK, FeatureCache, FeatureStore, make_store
+from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
+from perada.data.batches.samples import make_store
 from perada.engine import Engine
 from perada.models.backbones import build_backbone, insert_adapter
 

@@ -43,7 +43,7 @@ def _quick_epsilon(monkeypatch):
 CHEAP = {"noise_multiplier": 0.0, "max_norm": 0.6, "delta": DELTA}
 BACKBONE = {"adapter": LORA, "train_backbone": True}
 MADE = {"fed_ensemble": lambda: FedEnsemble(modes=2, strata=2)}
-REFUSED = ("moon",)  # they look at the outputs of the model; see test_private_refusals.py
+REFUSED = ("moon", "fedrod")  # they look at the outputs of the model; see test_private_refusals.py
 MORE = {"fed_ensemble of perada": lambda: FedEnsemble(base=PerAda(), modes=2, strata=2)}
 
 

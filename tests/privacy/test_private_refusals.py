@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import Algorithm, FedAvg, FedEnsemble, Moon, PerAda
+from perada.algorithms import Algorithm, FedAvg, FedEnsemble, FedROD, Moon, PerAda
 
 from ..algorithms.problems import SIZES, network, task
 from .private_loop import once, train
@@ -217,7 +217,7 @@ class Fewer(Algorithm):
 
 
 def test_an_algorithm_that_reads_logits():
-    for one in (Reads(), Moon()):
+    for one in (Reads(), Moon(), FedROD()):
         refused(rf"privacy cannot be used with {type(one).__name__}: .*step\.logits.* use step\.loss", one)
 
 

@@ -4,10 +4,9 @@
 Samples are gathered by index where the clients' datasets are tensors, and read item by item otherwise.
 """
 
-import math
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
@@ -48,8 +47,6 @@ from perada.data.batches.datasets import (
 from perada.data.batches.transforms import UnreadableImageError, check_dtype, pad, resize_uint8, to_image
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 
-BLOCK = 256
-"""Images whose features are computed together: always the same ones, so that bits do not depend on who is drawn."""
 Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]  # images, labels, and why some cannot be read, by their place
 T = TypeVar("T")
 
@@ -65,6 +62,23 @@ class Samples(ABC):
     def starts(self) -> Tensor:
         """Place of each client's first sample among all of them."""
         return torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
+
+    def client_labels(self) -> Sequence[Tensor | None]:
+        """Labels of every client's samples, in order, where all are known."""
+        return [None for _ in self.sizes]
+
+    @cached_property
+    def class_counts(self) -> Tensor | None:
+        """Number of samples of each client and class (M, K), on the CPU, K the largest class that anyone has, and one.
+
+        None where samples have several labels, or labels are not all known.
+        """
+        known = [labels.cpu() for labels in self.client_labels() if labels is not None]
+        if len(known) < len(self.sizes) or any(labels.ndim > 1 for labels in known):
+            return None
+        labels = torch.cat(known)
+        owners, classes = torch.arange(len(known)).repeat_interleave(torch.tensor(self.sizes)), int(labels.max()) + 1
+        return torch.bincount(owners * classes + labels, minlength=len(known) * classes).view(-1, classes)
 
     @abstractmethod
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
@@ -234,56 +248,6 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
     return TensorStore(found) if found else MapStore(datasets, labelled, size)
 
 
-class FeatureCache:
-    """Features of as many sets as fit into a limit of bytes, four each, in the order in which they are first read.
-
-    ``encode`` makes features (B, F), of F = ``size``, of images (B, ...) as they are read, if these ``suit``.
-    """
-
-    def __init__(
-        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, suits: Callable[[Tensor], bool]
-    ) -> None:
-        self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
-        self.stores: dict[int, Samples] = {}
-
-    def __call__(self, store: TensorStore) -> Samples:
-        """``store`` read as features, or itself where they would not fit or its images are of another shape."""
-        if id(store) not in self.stores:
-            need = 4 * self.size * sum(store.sizes)
-            fits = 0 < need <= self.left and self.suits(store.images[:1])
-            self.left -= need if fits else 0
-            self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
-        return self.stores[id(store)]
-
-
-class FeatureStore(Samples):
-    """The samples of a store with features (F,) for images, computed where these are when they are first asked for."""
-
-    on_device = True
-
-    def __init__(self, store: TensorStore, encode: Callable[[Tensor], Tensor]) -> None:
-        self.store, self.encode, self.sizes = store, encode, store.sizes
-        self._known = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
-        self._features: Tensor | None = None
-
-    def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
-        """Gather rows, and compute the blocks of those that are not known yet."""
-        positions = self.starts[owners] + indices
-        blocks = torch.unique(positions // BLOCK)
-        for block in blocks[~self._known[blocks]].tolist():
-            rows = slice(block * BLOCK, (block + 1) * BLOCK)
-            features = self.encode(self.store.images[self.store.table[rows].to(self.store.images.device)])
-            if self._features is None:
-                self._features = features.new_empty(len(self.store.table), features.shape[1])
-            self._features[rows] = features
-            self._known[block] = True
-        assert self._features is not None
-        device, labels = self._features.device, self.store.labels
-        if labels is not None:
-            labels = send(labels[self.store.table[positions].to(labels.device)], device)
-        return self._features[positions.to(device)], labels, {}
-
-
 class RoundBatches(Dataset[AnyBatch]):
     """The cohort batches of one round: who trains for how long is in ``plan``; B rows, or all where it is "full".
 
@@ -361,7 +325,10 @@ class RoundBatches(Dataset[AnyBatch]):
         if len(kept) < len(x):
             x, y, left = x[kept], y[kept], owners[kept].tolist()
             counts = tuple(left.count(client) for client in clients)
-        return CohortBatch(clients, pad(x, counts), pad(y, counts), counts, phase, step, round, tuple(failed.items()))
+        table = self.store.class_counts if self.private is None else None
+        classes = None if table is None else table[list(clients)]
+        rows_of = pad(x, counts), pad(y, counts), counts
+        return CohortBatch(clients, *rows_of, phase, step, round, tuple(failed.items()), classes)
 
 
 class EvalBatches(Dataset[EvalBatch]):

@@ -264,6 +264,7 @@ def numbered(store: Samples, number: int) -> Samples:
     made = copy(store)
     made.sizes = {number: store.sizes[0]}  # type: ignore[assignment]  # looked up only
     made.starts = torch.zeros(1, dtype=torch.int64).expand(number + 1)
+    made.class_counts = None if store.class_counts is None else store.class_counts.expand(number + 1, -1)
     if isinstance(made, MapStore):  # what its datasets draw depends on the number
         made.datasets = {number: made.datasets[0]}  # type: ignore[assignment]  # likewise
     return made

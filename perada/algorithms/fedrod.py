@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedROD (Chen and Chao, ICLR 2022): a generic model that is fair to all classes, and a private head beside its own."""
+
+import torch
+
+from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.core.checks import check_number
+from perada.core.states import State, expand
+
+
+class FedROD(Algorithm):
+    """Federated robust decoupling, with linear personal heads (their Algorithm 1).
+
+    A client trains the received model θ_m on the balanced softmax (their Equation 5; Ren et al., NeurIPS 2020),
+    −log( n_y^γ exp g_y / Σ_c n_c^γ exp g_c ), where g are its logits and n_c the client's number of training images of
+    class c, and sends it. Its personal head φ_m is trained on the plain loss of the logits g + φ_m(f), where neither g
+    nor f, which the head is given, pass a gradient on. A client predicts with the newest global model and φ_m: both
+    heads are linear, so they add up to one.
+
+    Both losses are of one pass, before either step. The paper does not say where φ_m starts: here at 0, so that a
+    client begins with the global model. φ_m is trained at the rate of the personal role. The paper's hypernetwork,
+    which makes φ_m of the n_c, is left out.
+
+    Args:
+        gamma: γ. With 0 the global model is FedAvg's.
+    """
+
+    inference = "personal"
+    roles = ("personal", "local")
+    counts = True
+
+    def __init__(self, gamma: float = 1.0) -> None:
+        check_number("gamma", gamma, least=0, hint="0 does not balance")
+        self.gamma = gamma
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse a head that is not trained as a linear layer."""
+        if f"{slot.head_module}.weight" not in slot.head or len(slot.head) > 2:
+            raise ValueError(
+                "algorithm FedROD has a second linear head beside the trained one, and of the head are trained "
+                f"{sorted(slot.head) or 'no tensors'}; choose an adapter that trains its weight, such as "
+                "adapter='full', or another algorithm"
+            )
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """φ_m, zero at first."""
+        return {"personal": {key: torch.zeros_like(initial[key]) for key in sorted(slot.head)}}
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step of θ_m, and one of φ_m."""
+        logits, features = step.outputs("local")
+        own = logits.detach()
+        for value in step.states["personal"].values():  # weight (C, K, F), bias (C, K)
+            own = own + (features.detach() @ value.mT if value.dim() == 3 else value.unsqueeze(1))
+        balance = step.class_counts(logits.shape[-1]).to(logits) ** self.gamma
+        step.descend("local", step.loss(logits + balance.log().unsqueeze(1)))
+        step.descend("personal", step.loss(own))
+
+    def personal(self, kept: Stacks, global_state: State) -> State:
+        """The global model, whose head has φ_m added."""
+        own = kept["personal"]
+        whole = expand(global_state, len(next(iter(own.values()))))
+        return whole | {key: whole[key] + value for key, value in own.items()}
