@@ -9,6 +9,7 @@ from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep,
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedDyn, FedProx, Standalone
 from perada.algorithms.fedrod import FedROD
+from perada.algorithms.lora import FedSALoRA, FFALoRA, RoLoRA
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
@@ -22,6 +23,7 @@ __all__ = [
     "Broadcast",
     "ClientStep",
     "Ditto",
+    "FFALoRA",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
@@ -34,12 +36,14 @@ __all__ = [
     "FedProx",
     "FedROD",
     "FedRep",
+    "FedSALoRA",
     "FedSim",
     "LGFedAvg",
     "Moon",
     "PFedMe",
     "PartialSharing",
     "PerAda",
+    "RoLoRA",
     "Scaffold",
     "ServerStep",
     "Slot",
@@ -77,6 +81,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedsim_input": partial(FedSim, "input"),
     "fedsim_output": partial(FedSim, "output"),
     "fedsim_adapter": partial(FedSim, "adapter"),
+    "ffa_lora": FFALoRA,
+    "fedsa_lora": FedSALoRA,
+    "rolora": RoLoRA,
 }
 
 

@@ -280,7 +280,7 @@ class Algorithm(Options):
         if not self.sends:
             return {}
         average = server.mean(server.updates, server.weights)
-        return server.distill(average, server.updates) if self.distills else average
+        return server.distill(server.previous | average, server.updates) if self.distills else average
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """The global models (K, ...) whose averaged outputs predict; usually one."""

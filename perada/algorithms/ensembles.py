@@ -57,7 +57,7 @@ class FedBE(Algorithm):
         whole = expand(average, 1)
         teachers = {key: torch.cat([drawn[key], value, whole[key]]) for key, value in server.updates.items()}
         if self.distills:
-            return server.distill(average, teachers, self.average_from)
+            return server.distill(server.previous | average, teachers, self.average_from)
         server.state["members"] = teachers
         return average
 

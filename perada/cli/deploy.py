@@ -64,7 +64,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"{client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
             f"memory: {shown_memory(tried)}",
-            f"sends {megabytes(client.recipe.template.sent):.3f} MB a round, and "
+            f"sends {max(megabytes(client.recipe.sent(round)) for round in range(2)):.3f} MB a round, and "
             f"{', '.join(given.may_send) or 'nothing'} beside",
             "private training: " + (shown_privacy(client) if private else "no"),
         ]

@@ -93,16 +93,26 @@ class Recipe:
     @cached_property
     def template(self) -> "Template":
         """Shapes of what travels."""
+        state = self.loop.algorithm.initial(self.module.initial_state)
+        received, opened, sent = self._round(state, 0)
+        sending = state if self.loop.algorithm.compares else received
+        return Template(state, sending, opened, sent)
+
+    def sent(self, round: int) -> State:
+        """An example of what a client sends in a round. Odd rounds may have other names than even ones."""
+        return self._round(self.template.initial, round)[2]
+
+    def _round(self, state: State, round: int) -> tuple[State, Stacks, State]:
+        """What a client receives, opens, (1, ...) by role, and sends."""
         algorithm, slot = self.loop.algorithm, self.module.slot
-        state = algorithm.initial(self.module.initial_state)
         losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
-        given = Broadcast(state, slot, 0, (0,), 1, self.loop.seed, losses if algorithm.compares else None)
+        given = Broadcast(state, slot, round, (0,), 1, self.loop.seed, losses if algorithm.compares else None)
         received = algorithm.broadcast(given)
         kept = first_kept(algorithm.kept(state, slot))
         opened = algorithm.open(kept, received, slot)
         sent = algorithm.close(opened, kept, received, slot)[1]
-        sending = state if algorithm.compares else {key: value[0] for key, value in received.items()}
-        return Template(state, sending, opened, {key: value[0] for key, value in sent.items()})
+        first, last = ({key: value[0] for key, value in stack.items()} for stack in (received, sent))
+        return first, opened, last
 
 
 @dataclass
@@ -123,7 +133,7 @@ class Template:
     initial: State  # the first global state
     sending: State  # what a client is sent: its own state or, where it compares them, all global models
     opened: Stacks  # what a client trains, (1, ...) by role
-    sent: State  # what it sends
+    sent: State  # what it sends in the first round
 
 
 def first_kept(kept: Stacks) -> Stacks:

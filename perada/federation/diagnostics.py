@@ -185,8 +185,11 @@ def full_gradients(
     The numbers of images (C,) come with them. The model is in evaluation mode: L_m is then a function of the parameters
     alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at.
     """
-    engine, names, clients = cohort.engine, cohort.slot.parameters, len(next(iter(roles[0].values())))
-    stacks = [{k: v.detach().clone().requires_grad_(k in names) for k, v in state.items()} for state in roles]
+    engine, slot, clients = cohort.engine, cohort.slot, len(next(iter(roles[0].values())))
+    given = [(role, phase.name) for role in cohort.chunks[0].full for phase in cohort.phases]
+    names = {name for asked in given for name in cohort.algorithm.trained(*asked, slot, cohort.plan.round)}
+    whole = [{key: state[key] for key in slot.keys} for state in roles]
+    stacks = [{k: v.detach().clone().requires_grad_(k in names) for k, v in state.items()} for state in whole]
     together = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
     rows = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:

@@ -132,7 +132,9 @@ class Federation(Site):
         own = shares.own.clients if "personal_distance" in self.settings.diagnostics else ()
         personal, places = (self.personal_states(own), shares.places) if own else ({}, [])
         given = personal, places, len(shares.plan.clients), self.settings.training.multilabel
-        return Measuring(self.engine, data, updates, models, *given).measure(self.settings.diagnostics)
+        return Measuring(self.engine, data, updates.whole(self.global_state), models, *given).measure(
+            self.settings.diagnostics
+        )
 
     def personalize(
         self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0

@@ -216,6 +216,7 @@ def parameter_counts(
     What it sends beside a model's tensors, such as a control variate, counts as parameters.
     """
     statistics = set(slot.keys) - set(slot.parameters)
+    floating = {key: value for key, value in sent.items() if value.is_floating_point()}
     trained = {
         (role, name)
         for role, state in opened.items()
@@ -225,7 +226,7 @@ def parameter_counts(
     }
     return {
         "params/trained": float(sum(opened[role][name][0].numel() for role, name in trained)),
-        "params/sent": float(sum(value.numel() for key, value in sent.items() if key not in statistics)),
+        "params/sent": float(sum(value.numel() for key, value in floating.items() if key not in statistics)),
     }
 
 

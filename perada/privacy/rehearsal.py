@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from perada.algorithms import Algorithm, Broadcast, FedBE, FedEnsemble, Slot
+from perada.algorithms import Algorithm, Broadcast, FedBE, Slot
+from perada.algorithms.base import Around
 from perada.algorithms.trial import Rehearsal, rounds_of
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
@@ -84,7 +85,9 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     noisy mean. So nothing here could leak, but what is refused could not do what it is for.
     """
     name, modes = type(algorithm).__name__, algorithm.modes
-    inner = algorithm.base if isinstance(algorithm, FedEnsemble) else algorithm
+    inner = algorithm
+    while isinstance(inner, Around):
+        inner = inner.base
     sample_level = "or protect single images instead (the section privacy)"
     reasons = {
         f"{name}: its clients send nothing; leave it out": not algorithm.sends,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State
+from perada.core.states import Factors, State, expand
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -87,6 +87,12 @@ class Updates(Mapping[str, Tensor]):
         kept = [index_of[rows[place]] for place in places]
         own = {key: value[kept] for key, value in self.own.items() if key not in without}
         return Updates(own, places, len(rows), self.ranks)
+
+    def whole(self, state: State) -> "Updates":
+        """The updates, with the names that clients did not send as they are in a ``state`` without a client axis."""
+        missing = {key: value for key, value in state.items() if key not in self.own}
+        own = expand(missing, len(self.places)) | self.own
+        return Updates(own, self.places, self.clients, self.ranks)
 
     def mean(self, weights: Tensor) -> State:
         """Weighted mean over all C clients, on every rank, as of :func:`mean`."""

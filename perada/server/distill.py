@@ -2,7 +2,7 @@
 """Ensemble distillation of the clients' models into the server's on unlabelled images (PerAda, Algorithm 1, 19–21)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -162,6 +162,7 @@ class Distiller:
         """The refined state; the ``student``, from which it starts, is not changed.
 
         The teachers are a stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
+        Names that they lack are the student's, and are not trained.
         With ``average_from`` the result is the mean of the student's states after the steps whose index is at least
         this share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
         """
@@ -169,14 +170,14 @@ class Distiller:
         scales, refined = self.scales.open("student", 1, device), student
         sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
         # Its own only teacher: Adam would turn rounding errors into steps of full length.
-        alone = sent.clients == 1 and all(torch.equal(value, sent[key][0]) for key, value in student.items())
+        alone = sent.clients == 1 and all(torch.equal(value[0], student[key]) for key, value in sent.items())
         if self.options.active(self.round) and not alone:
             indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
             rows = indices.shape[1]
             divided = self.options.share_steps and 1 < self.ranks.size <= rows
             pairs = self._pairs(sent, student, indices, device, divided)
             with torch.enable_grad():
-                refined = self.train(student, pairs, average_from, scales, rows if divided else None)
+                refined = self.train(student, pairs, average_from, scales, rows if divided else None, sent.own.keys())
             self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
@@ -201,8 +202,9 @@ class Distiller:
 
     def _own_sum(self, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
         """Sum (B, K) of the logits of this rank's teachers, if any, in double precision, and the logits' dtype."""
-        some = len(next(iter(teachers.values()))) > 0
-        logits = self.engine.shared_logits(teachers if some else expand(student, 1), x)
+        some = len(next(iter(teachers.values())))
+        whole = expand(student, max(1, some)) | (teachers if some else {})
+        logits = self.engine.shared_logits(whole, x)
         return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype
 
     def _accuracy(self, state: State) -> float:
@@ -221,14 +223,17 @@ class Distiller:
         average_from: float | None = None,
         scales: LossScales | None = None,
         rows: int | None = None,
+        names: Collection[str] | None = None,
     ) -> State:
         """The state after the student's steps, each on images (B, ...) and the teachers' mean logits (B, K).
 
-        Where images are divided among the ranks, ``rows`` is their number on all of them.
+        Where images are divided among the ranks, ``rows`` is their number on all of them. Of the parameters those among
+        ``names`` are trained, by default all.
         """
         options, engine, training = self.options, self.engine, self.options.student_mode == "train"
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
-        trained = {key: state[key].requires_grad_() for key in self.parameters if key in state}
+        names = state if names is None else names
+        trained = {key: state[key].requires_grad_() for key in self.parameters if key in names}
         leaves = list(trained.values())
         optimizer = options.make_optimizer(leaves, masked=scales is not None)
         best = (self._accuracy(student), student) if options.validate_every else None

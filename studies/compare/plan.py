@@ -71,6 +71,7 @@ class Entry:
 
 
 _BACKBONE = ("--model.train_backbone=true",)
+_LORA = ("--model.adapter=lora", "--model.adapter_options=null")
 ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     # PerAda is about adapters: the recipe's.
     "perada": Entry("perada", paper=()),
@@ -78,6 +79,10 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     # Where the adapter is what stays private, the backbone is trained and shared beside it.
     "fedalt_adapter": Entry("fedalt_adapter", _BACKBONE, paper=()),
     "fedsim_adapter": Entry("fedsim_adapter", _BACKBONE, paper=()),
+    # About LoRA's factors.
+    "ffa_lora": Entry("ffa_lora", _LORA, paper=()),
+    "fedsa_lora": Entry("fedsa_lora", _LORA, paper=()),
+    "rolora": Entry("rolora", _LORA, paper=()),
     # Algorithms that are another one with an option of its own.
     "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
     "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),

@@ -25,6 +25,7 @@ from .problems import (
     is_head,
     is_input_layer,
     is_norm,
+    is_up,
     moved,
     only,
     task,
@@ -153,6 +154,13 @@ def fedbn(ref):
 
 def lg_fedavg(ref):
     return partly_shared(ref, lambda key: not is_head(key), ONE_PHASE, lambda s, own: ref.train(s, own, LR_LOCAL))
+
+
+def fedsa_lora(ref):
+    def is_own(key):
+        return is_up(key) or is_head(key)
+
+    return partly_shared(ref, is_own, ONE_PHASE, lambda state, own: ref.train(state, own, LR_LOCAL))
 
 
 def in_turn(ref, is_own, own_epochs=EPOCHS):

@@ -30,6 +30,8 @@ QUIET = {
     "accelerator": "cpu",
 }
 LORA = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=True)
+OF_LORA = ("ffa_lora", "fedsa_lora", "rolora")
+"""Algorithms that are about LoRA's factors, and need an adapter that has them."""
 PROBLEMS = {
     "net-full": {"adapter": "full"},
     "net-adapter": {
@@ -109,6 +111,14 @@ def is_input_layer(key):
 
 def is_adapter(key):
     return "lora_" in key
+
+
+def is_down(key):
+    return "lora_A" in key
+
+
+def is_up(key):
+    return "lora_B" in key
 
 
 def moved(state, gradient, lr):

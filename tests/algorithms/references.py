@@ -13,7 +13,7 @@ from torch.func import functional_call
 from perada.algorithms import FedAvg, FedEnsemble, FedProx, make_algorithm
 from perada.algorithms.ensembles import mode_schedule
 
-from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune, moved
+from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune, is_down, is_up, moved
 
 
 def everyone(w):
@@ -25,6 +25,21 @@ def fedavg(ref, weighted=False, prox=0.0, rule=None):
     for batches in ref.rounds:
         updates = [ref.train(w, own, LR_LOCAL, prox, anchor=w) for own in batches.values()]
         w = rule(updates, w) if rule else ref.mean(updates, [SIZES[m] for m in batches] if weighted else None)
+    return everyone(w)
+
+
+def ffa_lora(ref):
+    w = ref.initial
+    for batches in ref.rounds:
+        w = ref.mean([ref.train(w, own, LR_LOCAL, which=lambda key: not is_down(key)) for own in batches.values()])
+    return everyone(w)
+
+
+def rolora(ref):
+    w = ref.initial
+    for idle, batches in zip((is_down, is_up, is_down), ref.rounds, strict=True):
+        updates = [ref.train(w, own, LR_LOCAL, which=lambda key, idle=idle: not idle(key)) for own in batches.values()]
+        w = ref.mean(updates)
     return everyone(w)
 
 

@@ -45,6 +45,7 @@ SOME = ("net-adapter", "linear-full")  # where a second network would say the sa
 NET = ("net-full", "net-adapter")  # where layers are told apart
 INPUT = (*NET, "net-biases")  # LoRA on the input layer is a part of it
 BACKBONE = ("net-backbone",)
+LORA = ("net-adapter", *BACKBONE)
 MODES = {"modes": references.MODES, "strata": references.STRATA}
 PERADA = make_algorithm("perada_no_kd", prox_strength=PROX)
 
@@ -97,6 +98,9 @@ ALGORITHMS = [
     ("fedsim_output", {}, personal_references.fedsim_output, NET),
     ("fedsim_input", {}, personal_references.fedsim_input, INPUT),
     ("fedsim_adapter", {}, personal_references.fedsim_adapter, BACKBONE),
+    ("ffa_lora", {}, references.ffa_lora, LORA),
+    ("fedsa_lora", {}, personal_references.fedsa_lora, LORA),
+    ("rolora", {}, references.rolora, LORA),
     (FedEnsemble(**MODES), {}, references.fed_ensemble, ALL),
     (FedEnsemble(base=FedProx(PROX), **MODES), {}, references.fed_ensemble_of_fedprox, SOME),
     (FedEnsemble(base=PERADA, **MODES), {}, references.fed_ensemble_of_perada, ALL),

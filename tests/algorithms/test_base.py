@@ -25,7 +25,7 @@ from perada.algorithms import (
     make_algorithm,
 )
 
-from .problems import LORA, finetune
+from .problems import LORA, OF_LORA, finetune
 
 NAN = float("nan")
 
@@ -105,6 +105,7 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
 @pytest.mark.parametrize(
     ("algorithm", "problem", "options", "message"),
     [
+        *[(name, "net-full", {}, "there are none in what is trained.*choose adapter='lora'") for name in OF_LORA],
         ("fedbn", "linear-full", {}, "FedBN has nothing to keep: .*normalisation"),
         ("fedbn", "net-full", {"adapter": LORA}, "FedBN has nothing to keep: .*normalisation"),
         ("lg_fedavg", "linear-head", {}, "LGFedAvg has nothing to keep"),
@@ -165,6 +166,9 @@ def test_only_personalised_algorithms_keep_states():
         "fedsim_input": {"in"},
         "fedsim_output": {"fc"},
         "fedsim_adapter": {"lora"},
+        "ffa_lora": set(),
+        "fedsa_lora": {"fc"},
+        "rolora": set(),
     }
 
 

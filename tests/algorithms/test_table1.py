@@ -8,6 +8,7 @@ FedSim's adapters train 12.59 M, which counts norms and head twice (11.18 + 1.41
 """
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -21,11 +22,15 @@ from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation
 
+from .problems import OF_LORA
+
 FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
 WIDTHS = (64, 128, 256, 512)
 NORMS = 2 * (WIDTHS[0] + 4 * sum(WIDTHS) + sum(WIDTHS[1:]))  # the stem, four in each stage, three shortcuts
 ADAPTERS = 4 * sum(width * width + 2 * width for width in WIDTHS)
 PERADA = 1_413_258
+DOWNS = 8 * 9 * (4 * WIDTHS[0] + sum(before + 3 * own for before, own in pairwise(WIDTHS)))  # of rank 8, 3 × 3
+UPS = 8 * 4 * sum(WIDTHS)
 TABLE = {  # trained, sent; what the paper prints
     "standalone": (FULL, 0, 11.18, 0),
     "fedavg": (FULL, FULL, None, None),
@@ -55,6 +60,9 @@ TABLE = {  # trained, sent; what the paper prints
     "fedsim_adapter": (FULL + ADAPTERS, FULL, 12.59, 11.18),
     "perada": (2 * PERADA, PERADA, 2.82, 1.41),
     "perada_no_kd": (2 * PERADA, PERADA, 2.82, 1.41),
+    "ffa_lora": (UPS + HEAD, UPS + HEAD, None, None),
+    "fedsa_lora": (DOWNS + UPS + HEAD, DOWNS, None, None),
+    "rolora": (UPS + HEAD, UPS + HEAD, None, None),  # in the first round
 }
 
 
@@ -82,7 +90,8 @@ def test_parameters_trained_and_sent(name):
     few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
     algorithm = make_algorithm(name, **few.get(name, {}))
     own = name.endswith("adapter")
-    adapted = model("residual" if name.startswith("perada") or own else "full", own)
+    adapter = "residual" if name.startswith("perada") or own else "lora" if name in OF_LORA else "full"
+    adapted = model(adapter, own)
     slot = make_slot(adapted.model, adapted.backbone.head)
     algorithm.check(slot, 5)
     phases = algorithm.phases(1, None)

@@ -29,7 +29,7 @@ from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account
 from perada.privacy.rehearsal import Training
 
-from ..algorithms.problems import BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
+from ..algorithms.problems import BATCH, CLIENTS, LORA, OF_LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train
 
 DELTA = 1e-3
@@ -72,6 +72,7 @@ def run_with(name, monkeypatch, other=()):
         }
 
     options = dict(BACKBONE) if name.endswith("_adapter") else {}
+    options |= {"adapter": LORA} if name in OF_LORA else {}
     if name in ("perada", "feddf", "fedbe", "fed_ensemble of perada"):
         options |= {"distill_steps": 2}
     algorithm = (MADE | MORE).get(name, lambda: make_algorithm(name))()
@@ -97,6 +98,7 @@ ALIKE = (
     "lg_fedavg",
     "fedbn",
     "perada_no_kd",
+    "fedsa_lora",
 )
 
 
@@ -105,6 +107,7 @@ TAKEN = [name for name in ALGORITHMS if name not in REFUSED] + [*MORE]
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in TAKEN])
 @pytest.mark.every(5)
+@pytest.mark.filterwarnings("ignore:.*times as long as the median:UserWarning")  # of A, whose gradient is first zero
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""
     algorithm, run, states, seen, tuned = run_with(name, monkeypatch)

@@ -73,7 +73,7 @@ class Coordinator:
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
             self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
-        transport.most = largest(recipe.template.sent)
+        transport.most = max(largest(recipe.sent(round)) for round in range(2))
         self.loggers = list(recipe.loggers)
         for row in self.progress.history:  # each start logs the whole run
             log_round(self.loggers, row)
@@ -245,7 +245,7 @@ class Coordinator:
         self._save()
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
         least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
-        given = self.recipe.template.sent, end, record, least, spare
+        given = self.recipe.sent(record.round), end, record, least, spare
         got = self._ask(asked, lambda name: self._message(numbers[name]), *given)
         for name in list(got)[terms.min_sites :] if skip else []:  # the first k count
             del got[name]

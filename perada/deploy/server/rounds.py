@@ -166,7 +166,7 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
     if counted:
         plan = roster.plan(counted)
         everyone, sizes = list(range(len(plan.clients))), [member.size or 1 for member in progress.roster]
-        states = [_row(recipe, got, client) for client in plan.clients]
+        states = [_row(recipe, got, client, plan.round) for client in plan.clients]
         sent, received = stack(states) if states[0] else {}, server.sending(plan, len(sizes))
         if level is not None:
             level.spend(level.cost(plan))
@@ -188,20 +188,19 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
         log.warning("round %d: %s", record.round, problem)
 
 
-def _row(recipe: Recipe, got: Got, client: int) -> State:
+def _row(recipe: Recipe, got: Got, client: int, round: int) -> State:
     """What a client sent; NaN of one whose training broke, which privacy of whole clients counts as no change."""
     if client in got:
         return to_device(got[client][1], recipe.device)
-    sent = recipe.template.sent
-    return {key: value * math.nan if value.is_floating_point() else value for key, value in sent.items()}
+    sent = recipe.sent(round).items()
+    return {key: value * math.nan if value.is_floating_point() else value for key, value in sent}
 
 
 def measured(recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts]) -> dict[str, float]:
     """Metrics of a round, from the facts of the sites that count in it."""
     template, loop = recipe.template, recipe.loop
-    found = parameter_counts(
-        loop.algorithm, loop.phases, recipe.module.slot, record.round, template.opened, template.sent
-    )
+    given = loop.algorithm, loop.phases, recipe.module.slot, record.round
+    found = parameter_counts(*given, template.opened, recipe.sent(record.round))
     found |= {"comm/up_mb": record.up, "comm/down_mb": record.down}
     found |= {"deploy/asked": float(len(record.asked)), "deploy/answered": float(len(record.answered))}
     for role in template.opened:

@@ -59,7 +59,7 @@ class SiteWorker:
             template = client.recipe.template
             sizes += [largest(state) for state in (template.initial, template.sending)]
             if client.settings.algorithm.is_ensemble:
-                sizes.append(sizes[-2] + MODELS * (largest(template.sent) - largest({})))
+                sizes.append(sizes[-2] + MODELS * (largest(template.initial) - largest({})))
         return max(sizes)
 
     def answer(self, message: bytes, run: str) -> bytes:
@@ -176,7 +176,7 @@ class SiteWorker:
             return state.scores
         template = client.recipe.template
         expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}
-        for key, (kind, shape) in spec_of(template.sent).items() if order.models else ():
+        for key, (kind, shape) in spec_of(template.initial).items() if order.models else ():
             expected[f"members/{key}"] = kind, (order.models, *shape)
         _, given = unpack(message, expected)
         shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FFA-LoRA, FedSA-LoRA and RoLoRA: exact means, what is sent, noise; their plain loops are in ``references.py``."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.algorithms import (
+    APFL,
+    MTL,
+    Ditto,
+    FedAlt,
+    FedAvg,
+    FedAvgFT,
+    FedBE,
+    FedDF,
+    FedDyn,
+    FedEnsemble,
+    FedPer,
+    FedRep,
+    FedSALoRA,
+    FFALoRA,
+    LGFedAvg,
+    PerAda,
+    PFedMe,
+    RoLoRA,
+    Scaffold,
+    Standalone,
+)
+from perada.privacy import ClientPrivacy, Privacy
+from perada.server import Mean, Updates
+
+from .problems import CLASSES, CLIENTS, QUIET, assert_equal, assert_same, finetune, reference, task
+
+WIDTH, RANK, ALPHA = 36, 2, 3
+LAYER = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["layer"], init_lora_weights=True)
+A, B = "layer.lora_A.default.weight", "layer.lora_B.default.weight"
+
+
+class Square(nn.Module):
+    """A layer as wide as its input, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.layer, self.fc = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.double()
+
+    def forward(self, x):
+        return self.fc(self.layer(x.flatten(1)).tanh())
+
+
+class Fixed(nn.Module):
+    """x → x Wᵀ + b, of which nothing is a parameter."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class Features(nn.Module):
+    """``Square`` with LoRA whose A is a part of the backbone: B is a linear layer on the features s·A·x."""
+
+    def __init__(self, square, a):
+        super().__init__()
+        self.base = Fixed(square.layer.weight.detach().clone(), square.layer.bias.detach().clone())
+        self.down = Fixed(ALPHA / RANK * a, torch.zeros(RANK).double())
+        self.layer = nn.Linear(RANK, WIDTH, bias=False).double()
+        nn.init.zeros_(self.layer.weight)
+        self.fc = square.fc
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.fc((self.base(x) + self.layer(self.down(x))).tanh())
+
+
+def run(algorithm, net=None, **options):
+    common = {"adapter": LAYER, "rounds": 3, "clients_per_round": 3, "batch_size": 4, "local_epochs": 1}
+    common |= {"lr_personal": 0.2, "lr_local": 0.1, "lr_server": 0.5, "server_optimizer": "sgd", "distill_steps": 3}
+    return perada.finetune(net or Square(), task(), algorithm=algorithm, **common | QUIET | options)
+
+
+def start():
+    return run("fedavg", rounds=0).state("global")
+
+
+def plain(state):
+    """Names of ``Features``."""
+    assert_equal({A: state[A]}, {A: start()[A]}, "A")
+    names = {B: "layer.weight", "fc.modules_to_save.default.weight": "fc.weight"}
+    names |= {"fc.modules_to_save.default.bias": "fc.bias"}
+    return {names.get(key, key): value for key, value in state.items() if key != A}
+
+
+BASES = {
+    "fedavg": FedAvg,
+    "feddyn": FedDyn,
+    "scaffold": Scaffold,
+    "feddf": FedDF,
+    "fedbe": lambda: FedBE(samples=0),
+    "fedbe_no_kd": lambda: FedBE(samples=0, distill=False),
+    "fedavg_ft": FedAvgFT,
+    "standalone": Standalone,
+    "mtl": MTL,
+    "ditto": Ditto,
+    "pfedme": PFedMe,
+    "apfl": lambda: APFL(lr_alpha=0.3),
+    "lg_fedavg": LGFedAvg,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedalt_input": lambda: FedAlt("input"),
+    "perada": PerAda,
+}
+PRIVATE = {"privacy": Privacy(noise_multiplier=0.7, max_norm=0.5, delta=1e-3, secure_rng=False)}
+CLIENT = {"client_privacy": ClientPrivacy(noise_multiplier=0.3, max_norm=0.5, delta=1e-3, secure_rng=False)}
+QUIETLY = pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat).*:UserWarning")
+
+
+def same(base, options):
+    found = run(FFALoRA(base()), **options)
+    wanted = run(base(), Features(Square(), start()[A]), **options | {"adapter": "full"})
+    for state, other in zip(found.states("global"), wanted.states("global"), strict=True):
+        assert_same(plain(state), other, "global")
+    for m in CLIENTS if len(found.states("global")) == 1 else ():
+        assert_same(plain(found.state("personal", m)), wanted.state("personal", m), f"personal {m}")
+        images = task().public[:][0]
+        torch.testing.assert_close(found.personal(m)(images), wanted.personal(m)(images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.every(3)
+def test_ffa_is_the_base_on_features_of_a(base, engine):
+    """Also of personal models, which have their A."""
+    same(BASES[base], {"engine": engine})
+
+
+@QUIETLY
+@pytest.mark.parametrize("base", ["fedavg", "ditto", "apfl", "fedrep", "mtl"])
+@pytest.mark.parametrize("privacy", [PRIVATE, CLIENT], ids=["images", "clients"])
+@pytest.mark.every(3)
+def test_noise_is_that_of_the_base_on_features_of_a(base, privacy):
+    """The same gradients are clipped, and the same noise is drawn: A has no part in either."""
+    same(BASES[base], privacy)
+
+
+def residual(given):
+    """‖mean(BA) − mean(B)·mean(A)‖ / ‖mean(BA)‖, with what clients did not send as all of them had it."""
+    updates = Updates(given.updates).whole(given.previous)
+    means = updates.mean(given.weights)
+    whole = sum(weight * b @ a for weight, b, a in zip(given.weights, updates[B], updates[A], strict=True))
+    return float((whole - means[B] @ means[A]).norm() / whole.norm())
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "ffa_lora", "rolora"])
+def test_means_of_products_are_products_of_means(algorithm, monkeypatch):
+    found = []
+
+    def averaged(_, given):
+        found.append(residual(given))
+        return given.updates.mean(given.weights)
+
+    monkeypatch.setattr(Mean, "__call__", averaged)
+    run(algorithm, rounds=4)
+    assert len(found) == 4
+    assert min(found) > 1e-3 if algorithm == "fedavg" else max(found) < 1e-14
+
+
+@pytest.mark.parametrize("base", [PerAda(), FedAvg()])
+def test_each_of_several_global_models_has_its_a(base):
+    modes = {"modes": 2, "strata": 2}
+    first = run(FedEnsemble(base, **modes), rounds=0).states("global")
+    found = [
+        run(one).states("global") for one in (FFALoRA(FedEnsemble(base, **modes)), FedEnsemble(FFALoRA(base), **modes))
+    ]
+    for before, one, other in zip(first, *found, strict=True):
+        assert_equal(one, other)
+        assert torch.equal(one[A], before[A])
+        assert not torch.equal(one[B], before[B])
+    assert not torch.equal(first[0][A], first[1][A])
+
+
+def sizes(found, round):
+    own = found.metrics["rounds"][round]
+    return [own[name] for name in ("params/trained", "params/sent", "comm/up_mb")]
+
+
+def test_half_of_loras_numbers_are_trained_and_sent():
+    head, factor = CLASSES * (WIDTH + 1), RANK * WIDTH
+    clients, bytes_ = 3, 8
+    for algorithm, trained, sent in (
+        ("fedavg", 2 * factor + head, [2 * factor + head] * 2),
+        ("ffa_lora", factor + head, [factor + head] * 2),
+        (FFALoRA(Ditto()), 2 * (factor + head), [factor + head] * 2),
+        ("rolora", factor + head, [factor + head] * 2),
+        ("fedsa_lora", 2 * factor + head, [factor] * 2),
+    ):
+        found = run(algorithm, rounds=2)
+        for round in range(2):
+            assert sizes(found, round) == [trained, sent[round], pytest.approx(clients * bytes_ * sent[round] / 1e6)]
+
+
+def test_factors_take_turns():
+    found = [run("rolora", rounds=rounds).state("global") for rounds in range(4)]
+    moved = [(not torch.equal(one[A], two[A]), not torch.equal(one[B], two[B])) for one, two in pairwise(found)]
+    assert moved == [(False, True), (True, False), (False, True)]  # B first: A has no gradient where B is zero
+
+
+@pytest.mark.parametrize("half", [1, 2])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+def test_a_run_is_resumed_in_the_turn_of_either_factor(tmp_path, half):
+    def saved(rounds, **options):
+        checkpoint = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}
+        return run("rolora", rounds=rounds, momentum=0.5, **checkpoint | options)
+
+    whole = run("rolora", rounds=4, momentum=0.5)
+    saved(half)
+    again = saved(4, ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert_equal(again.state("global"), whole.state("global"))
+    assert again.metrics == whole.metrics
+
+
+@QUIETLY
+def test_noise_of_clients_reaches_the_product_once():
+    """E‖ΔW‖² of noise alone after T rounds: s²·Tσ²·out·‖A‖² with A frozen, and + s²·(Tσ²)²·out·in·r with LoRA.
+
+    σ is the deviation of the noise in the mean of a round. Without training the second one is that of
+    s·B·A, with A and B sums of T draws: the first of A is what A was.
+    """
+    rounds, clients, multiplier, norm, width, rank = 6, 3, 2.0, 1.0, 256, 16
+    sigma2 = (multiplier * norm / clients) ** 2
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.fc = nn.Linear(WIDTH, width).double(), nn.Linear(width, CLASSES).double()
+
+        def forward(self, x):
+            return self.fc(self.layer(x.flatten(1)).tanh())
+
+    adapter = LoraConfig(r=rank, lora_alpha=rank, target_modules=["layer"])
+    private = ClientPrivacy(noise_multiplier=multiplier, max_norm=norm, delta=1e-3, secure_rng=False)
+    options = {"adapter": adapter, "rounds": rounds, "lr_local": 0.0, "local_epochs": None, "local_steps": 1}
+    torch.manual_seed(0)
+    net, squares = Wide(), {}
+    for algorithm in ("fedavg", "ffa_lora"):
+        found = run(algorithm, net, client_privacy=private, **options).state("global")
+        squares[algorithm] = float((found[B] @ found[A]).square().sum())
+    first = run("fedavg", net, **options | {"rounds": 0}).state("global")[A]
+    once = rounds * sigma2 * width * float(first.square().sum())
+    twice = once + (rounds * sigma2) ** 2 * width * WIDTH * rank
+    assert math.isclose(squares["ffa_lora"], once, rel_tol=0.1)
+    assert math.isclose(squares["fedavg"], twice, rel_tol=0.1)
+    assert twice > 10 * once
+
+
+@pytest.mark.parametrize("base", [FFALoRA(), FedSALoRA(), RoLoRA()])
+def test_what_says_itself_what_becomes_of_a_is_no_base(base):
+    with pytest.raises(ValueError, match=f"base={type(base).__name__} says itself what becomes of A; choose another"):
+        FFALoRA(base)
+
+
+def test_a_base_is_an_algorithm():
+    with pytest.raises(ValueError, match="base='fedavg' is not an algorithm; give one"):
+        FFALoRA("fedavg")
+
+
+@pytest.mark.parametrize("algorithm", [FFALoRA(), FFALoRA(Ditto()), FedSALoRA(), RoLoRA()])
+def test_plain_peft_loads_complete_adapters(algorithm, tmp_path):
+    found, x = run(algorithm), task().public[:][0]
+    found.save(tmp_path)
+    clients = CLIENTS if algorithm.inference == "personal" else ()
+    for folder, wanted in [("global", None)] * algorithm.global_model + [(f"client_{m}", m) for m in clients]:
+        model = PeftModel.from_pretrained(Square(), str(tmp_path / folder)).eval()
+        expected = found.global_model() if wanted is None else found.personal(wanted)
+        torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_client_that_joins_trains_b_on_the_same_a():
+    def single(data):
+        x, y = data[:]
+        return TensorDataset(x.float(), y)
+
+    data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
+    options = {"adapter": LAYER, "rounds": 1, "batch_size": 4, "local_epochs": 1} | QUIET
+    for base in (Ditto(), FedAvg(), FedRep()):
+        found = perada.finetune(Square().float(), data, algorithm=FFALoRA(base), **options)
+        alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
+        joined = perada.personalize(found, alone, "late", accelerator="cpu")
+        state, before = joined.state("personal", len(CLIENTS)), found.state("global")
+        assert torch.equal(state[A], before[A])
+        assert torch.equal(state[B], before[B]) == isinstance(base, FedRep)  # who shares B, and trains a head
+        assert not torch.equal(state["fc.modules_to_save.default.bias"], before["fc.modules_to_save.default.bias"])
+
+
+def test_clients_without_a_part_keep_their_own():
+    found, ref = finetune("fedsa_lora", "net-adapter", rounds=1), reference("net-adapter")
+    (left_out,) = set(CLIENTS) - set(ref.rounds[0])
+    state, shared = found.state("personal", left_out), found.state("global")
+    for key, value in state.items():
+        own = "lora_B" in key or key.startswith("fc.")
+        assert torch.equal(value, ref.initial[key] if own else shared[key]), key
