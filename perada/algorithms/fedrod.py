@@ -6,12 +6,13 @@ import torch
 from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
 from perada.core.checks import check_number
 from perada.core.states import State, expand
+from perada.server.aggregate import double
 
 
 class FedROD(Algorithm):
     """Federated robust decoupling, with linear personal heads (their Algorithm 1).
 
-    A client trains the received model θ_m on the balanced softmax (their Equation 5; Ren et al., NeurIPS 2020),
+    A client trains the received model θ_m on the balanced softmax (Ren et al., NeurIPS 2020),
     −log( n_y^γ exp g_y / Σ_c n_c^γ exp g_c ), where g are its logits and n_c the client's number of training images of
     class c, and sends it. Its personal head φ_m is trained on the plain loss of the logits g + φ_m(f), where neither g
     nor f, which the head is given, pass a gradient on. A client predicts with the newest global model and φ_m: both
@@ -52,8 +53,8 @@ class FedROD(Algorithm):
         own = logits.detach()
         for value in step.states["personal"].values():  # weight (C, K, F), bias (C, K)
             own = own + (features.detach() @ value.mT if value.dim() == 3 else value.unsqueeze(1))
-        balance = step.class_counts(logits.shape[-1]).to(logits) ** self.gamma
-        step.descend("local", step.loss(logits + balance.log().unsqueeze(1)))
+        balance = double(step.class_counts(logits.shape[-1])) ** self.gamma  # rounded alike for any number of clients
+        step.descend("local", step.loss(logits + balance.log().to(logits).unsqueeze(1)))
         step.descend("personal", step.loss(own))
 
     def personal(self, kept: Stacks, global_state: State) -> State:

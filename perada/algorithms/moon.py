@@ -13,8 +13,8 @@ class Moon(Algorithm):
     """Model-contrastive federated learning (their Algorithm 1): loss + μ · ℓ_con, averaged over the images.
 
     ℓ_con = −log( exp(sim(z, z_glob)/τ) / (exp(sim(z, z_glob)/τ) + exp(sim(z, z_prev)/τ)) ) with the cosine similarity
-    (their Equation 3). z is the image's representation in the model that is trained, z_glob in the received one, z_prev
-    in what the client trained when it last took part, at first the initial model.
+    sim. z is the image's representation in the model that is trained, z_glob in the received one, z_prev in what the
+    client trained when it last took part, at first the initial model.
 
     A representation is what the classification head is given. The paper puts a projection head before it, and here is
     none: networks stay what they are. The paper does not say in which mode z_glob and z_prev are computed: here in
