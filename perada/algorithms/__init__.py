@@ -7,7 +7,7 @@ from typing import Any
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
 from perada.algorithms.ensembles import FedBE, FedEnsemble
-from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedDF, FedDyn, FedProx, Standalone
+from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedBABU, FedDF, FedDyn, FedProx, Standalone
 from perada.algorithms.fedrod import FedROD
 from perada.algorithms.lora import FedSALoRA, FFALoRA, RoLoRA
 from perada.algorithms.moon import Moon
@@ -27,6 +27,7 @@ __all__ = [
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
+    "FedBABU",
     "FedBE",
     "FedBN",
     "FedDF",
@@ -65,6 +66,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedbe_no_kd": partial(FedBE, distill=False),
     "fed_ensemble": FedEnsemble,
     "fedavg_ft": FedAvgFT,
+    "fedbabu": FedBABU,
     "standalone": Standalone,
     "mtl": MTL,
     "ditto": Ditto,

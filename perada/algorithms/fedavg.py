@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedAvg (McMahan et al., AISTATS 2017), algorithms that add one thing to it, and training alone."""
 
+from typing import Literal
+
 import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
-from perada.core.checks import check_number
+from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
-from perada.core.states import State
+from perada.core.states import State, partition
 
 
 class FedAvg(Algorithm):
@@ -41,6 +43,52 @@ class FedAvgFT(Algorithm):
     def personalization(self) -> tuple[Algorithm, Phase]:
         """Standalone training that starts from the global state."""
         return Standalone(), Phase("personalize", self.finetune_epochs)
+
+
+class HeadAlone(Standalone):
+    """Standalone training of the head; the rest stays, but for running statistics, which follow the passes."""
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """The head."""
+        return tuple(key for key in slot.parameters if key in slot.head)
+
+
+class FedBABU(FedAvgFT):
+    """FedAvg of the body under a head that stays as it began, and which every client fine-tunes after the last round.
+
+    Oh et al. (ICLR 2022), Algorithm 1. The global model is the averaged body with the initial head. That head is the
+    same for all and is never sent back.
+
+    Args:
+        finetune_epochs: Epochs of the fine-tuning, above 0.
+        tunes: What is fine-tuned: the ``head``, or ``all``.
+    """
+
+    def __init__(self, finetune_epochs: float = 1, tunes: Literal["head", "all"] = "head") -> None:
+        super().__init__(finetune_epochs)
+        check_choice("tunes", tunes, ("head", "all"))
+        self.tunes = tunes
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse a model of which no head, or nothing but the head, is trained."""
+        if not slot.head or slot.head == set(slot.parameters):
+            lacking = "nothing but the head is" if slot.head else "no head is"
+            raise ValueError(
+                f"algorithm FedBABU trains the body in its rounds and the head after them, and {lacking} trained; "
+                "choose an adapter that trains both, such as adapter='full', or another algorithm"
+            )
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """All but the head."""
+        return tuple(key for key in slot.parameters if key not in slot.head)
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Send all but the head."""
+        return {}, partition(trained["local"], slot.head)[1]
+
+    def personalization(self) -> tuple[Algorithm, Phase]:
+        """Training alone, of the head or of all, that starts from the global state."""
+        return HeadAlone() if self.tunes == "head" else Standalone(), Phase("personalize", self.finetune_epochs)
 
 
 class FedProx(Algorithm):

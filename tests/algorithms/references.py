@@ -13,7 +13,7 @@ from torch.func import functional_call
 from perada.algorithms import FedAvg, FedEnsemble, FedProx, make_algorithm
 from perada.algorithms.ensembles import mode_schedule
 
-from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune, is_down, is_up, moved
+from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune, is_down, is_head, is_up, moved
 
 
 def everyone(w):
@@ -50,6 +50,18 @@ def fedavg_by_samples(ref):
 def fedavg_ft(ref):
     w, _ = fedavg(ref)
     return w, [ref.train(w, ref.last[m], LR_PERSONAL) for m in CLIENTS]
+
+
+def fedbabu(ref, tuned=lambda key: is_head(key)):
+    w, is_body = ref.initial, lambda key: not is_head(key)
+    for batches in ref.rounds:
+        updates = [ref.train(w, own, LR_LOCAL, which=is_body) for own in batches.values()]
+        w = {key: value if is_body(key) else w[key] for key, value in ref.mean(updates).items()}
+    return w, [ref.train(w, ref.last[m], LR_PERSONAL, which=tuned) for m in CLIENTS]
+
+
+def fedbabu_whole(ref):
+    return fedbabu(ref, tuned=lambda key: True)
 
 
 def fedprox(ref):

@@ -43,6 +43,7 @@ TABLE = {  # trained, sent; what the paper prints
     "fedbe_no_kd": (FULL, FULL, None, None),
     "fed_ensemble": (FULL, FULL, None, None),
     "fedavg_ft": (FULL, FULL, 11.18, 11.18),
+    "fedbabu": (FULL - HEAD, FULL - HEAD, None, None),
     "mtl": (FULL, FULL, 11.18, 11.18),
     "pfedme": (2 * FULL, FULL, 22.36, 11.18),
     "apfl": (2 * FULL, FULL, 22.36, 11.18),

@@ -110,7 +110,7 @@ def small_words(name, written=None):
         del data["partition"]  # a domain or a hospital a client
     config = SMALL | {"model": SMALL["model"] | {"backbone": backbone}, "data": data}
     Path("../small.yaml").write_text(yaml.safe_dump(config))
-    tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name else []
+    tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name or "fedbabu" in name else []
     return ["--config", name, "--config=../small.yaml", *tuned]
 
 
