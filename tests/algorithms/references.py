@@ -13,7 +13,19 @@ from torch.func import functional_call
 from perada.algorithms import FedAvg, FedEnsemble, FedProx, make_algorithm
 from perada.algorithms.ensembles import mode_schedule
 
-from .problems import CLIENTS, DISTILL_STEPS, LR_LOCAL, LR_PERSONAL, PROX, SIZES, finetune, is_down, is_head, is_up, moved
+from .problems import (
+    CLIENTS,
+    DISTILL_STEPS,
+    LR_LOCAL,
+    LR_PERSONAL,
+    PROX,
+    SIZES,
+    finetune,
+    is_down,
+    is_head,
+    is_up,
+    moved,
+)
 
 
 def everyone(w):
