@@ -38,7 +38,7 @@ def ups(slot: Slot) -> frozenset[str]:
 
 
 class FFALoRA(Around):
-    """Any algorithm, with every A of LoRA frozen as it was drawn (FFA-LoRA: Sun et al., ICLR 2024, Section 4).
+    """Any algorithm, with every A of LoRA frozen as it was drawn (FFA-LoRA: Sun et al., ICLR 2024, arXiv 2403.12313).
 
     A is the same for all, so that mean(B_m)·A is the mean of the B_m·A, and half of LoRA's numbers are sent. Noise of
     differential privacy is added to B alone: with σ its standard deviation, s·B·A gets s·σ·ξ_B·A, which is linear in
@@ -134,7 +134,7 @@ def _without_a(slot: Slot) -> Slot:
 
 
 class FedSALoRA(PartialSharing):
-    """Every A of LoRA is shared, every B stays at its client (FedSA-LoRA: Guo et al., ICLR 2025, Section 4).
+    """Every A of LoRA is shared, every B stays at its client (FedSA-LoRA: Guo et al., ICLR 2025, arXiv 2410.01463).
 
     Both are trained at once. The mean of A is of a single matrix, and so is exact. The classification head stays at the
     client too, as in the settings that the authors publish; the paper's text speaks of A and B alone. Whatever else is
@@ -158,7 +158,7 @@ TURN = "lora/turn"
 
 
 class RoLoRA(Algorithm):
-    """FedAvg in which B and A of LoRA take turns (RoLoRA: Chen et al., NeurIPS 2025, arXiv 2502.01755, Section 4).
+    """FedAvg in which B and A of LoRA take turns (RoLoRA: Chen et al., NeurIPS 2025, arXiv 2502.01755).
 
     In odd rounds, of which the first is one, clients train B and send it, with A as it is at the server; in even rounds
     A, with B as it is. So one factor is the same for all clients, and the mean of the other one is exact. B comes

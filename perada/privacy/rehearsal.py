@@ -96,7 +96,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
             not rule.function_of_mean or not only_the_mean_counts(rule)
         ),
-        f"{name}(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
+        "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
         f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,
         f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
         f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": algorithm.distills and distils,

@@ -213,8 +213,11 @@ def test_half_of_loras_numbers_are_trained_and_sent():
             assert sizes(found, round) == [trained, sent[round], pytest.approx(clients * bytes_ * sent[round] / 1e6)]
 
 
-def test_factors_take_turns():
-    found = [run("rolora", rounds=rounds).state("global") for rounds in range(4)]
+@QUIETLY
+@pytest.mark.parametrize("options", [{}, PRIVATE, CLIENT], ids=["plain", "images", "clients"])
+def test_factors_take_turns(options):
+    """Noise too is added to the factor whose turn it is."""
+    found = [run("rolora", rounds=rounds, **options).state("global") for rounds in range(4)]
     moved = [(not torch.equal(one[A], two[A]), not torch.equal(one[B], two[B])) for one, two in pairwise(found)]
     assert moved == [(False, True), (True, False), (False, True)]  # B first: A has no gradient where B is zero
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from perada.algorithms import ALGORITHMS, FedEnsemble, PerAda
+from perada.algorithms import ALGORITHMS, FedBE, FedEnsemble, FFALoRA, PerAda
 from perada.data import FederatedData
 from perada.deploy.state import read_state
 from perada.server.rules import FedAdam, Median
@@ -65,6 +65,8 @@ VARIANTS = {
     "by loss": (FedEnsemble(modes=2, assignment="loss"), {}),
     "best mode": (FedEnsemble(modes=2, keeps="best"), {}),
     "modes of PerAda": (FedEnsemble(PerAda(), modes=2), {}),
+    "ffa": (FFALoRA(PerAda()), {"module": {"adapter": "lora"}}),
+    "ensemble of ffa": (FFALoRA(FedBE(distill=False)), {"module": {"adapter": "lora"}}),
     "rates": ("ditto", {"module": {"lr_schedule": "cosine", "optimizer": "adam", "momentum": 0.0}}),
     "held out": ("fedrep", {"loop": {"local_epochs": None, "local_steps": 3}}),
 }

@@ -7,11 +7,12 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import FedEnsemble, PerAda
+from perada.algorithms import FedEnsemble, FFALoRA, PerAda
 from perada.data import Corruptions, ImageSet
 from perada.server import FedAdam, FLTrust
 
@@ -24,6 +25,7 @@ QUICK = (
 )
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "max_norm": 0.05, "count_noise": 2.0, "delta": 0.01}
+LORA = LoraConfig(r=2, target_modules=["conv"])
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4},
@@ -55,6 +57,15 @@ CASES = {
     "fedrod": {"algorithm": "fedrod"},
     "fedbe": {"algorithm": "fedbe", **DISTILS},
     "fedrep": {"algorithm": "fedrep", "augmented": True},
+    "ffa_lora": {
+        "algorithm": FFALoRA(PerAda()),
+        "adapter": LORA,
+        "clients_per_round": 1,
+        "diagnostics": True,
+        **DISTILS,
+    },
+    "fedsa_lora": {"algorithm": "fedsa_lora", "adapter": LORA},
+    "rolora": {"algorithm": "rolora", "adapter": LORA, "diagnostics": True},
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},
@@ -127,7 +138,7 @@ def shifted() -> perada.FederatedDataModule:
 
 def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     """Run a case."""
-    options = {"norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0}
+    options = {"adapter": "full", "norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0}
     options |= CASES.get(case, SECURE) | extra
     norm, dtype = options.pop("norm"), options.pop("dtype")
     data = federation(dtype)
@@ -138,7 +149,6 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     return perada.finetune(
         network(norm, dtype),
         data,
-        adapter="full",
         batch_size=4,
         lr_personal=0.05,
         lr_local=0.05,

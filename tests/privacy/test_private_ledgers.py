@@ -19,6 +19,7 @@ from perada.algorithms import (
     FedAvgFT,
     FedEnsemble,
     FedRep,
+    FFALoRA,
     PerAda,
     PFedMe,
     make_algorithm,
@@ -44,7 +45,10 @@ CHEAP = {"noise_multiplier": 0.0, "max_norm": 0.6, "delta": DELTA}
 BACKBONE = {"adapter": LORA, "train_backbone": True}
 MADE = {"fed_ensemble": lambda: FedEnsemble(modes=2, strata=2)}
 REFUSED = ("moon", "fedrod")  # they look at the outputs of the model; see test_private_refusals.py
-MORE = {"fed_ensemble of perada": lambda: FedEnsemble(base=PerAda(), modes=2, strata=2)}
+MORE = {
+    "fed_ensemble of perada": lambda: FedEnsemble(base=PerAda(), modes=2, strata=2),
+    "ffa_lora of apfl": lambda: FFALoRA(APFL()),
+}
 
 
 class Rounds(pl.Callback):
@@ -72,7 +76,7 @@ def run_with(name, monkeypatch, other=()):
         }
 
     options = dict(BACKBONE) if name.endswith("_adapter") else {}
-    options |= {"adapter": LORA} if name in OF_LORA else {}
+    options |= {"adapter": LORA} if name.partition(" ")[0] in OF_LORA else {}
     if name in ("perada", "feddf", "fedbe", "fed_ensemble of perada"):
         options |= {"distill_steps": 2}
     algorithm = (MADE | MORE).get(name, lambda: make_algorithm(name))()
