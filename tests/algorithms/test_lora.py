@@ -213,6 +213,47 @@ def test_half_of_loras_numbers_are_trained_and_sent():
             assert sizes(found, round) == [trained, sent[round], pytest.approx(clients * bytes_ * sent[round] / 1e6)]
 
 
+HEAD = "fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias"
+OWN = {"fedsa_lora": {B, *HEAD}}
+IDLE = {"ffa_lora": ({A}, {A}, {A}), "rolora": ({A}, {B}, {A}), "fedsa_lora": ((), (), ())}
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("algorithm", IDLE)
+def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
+    """All clients take part, and take two steps a round on all of their images."""
+    data = [client[:] for client in task().train[:2]]
+    square, first, own = Square(), start(), OWN.get(algorithm, set())
+
+    def loss(state, x, y):
+        x = x.flatten(1)
+        hidden = square.layer(x) + ALPHA / RANK * (x @ state[A].T @ state[B].T)
+        return F.cross_entropy(hidden.tanh() @ state[HEAD[0]].T + state[HEAD[1]], y)
+
+    shared, kept = first, [first, first]
+    for idle in IDLE[algorithm]:
+        ends = []
+        for m, (x, y) in enumerate(data):
+            state = {key: (kept[m] if key in own else shared)[key].detach() for key in first}
+            for _ in range(2):
+                leaves = {key: value.clone().requires_grad_(key not in idle) for key, value in state.items()}
+                names = [key for key in leaves if key not in idle]
+                gradients = torch.autograd.grad(loss(leaves, x, y), [leaves[key] for key in names])
+                state |= {key: state[key] - 0.1 * value for key, value in zip(names, gradients, strict=True)}
+            ends.append(state)
+        shared, kept = {key: (ends[0][key] + ends[1][key]) / 2 for key in first}, ends
+    found = perada.finetune(
+        Square(),
+        perada.FederatedData([TensorDataset(*client) for client in data], num_classes=CLASSES),
+        algorithm=algorithm,
+        **{"adapter": LAYER, "engine": engine, "rounds": 3, "batch_size": 16, "local_steps": 2, "lr_local": 0.1}
+        | QUIET,
+    )
+    for m in range(2):
+        wanted = {key: (kept[m] if key in own else shared)[key] for key in first}
+        assert_same(found.state("personal", m), wanted, f"client {m}")
+
+
 @QUIETLY
 @pytest.mark.parametrize("options", [{}, PRIVATE, CLIENT], ids=["plain", "images", "clients"])
 def test_factors_take_turns(options):

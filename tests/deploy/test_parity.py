@@ -9,6 +9,8 @@ import torch
 
 from perada.algorithms import ALGORITHMS, FedBE, FedEnsemble, FFALoRA, PerAda
 from perada.data import FederatedData
+from perada.deploy.protocol import LocalTransport
+from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
 from perada.server.rules import FedAdam, Median
 
@@ -81,6 +83,16 @@ def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
     for name in ("personal/local_test", "global/global_test"):
         expected = loop.history[-1].get(name)
         assert found.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-6)), name
+
+
+def test_names_that_sites_send_may_change_from_round_to_round(tiny, tmp_path):
+    recipe = Parties(tiny, tmp_path, "rolora", module={"adapter": "lora"}).coordinator(LocalTransport({})).recipe
+    factors = recipe.module.slot.factors
+    for round in range(4):
+        sent = recipe.sent(round)
+        for pair in factors:
+            assert (pair.up in sent, pair.down in sent) == (round % 2 == 0, round % 2 == 1)
+        assert _row(recipe, {}, 0, round).keys() == sent.keys()  # of a site whose training broke
 
 
 def normalized():
