@@ -170,7 +170,7 @@ class Distiller:
         scales, refined = self.scales.open("student", 1, device), student
         sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
         # Its own only teacher: Adam would turn rounding errors into steps of full length.
-        alone = sent.clients == 1 and all(torch.equal(value[0], student[key]) for key, value in sent.items())
+        alone = sent.clients == 1 and all(torch.equal(sent[key][0], student[key]) for key in student if key in sent)
         if self.options.active(self.round) and not alone:
             indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
             rows = indices.shape[1]
