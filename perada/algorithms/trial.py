@@ -231,6 +231,8 @@ class Rehearsal:
 
     def class_counts(self, classes: int) -> Tensor:
         """An image of each class."""
+        if self._classes is None:
+            raise no_logits(self.algorithm)
         return torch.ones(len(next(iter(self.received.values()))), classes)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -288,10 +290,11 @@ class Rehearsal:
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:
-    """What is wrong with an algorithm that looks at the outputs themselves, where training is private."""
+    """What is wrong with an algorithm that looks at outputs or labels themselves, where training is private."""
     return ValueError(
         f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
-        "images (step.logits, step.outputs), which no noise covers; use step.loss, whose gradient is private"
+        "images (step.logits, step.outputs), or their labels (step.class_counts), which no noise covers; use "
+        "step.loss, whose gradient is private"
     )
 
 

@@ -7,6 +7,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import perada
 from perada.algorithms import FedROD, Slot
+from perada.core.rounds import PrivateSampling
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_same, finetune, network, task
 
@@ -51,6 +52,8 @@ def test_class_counts(items):
     assert plan.clients == (1, 0, 2)
     for batch in served.cohort_loader(plan):
         assert batch.classes.tolist() == [[0, 1, 4], [2, 1, 0], [1, 0, 0]]
+    for batches in served.cohort_loader(plan, PrivateSampling((("local",),))):
+        assert batches["local"].classes is None  # labels are private too
 
 
 def test_refusals():

@@ -191,6 +191,13 @@ class Reads(Algorithm):
         step.descend("local", step.logits("local").square().mean((1, 2)))
 
 
+class Counts(Algorithm):
+    """Looks at the labels."""
+
+    def client_step(self, step):
+        step.descend("local", step.loss("local") * step.class_counts(3)[:, 0])
+
+
 class Growing(Algorithm):
     """Asks for one gradient in the first round, and for another in the second."""
 
@@ -217,8 +224,21 @@ class Fewer(Algorithm):
 
 
 def test_an_algorithm_that_reads_logits():
-    for one in (Reads(), Moon(), FedROD()):
+    for one in (Reads(), Counts(), Moon(), FedROD()):
         refused(rf"privacy cannot be used with {type(one).__name__}: .*step\.logits.* use step\.loss", one)
+
+
+class Later(Algorithm):
+    """Looks at the outputs in the second round, which no rehearsal sees."""
+
+    def client_step(self, step):
+        if step.round:
+            step.outputs("local")
+        step.descend("local", step.loss("local"))
+
+
+def test_outputs_are_refused_in_the_step_too():
+    refused("privacy cannot be used with Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
 
 
 def test_gradients_that_the_ledgers_do_not_count_are_not_given():
