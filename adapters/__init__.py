@@ -17,10 +17,19 @@ from peft.tuners.tuners_utils import BaseTuner
 
 from .added import AddedLayer, AddingModel
 from .bottleneck import BottleneckConfig, BottleneckModel
+from .dual_lora import DualLoraConfig, DualLoraModel
 from .residual import ResidualConfig, ResidualModel
 from .selective import SelectiveConfig, SelectiveModel
 
-__all__ = ["AddedLayer", "AddingModel", "BottleneckConfig", "ResidualConfig", "SelectiveConfig", "register"]
+__all__ = [
+    "AddedLayer",
+    "AddingModel",
+    "BottleneckConfig",
+    "DualLoraConfig",
+    "ResidualConfig",
+    "SelectiveConfig",
+    "register",
+]
 
 
 def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> None:
@@ -46,4 +55,5 @@ def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> Non
 
 register("PERADA_RESIDUAL", ResidualConfig, ResidualModel)
 register("PERADA_BOTTLENECK", BottleneckConfig, BottleneckModel)
+register("PERADA_DUAL_LORA", DualLoraConfig, DualLoraModel)
 register("PERADA_SELECTIVE", SelectiveConfig, SelectiveModel)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.branches import FedDPA, FedDPAF, RestOfWorld
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedBABU, FedDF, FedDyn, FedProx, Standalone
 from perada.algorithms.fedrod import FedROD
@@ -31,6 +32,8 @@ __all__ = [
     "FedBE",
     "FedBN",
     "FedDF",
+    "FedDPA",
+    "FedDPAF",
     "FedDyn",
     "FedEnsemble",
     "FedPer",
@@ -44,6 +47,7 @@ __all__ = [
     "PFedMe",
     "PartialSharing",
     "PerAda",
+    "RestOfWorld",
     "RoLoRA",
     "Scaffold",
     "ServerStep",
@@ -86,6 +90,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "ffa_lora": FFALoRA,
     "fedsa_lora": FedSALoRA,
     "rolora": RoLoRA,
+    "feddpa": FedDPA,
+    "feddpa_f": FedDPAF,
+    "fedalt_row": RestOfWorld,
 }
 
 

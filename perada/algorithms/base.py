@@ -40,6 +40,7 @@ class Slot:
         input: All names in the first layer that images pass.
         adapter: All names that the adapter adds to the backbone.
         factors: The pairs of LoRA's factors, in the model's order.
+        shared, private: All names of either branch of the adapter ``dual_lora``. A gate belongs to the private one.
     """
 
     keys: tuple[str, ...]
@@ -49,6 +50,8 @@ class Slot:
     input: frozenset[str] = frozenset()
     adapter: frozenset[str] = frozenset()
     factors: tuple[Factors, ...] = ()
+    shared: frozenset[str] = frozenset()
+    private: frozenset[str] = frozenset()
 
     @property
     def head_module(self) -> str:

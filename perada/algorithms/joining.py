@@ -3,10 +3,14 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 import perada.algorithms as known
-from perada.algorithms.base import Algorithm, Around, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Slot, Stacks
+from perada.algorithms.branches import RestOfWorld, pairs
 from perada.algorithms.fedavg import Standalone
 from perada.algorithms.lora import FFALoRA
 from perada.algorithms.perada import MTL, PerAda, PFedMe
@@ -64,6 +68,20 @@ class OwnPart(Joining):
         return {"personal": trained[self._role]}, {}
 
 
+class Newcomer(Joining):
+    """Of FedALT: an individual branch with B = 0, beside the mean of all clients' of the run."""
+
+    theirs = ("open", "personal")
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """As the base, from the others' mean A."""
+        return self.base.kept(initial | {own.up: torch.zeros_like(initial[own.up]) for _, own in pairs(slot)}, slot)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """As the base, to one who has no part in the mean."""
+        return self.base.broadcast(replace(sending, num_clients=0))
+
+
 def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, tuple[Phase, ...]]:
     """What a client trains that joins a finished run of ``algorithm``, and the phases of its rounds.
 
@@ -88,6 +106,8 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     if isinstance(algorithm, PartialSharing):
         own = [phase for phase in phases if phase.name == "personal"]
         return OwnPart(algorithm), tuple(own or phases[:1])
+    if isinstance(algorithm, RestOfWorld):
+        return Newcomer(algorithm), phases
     step = type(algorithm).client_step
     if isinstance(algorithm, PerAda | PFedMe) and step in (PerAda.client_step, PFedMe.client_step):
         return Joining(MTL(algorithm.prox_strength)), phases

@@ -128,9 +128,8 @@ def _without_a(slot: Slot) -> Slot:
     """A slot in which A is not among what is trained."""
     frozen = downs(slot)
     keys, parameters = (tuple(key for key in names if key not in frozen) for names in (slot.keys, slot.parameters))
-    return replace(
-        slot, keys=keys, parameters=parameters, input=slot.input - frozen, adapter=slot.adapter - frozen, factors=()
-    )
+    sets = {name: getattr(slot, name) - frozen for name in ("input", "adapter", "shared", "private")}
+    return replace(slot, keys=keys, parameters=parameters, factors=(), **sets)
 
 
 class FedSALoRA(PartialSharing):

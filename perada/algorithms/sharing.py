@@ -11,7 +11,7 @@ from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
 from perada.core.states import State, expand, partition
 
-Split = Literal["input", "output", "adapter"]
+Split = Literal["input", "output", "adapter", "branch"]
 
 
 class PartialSharing(Algorithm, ABC):
@@ -94,14 +94,22 @@ class FedSim(PartialSharing):
     One gradient of the loss moves v at the rate of the personal role and u at that of the local role.
 
     Args:
-        split: What is private: the ``input`` layer (the first that images pass), the ``output`` layer (the head), or
-            the ``adapter``. Private adapters need a trained backbone to share (``train_backbone``).
+        split: What is private: the ``input`` layer (the first that images pass), the ``output`` layer (the head), the
+            ``adapter``, or the private ``branch`` of the adapter ``dual_lora``. Private adapters need a trained
+            backbone to share (``train_backbone``).
     """
 
     def __init__(self, split: Split = "output") -> None:
         check_choice("split", split, get_args(Split))
         self.split = split
-        self.what = {"input": "the input layer", "output": "the classification head", "adapter": "adapters"}[split]
+        self.what = {
+            "input": "the input layer",
+            "output": "the classification head",
+            "adapter": "adapters",
+            "branch": "the private branch",
+        }[split]
+        if split == "branch":
+            self.remedy = "choose adapter='dual_lora', or another split"
         if split == "adapter":
             self.remedy = "choose an adapter that adds layers (residual, bottleneck, lora) and train_backbone=True"
 
@@ -112,7 +120,7 @@ class FedSim(PartialSharing):
 
     def private(self, slot: Slot) -> frozenset[str]:
         """The chosen part."""
-        return {"input": slot.input, "output": slot.head, "adapter": slot.adapter}[self.split]
+        return {"input": slot.input, "output": slot.head, "adapter": slot.adapter, "branch": slot.private}[self.split]
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse to share a backbone that is frozen."""

@@ -11,24 +11,24 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import peft
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
-from peft.tuners.lora import LoraLayer
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
-from perada.adapters import AddingModel, BottleneckConfig, ResidualConfig, SelectiveConfig
+from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.rounds import ImageConfig
-from perada.core.states import Factors, parameter_keys, trained_keys
+from perada.core.states import parameter_keys, trained_keys
+from perada.models.factors import branches, lora_factors
 
 ATTENTION = re.compile(
     r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
 )
 IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
 IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
-CONVOLUTIONS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA"}
-"""PEFT's methods that adapt convolutions too; the others know linear layers alone."""
+CONVOLUTIONS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "PERADA_DUAL_LORA"}
+"""Methods of PEFT, and one of ours, that adapt convolutions too; the others know linear layers alone."""
 
 
 def fill_targets(model: nn.Module, name: str, head: str, config: PeftConfig, last_blocks: int | None) -> None:
@@ -120,6 +120,7 @@ METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
     "bottleneck": BottleneckConfig,
     "lora": LoraConfig,
+    "dual_lora": DualLoraConfig,
     "ia3": IA3Config,
 }
 SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "full": ["all"]}
@@ -269,7 +270,8 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             "clients do not share; choose 'lora'"
         )
     tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
-    if getattr(config, "target_modules", "unset") is None and not issubclass(tuner, AddingModel):
+    placed = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)  # by the method itself
+    if getattr(config, "target_modules", "unset") is None and not placed:
         fill_targets(backbone.model, backbone.name, backbone.head, config, cast(int | None, options.get("last_blocks")))
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
@@ -356,6 +358,7 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
     )
+    shared, private = branches(model)
     return Slot(
         keys,
         parameters,
@@ -363,16 +366,7 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         norms=frozenset(key for key in keys if key.startswith(norms)),
         input=frozenset(key for key in keys if key.startswith(f"{first}.")),
         adapter=frozenset(key for key in keys if is_adapter_key(key)),
-        factors=_lora_factors(model),
-    )
-
-
-def _lora_factors(model: nn.Module) -> tuple[Factors, ...]:
-    """The factors of PEFT's LoRA layers, but for those of DoRA, whose magnitudes scale the sum."""
-    return tuple(
-        Factors(f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight", float(layer.scaling[name]))
-        for path, layer in model.named_modules()
-        if isinstance(layer, LoraLayer)
-        for name in layer.active_adapters
-        if name in layer.lora_A and name not in layer.lora_magnitude_vector
+        factors=lora_factors(model),
+        shared=frozenset(key for key in keys if key.startswith(shared)),
+        private=frozenset(key for key in keys if key.startswith(private)),
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.adapters.added import AddedLayer
+from perada.adapters.dual_lora import DualLoraLayer
 from perada.core.checks import check_whole
 from perada.core.rounds import ImageConfig
 from perada.core.seeding import seeded
@@ -109,7 +110,7 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
 class Followed(nn.Module):
     """A module and what an adapter had added behind it: ``x + added(x)``, x being the module's output."""
 
-    def __init__(self, base: nn.Module, added: nn.Sequential) -> None:
+    def __init__(self, base: nn.Module, added: nn.Module) -> None:
         super().__init__()
         self.base_layer, self.perada_added = base, added
         if isinstance(base, nn.Conv2d):
@@ -120,6 +121,16 @@ class Followed(nn.Module):
         x = self.base_layer(x)
         added: Tensor = self.perada_added(x)
         return x + added
+
+
+class Beside(Followed):
+    """A module, plus what is made of its own input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the module's output with what was added to it."""
+        out: Tensor = self.base_layer(x)
+        added: Tensor = self.perada_added(x)
+        return out + added
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
@@ -142,6 +153,8 @@ def unwrapped(network: nn.Module) -> nn.Module:
 def _plain(module: nn.Module) -> nn.Module:
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
+    if isinstance(module, DualLoraLayer):
+        return Beside(module.base_layer, module.branches(module.active_adapters[0]))
     if isinstance(module, AddedLayer):
         name = module.active_adapters[0]
         return Followed(module.base_layer, nn.Sequential(*(getattr(module, part)[name] for part in module.parts)))

@@ -71,6 +71,7 @@ class Entry:
 
 
 _BACKBONE = ("--model.train_backbone=true",)
+_DUAL = ("--model.adapter=dual_lora",)
 _LORA = ("--model.adapter=lora", "--model.adapter_options=null")
 ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     # PerAda is about adapters: the recipe's.
@@ -83,6 +84,10 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     "ffa_lora": Entry("ffa_lora", _LORA, paper=()),
     "fedsa_lora": Entry("fedsa_lora", _LORA, paper=()),
     "rolora": Entry("rolora", _LORA, paper=()),
+    # About its two branches.
+    "feddpa": Entry("feddpa", (*_DUAL, "--model.adapter_options=null"), paper=()),
+    "feddpa_f": Entry("feddpa_f", (*_DUAL, "--model.adapter_options=null"), paper=()),
+    "fedalt_row": Entry("fedalt_row", (*_DUAL, '--model.adapter_options={"gate": true}'), paper=()),
     # Algorithms that are another one with an option of its own.
     "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
     "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),

@@ -25,6 +25,8 @@ from .problems import (
     is_head,
     is_input_layer,
     is_norm,
+    is_private,
+    is_shared,
     is_up,
     moved,
     only,
@@ -255,6 +257,72 @@ def fedrod_half(ref):
 
 def fedper(ref):
     return fedsim_output(ref)
+
+
+def fedsim_branch(ref):
+    return at_once(ref, is_private)
+
+
+def fedalt_branch(ref):
+    return in_turn(ref, is_private)
+
+
+def emptied(state, which):
+    return {key: torch.zeros_like(value) if which(key) else value for key, value in state.items()}
+
+
+def mixed(state, weight):
+    """Both B, weighted."""
+    shares = {"shared_B": 1 - weight, "private_B": weight}
+    return {key: value * shares.get(key.split(".")[-2], 1) for key, value in state.items()}
+
+
+def feddpa(ref, weight=0.5):
+    w, own_parts = ref.initial, [chosen(ref.initial, lambda key: not is_shared(key)) for _ in CLIENTS]
+    for batches in ref.rounds:
+        updates = []
+        for m, own in batches.items():
+            for x, y in own:
+                gradient, after = ref.gradient(mixed(w | own_parts[m], weight), x, y)
+                slope = {k: weight * v if k.endswith("private_B.weight") else v for k, v in gradient.items()}
+                statistics = {key: value for key, value in after.items() if key not in ref.trained}
+                own_parts[m] = moved(own_parts[m], slope, LR_PERSONAL) | chosen(statistics, lambda k: not is_shared(k))
+            updates.append(ref.train(emptied(w, is_private), own, LR_LOCAL, which=lambda key: not is_private(key)))
+        w = w | chosen(ref.mean(updates), lambda key: not is_private(key))
+    return w, [mixed(w | part, weight) for part in own_parts]
+
+
+def feddpa_mostly_own(ref):
+    return feddpa(ref, 0.8)
+
+
+def feddpa_f(ref, weight=0.5):
+    w = ref.initial
+    for batches in ref.rounds:
+        updates = [ref.train(w, own, LR_LOCAL, which=lambda key: not is_private(key)) for own in batches.values()]
+        w = w | chosen(ref.mean(updates), lambda key: not is_private(key))
+    copied = w | {key.replace("shared", "private"): value for key, value in w.items() if is_shared(key)}
+    personal = []
+    for m in CLIENTS:
+        own = ref.train(emptied(copied, is_shared), ref.last[m], LR_PERSONAL, which=lambda key: not is_shared(key))
+        personal.append(mixed(copied | chosen(own, lambda key: not is_shared(key)), weight))
+    return w, personal
+
+
+def rest_of_world(ref):
+    """The server knows everybody's branch."""
+
+    def is_factor(key):
+        return ".private_" in key
+
+    states = ref.copies()
+    for batches in ref.rounds:
+        factors = [chosen(state, is_factor) for state in states]
+        for m, own in batches.items():
+            others = ref.mean([one for n, one in enumerate(factors) if n != m])
+            row = {key.replace("private", "shared"): value for key, value in others.items()}
+            states[m] = ref.train(states[m] | row, own, LR_PERSONAL, which=lambda key: not is_shared(key))
+    return ref.initial | ref.mean([chosen(state, is_factor) for state in states]), states
 
 
 def fedsim_input(ref):

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.adapters import DualLoraConfig
 from perada.data import Phase
 
 ROUNDS, CLIENTS_PER_ROUND, BATCH, EPOCHS, CLASSES = 3, 3, 4, 2, 3
@@ -32,10 +33,17 @@ QUIET = {
 LORA = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=True)
 OF_LORA = ("ffa_lora", "fedsa_lora", "rolora")
 """Algorithms that are about LoRA's factors, and need an adapter that has them."""
+OF_BRANCHES = ("feddpa", "feddpa_f", "fedalt_row")
+"""Algorithms that are about a shared and a private branch of LoRA."""
+ADAPTER_OF = dict.fromkeys(OF_LORA, LORA) | dict.fromkeys(OF_BRANCHES, DualLoraConfig(r=2, target_modules=["conv"]))
 PROBLEMS = {
     "net-full": {"adapter": "full"},
     "net-adapter": {
         "adapter": LoraConfig(r=2, target_modules=["conv"], modules_to_save=["norm"], init_lora_weights=True)
+    },
+    "net-branches": {"adapter": DualLoraConfig(r=2, target_modules=["conv"], modules_to_save=["norm"])},
+    "net-gate": {
+        "adapter": DualLoraConfig(r=2, lora_alpha=16, gate=True, target_modules=["conv"], modules_to_save=["norm"])
     },
     "net-biases": {"adapter": "bias_norm"},
     "net-backbone": {"adapter": LORA, "train_backbone": True},
@@ -119,6 +127,14 @@ def is_down(key):
 
 def is_up(key):
     return "lora_B" in key
+
+
+def is_shared(key):
+    return ".shared_" in key
+
+
+def is_private(key):
+    return ".private_" in key or ".gate." in key
 
 
 def moved(state, gradient, lr):

@@ -17,11 +17,13 @@ from perada.algorithms import (
     FedAvgFT,
     FedBABU,
     FedBE,
+    FedDPA,
     FedDyn,
     FedEnsemble,
     FedProx,
     FedRep,
     FedROD,
+    FedSim,
     Moon,
     PFedMe,
     Scaffold,
@@ -47,6 +49,7 @@ NET = ("net-full", "net-adapter")  # where layers are told apart
 INPUT = (*NET, "net-biases")  # LoRA on the input layer is a part of it
 BACKBONE = ("net-backbone",)
 LORA = ("net-adapter", *BACKBONE)
+DUAL = ("net-branches", "net-gate")
 MODES = {"modes": references.MODES, "strata": references.STRATA}
 PERADA = make_algorithm("perada_no_kd", prox_strength=PROX)
 
@@ -104,6 +107,12 @@ ALGORITHMS = [
     ("ffa_lora", {}, references.ffa_lora, LORA),
     ("fedsa_lora", {}, personal_references.fedsa_lora, LORA),
     ("rolora", {}, references.rolora, LORA),
+    ("feddpa", {}, personal_references.feddpa, DUAL[:1]),
+    (FedDPA(weight=0.8), {}, personal_references.feddpa_mostly_own, DUAL[:1]),
+    ("feddpa_f", {}, personal_references.feddpa_f, DUAL[:1]),
+    ("fedalt_row", {}, personal_references.rest_of_world, DUAL),
+    (FedSim("branch"), {}, personal_references.fedsim_branch, DUAL),
+    (FedAlt("branch"), {}, personal_references.fedalt_branch, DUAL),
     (FedEnsemble(**MODES), {}, references.fed_ensemble, ALL),
     (FedEnsemble(base=FedProx(PROX), **MODES), {}, references.fed_ensemble_of_fedprox, SOME),
     (FedEnsemble(base=PERADA, **MODES), {}, references.fed_ensemble_of_perada, ALL),
@@ -147,7 +156,7 @@ LOOPED = (
     "fedbe_without_samples",
 )
 QUICK = {
-    "folded": [case.id for case in CASES if case.values[-1] in ("net-adapter", *BACKBONE)],
+    "folded": [case.id for case in CASES if case.values[-1] in ("net-adapter", *BACKBONE, *DUAL)],
     "loop": [f"{name}-net-full" for name in LOOPED],
 }
 ENGINES = [

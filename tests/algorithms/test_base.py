@@ -13,11 +13,13 @@ from perada.algorithms import (
     FedAlt,
     FedAvgFT,
     FedBE,
+    FedDPA,
     FedDyn,
     FedEnsemble,
     FedProx,
     FedRep,
     FedSim,
+    FFALoRA,
     PerAda,
     PFedMe,
     Slot,
@@ -25,7 +27,7 @@ from perada.algorithms import (
     make_algorithm,
 )
 
-from .problems import LORA, OF_LORA, finetune
+from .problems import LORA, OF_BRANCHES, OF_LORA, finetune
 
 NAN = float("nan")
 
@@ -106,6 +108,10 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
     ("algorithm", "problem", "options", "message"),
     [
         *[(name, "net-full", {}, "there are none in what is trained.*choose adapter='lora'") for name in OF_LORA],
+        *[(name, "net-adapter", {}, "none in what is trained.*choose adapter='dual_lora'") for name in OF_BRANCHES],
+        *[(name, "net-gate", {}, "the adapter has a gate that does; choose gate=False") for name in OF_BRANCHES[:2]],
+        (FFALoRA(FedDPA()), "net-branches", {}, "FedDPA needs both factors of its branches; leave out what freezes"),
+        (FedSim("branch"), "net-adapter", {}, "nothing to keep: clients keep the private branch.*adapter='dual_lora'"),
         ("fedbn", "linear-full", {}, "FedBN has nothing to keep: .*normalisation"),
         ("fedbn", "net-full", {"adapter": LORA}, "FedBN has nothing to keep: .*normalisation"),
         ("lg_fedavg", "linear-head", {}, "LGFedAvg has nothing to keep"),
@@ -172,6 +178,9 @@ def test_only_personalised_algorithms_keep_states():
         "ffa_lora": set(),
         "fedsa_lora": {"fc"},
         "rolora": set(),
+        "feddpa": everything,
+        "feddpa_f": set(),
+        "fedalt_row": everything,
     }
 
 

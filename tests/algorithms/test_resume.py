@@ -8,11 +8,18 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from perada.algorithms import ALGORITHMS, APFL, FedBE, FedEnsemble, FedProx, PFedMe, make_algorithm
 from perada.server.rules import FedAdam, ModifiedLocalGD
 
-from .problems import CLIENTS, OF_LORA, assert_equal, finetune, task
+from .problems import CLIENTS, OF_BRANCHES, OF_LORA, assert_equal, finetune, task
 
 PERADA = make_algorithm("perada")
 NAMED = [
-    (name, {"problem": "net-backbone"} if name.endswith("_adapter") or name in OF_LORA else {})
+    (
+        name,
+        {"problem": "net-backbone"}
+        if name.endswith("_adapter") or name in OF_LORA
+        else {"problem": "net-branches"}
+        if name in OF_BRANCHES
+        else {},
+    )
     for name in ALGORITHMS
     if name != "fed_ensemble"  # it has five strata, and there are four clients
 ]

@@ -22,7 +22,7 @@ from perada.models.adapted import make_slot
 from perada.models.backbones import build_backbone, insert_adapter
 from perada.server import Distillation
 
-from .problems import OF_LORA
+from .problems import OF_BRANCHES, OF_LORA
 
 FULL, CONV1, HEAD = 11_181_642, 3 * 64 * 7 * 7, 512 * 10 + 10
 WIDTHS = (64, 128, 256, 512)
@@ -64,6 +64,9 @@ TABLE = {  # trained, sent; what the paper prints
     "ffa_lora": (UPS + HEAD, UPS + HEAD, None, None),
     "fedsa_lora": (DOWNS + UPS + HEAD, DOWNS, None, None),
     "rolora": (UPS + HEAD, UPS + HEAD, None, None),  # in the first round
+    "feddpa": (2 * (DOWNS + UPS + HEAD), DOWNS + UPS + HEAD, None, None),
+    "feddpa_f": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),
+    "fedalt_row": (DOWNS + UPS + HEAD, DOWNS + UPS, None, None),  # without a gate
 }
 
 
@@ -92,6 +95,7 @@ def test_parameters_trained_and_sent(name):
     algorithm = make_algorithm(name, **few.get(name, {}))
     own = name.endswith("adapter")
     adapter = "residual" if name.startswith("perada") or own else "lora" if name in OF_LORA else "full"
+    adapter = "dual_lora" if name in OF_BRANCHES else adapter
     adapted = model(adapter, own)
     slot = make_slot(adapted.model, adapted.backbone.head)
     algorithm.check(slot, 5)

@@ -20,7 +20,7 @@ from perada.cli.recipes import find_recipe, recipes
 from perada.cli.runs import PeradaCLI
 from perada.studies.compare import command
 
-from ..algorithms.problems import OF_LORA
+from ..algorithms.problems import ADAPTER_OF
 from ..data.miniatures import DOMAINS, HOSPITALS, write_chexpert, write_hospitals, write_office_home
 
 ROOT = Path(perada.__file__).parent / "recipes"
@@ -120,7 +120,7 @@ def refusal(data, method, privacy=None):
         return "FedROD needs each client's number of images of each class, and images have several labels"
     if privacy == "sample" and method in ("moon", "fedrod"):
         return "its local step reads the model's outputs on private images"
-    if privacy == "sample" and not data.endswith("_vit") and method not in OF_LORA:
+    if privacy == "sample" and not data.endswith("_vit") and method not in ADAPTER_OF:
         return "are BatchNorm layers in what is trained: an image's gradient then depends on the others of its batch"
     if privacy == "client" and method == "fed_ensemble":
         return r"client_privacy cannot be used with FedEnsemble\(modes=5\): a mode's mean is over a part of the clients"

@@ -14,7 +14,7 @@ from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
 from perada.server.rules import FedAdam, Median
 
-from ..algorithms.problems import OF_LORA
+from ..algorithms.problems import ADAPTER_OF, OF_LORA
 from .parties import Parties
 
 
@@ -77,7 +77,8 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", OTHERS)
 def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
-    options = {"module": {"adapter": "lora"}} if algorithm in OF_LORA else {}
+    adapter = "lora" if algorithm in OF_LORA else "dual_lora"
+    options = {"module": {"adapter": adapter}} if algorithm in ADAPTER_OF else {}
     loop, coordinator = assert_equal(Parties(tiny, tmp_path, algorithm, rounds=3, every=3, **options))
     found = coordinator.progress.history[-1]
     for name in ("personal/local_test", "global/global_test"):
@@ -101,7 +102,7 @@ def normalized():
     return torch.nn.Sequential(convolution, norm, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(36, 3))
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"fedalt_adapter", "fedsim_adapter", *OF_LORA}))
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"fedalt_adapter", "fedsim_adapter", *ADAPTER_OF}))
 @pytest.mark.every(5)
 def test_running_statistics_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized))

@@ -30,7 +30,7 @@ from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account
 from perada.privacy.rehearsal import Training
 
-from ..algorithms.problems import BATCH, CLIENTS, LORA, OF_LORA, ROUNDS, SIZES, assert_equal, distance
+from ..algorithms.problems import ADAPTER_OF, BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train
 
 DELTA = 1e-3
@@ -76,7 +76,8 @@ def run_with(name, monkeypatch, other=()):
         }
 
     options = dict(BACKBONE) if name.endswith("_adapter") else {}
-    options |= {"adapter": LORA} if name.partition(" ")[0] in OF_LORA else {}
+    own = name.partition(" ")[0]
+    options |= {"adapter": ADAPTER_OF[own]} if own in ADAPTER_OF else {}
     if name in ("perada", "feddf", "fedbe", "fed_ensemble of perada"):
         options |= {"distill_steps": 2}
     algorithm = (MADE | MORE).get(name, lambda: make_algorithm(name))()

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms on two LoRA branches in one network (``adapter="dual_lora"``): FedDPA and FedALT.
+
+g names the shared branch and p the private one: a layer gives W·x + s·B_g·A_g·x + s·B_p·A_p·x.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.fedavg import FedAvg
+from perada.core.checks import check_number
+from perada.core.rounds import Phase
+from perada.core.states import Factors, State, expand, partition
+
+
+def check_branches(name: str, slot: Slot) -> None:
+    """Refuse, by a ValueError with the algorithm's ``name``, a model without the factors of two branches."""
+    if not slot.factors and slot.private:
+        raise ValueError(f"algorithm {name} needs both factors of its branches; leave out what freezes one (FFALoRA)")
+    if not slot.private:
+        raise ValueError(
+            f"algorithm {name} is about the shared and the private branch of LoRA, and there are none in what is "
+            f"trained, {len(slot.parameters)} tensors from {slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose "
+            "adapter='dual_lora'"
+        )
+
+
+def pairs(slot: Slot) -> list[tuple[Factors, Factors]]:
+    """The factors of the shared and of the private branch of each layer."""
+    shared, private = ([pair for pair in slot.factors if pair.up in names] for names in (slot.shared, slot.private))
+    return list(zip(shared, private, strict=True))
+
+
+def twins(slot: Slot) -> dict[str, str]:
+    """Names of the shared branch by those of the private one, but for a gate."""
+    return {own: name for g, p in pairs(slot) for own, name in ((p.down, g.down), (p.up, g.up))}
+
+
+WEIGHT = "weight"
+"""The role of the branches' weights: a number for each B."""
+
+
+class _Weighted(Algorithm):
+    """The branches weighted by numbers: (1 − α)·s·B_g·A_g·x + α·s·B_p·A_p·x.
+
+    Args:
+        weight: α.
+    """
+
+    inference = "personal"
+    unsent = frozenset({"personal"})
+
+    def __init__(self, weight: float = 0.5) -> None:
+        check_number("weight", weight, least=0, most=1, hint="0 is the global branch, 1 the client's own")
+        self.weight = weight
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse an adapter without branches, and one whose gate would weight them a second time."""
+        check_branches(type(self).__name__, slot)
+        if slot.private - twins(slot).keys():
+            raise ValueError(
+                f"algorithm {type(self).__name__} weights the branches itself, and the adapter has a gate that does; "
+                "choose gate=False (adapter_options)"
+            )
+
+    def weights(self, initial: State, slot: Slot) -> State:
+        """1 − α for each B of the shared branch, α for each of the private one."""
+        shares = [(pair.up, alpha) for g, p in pairs(slot) for pair, alpha in ((g, 1 - self.weight), (p, self.weight))]
+        return {key: initial[key].new_tensor(share) for key, share in shares}
+
+    def personal(self, kept: Stacks, global_state: State) -> State:
+        """Both branches, weighted."""
+        own = kept["personal"]
+        return weighted(expand(global_state, len(next(iter(own.values())))) | own, kept[WEIGHT])
+
+
+def weighted(states: State, weights: State) -> State:
+    """A stack (C, ...) with each client's B times its weight (C,)."""
+    return states | {key: _rows(weight, states[key]) * states[key] for key, weight in weights.items()}
+
+
+def _rows(clients: Tensor, like: Tensor) -> Tensor:
+    """Values (C,) of clients, to go with a stack (C, ...)."""
+    return clients.view(-1, *[1] * (like.dim() - 1))
+
+
+def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
+    return {key: torch.zeros_like(value) for key, value in state.items() if key in keys}
+
+
+class FedDPA(_Weighted):
+    """A global LoRA and a client's own one, trained in every round (FedDPA-T: Yang et al., NeurIPS 2024, Section 4).
+
+    A client trains the global branch alone, from what it received, and sends it; the server takes the mean. It trains
+    its own branch in the network with both, (1 − α)·global + α·own, where the global one stays as it was received. Both
+    take their steps on the same minibatches. The head belongs to both: the global one is averaged, and a client trains
+    and keeps one of its own. A client predicts with its own branch and the newest global one.
+
+    The paper weights each test input by its likeness to training inputs. Here α is the same for all inputs, in training
+    and afterwards.
+
+    Args:
+        weight: α.
+    """
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The own branch and head, and the weights."""
+        return {"personal": partition(initial, slot.shared)[1], WEIGHT: self.weights(initial, slot)}
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """The global branch and head."""
+        return expand(partition(sending.global_state, sending.slot.private)[1], len(sending.clients))
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """Both models. Beside them are the weights, and zeros in place of the own branch."""
+        return kept | {"local": received, "absent": _zeros(kept["personal"], slot.private)}
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """Both models."""
+        return slot.parameters if role in ("personal", "local") else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the own branch beside the received one, and one on the global branch alone."""
+        both = weighted(step.received | step.states["personal"], step.states[WEIGHT])
+        step.descend("personal", step.loss(both, stream="personal"))
+        step.descend("local", step.loss(step.states["local"] | step.states["absent"], stream="local"))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep the own branch, send the global one."""
+        return {"personal": trained["personal"], WEIGHT: trained[WEIGHT]}, trained["local"]
+
+
+class FedDPAF(FedAvg):
+    """A global LoRA first, then a client's own one (FedDPA-F: Yang et al., NeurIPS 2024, Section 4).
+
+    The rounds are FedAvg of the global branch and the head. After the last one every client trains a branch of its own,
+    alone, that starts as a copy of the global one. It predicts with (1 − α)·global + α·own, with the same α for all
+    inputs; see :class:`FedDPA`.
+
+    Args:
+        weight: α.
+        finetune_epochs: Epochs on the own branch and head, above 0.
+    """
+
+    def __init__(self, weight: float = 0.5, finetune_epochs: float = 1) -> None:
+        check_number("finetune_epochs", finetune_epochs, above=0, hint="FedAvg does without")
+        self.weight, self.finetune_epochs = weight, finetune_epochs
+        self._own = OwnBranch(weight)
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse an adapter without branches, or with a gate."""
+        check_branches(type(self).__name__, slot)
+        self._own.check(slot, num_clients)
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """All but the private branch, whose B is zero."""
+        return tuple(key for key in slot.parameters if key not in slot.private)
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Send what was trained."""
+        return {}, partition(trained["local"], slot.private)[1]
+
+    def personalization(self) -> tuple[Algorithm, Phase]:
+        """The own branch, from the global one."""
+        return self._own, Phase("personalize", self.finetune_epochs)
+
+
+class OwnBranch(_Weighted):
+    """What clients of :class:`FedDPAF` train after the last round.
+
+    Args:
+        weight: α.
+    """
+
+    roles = ("personal",)
+    sends = False
+    global_model = False
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The whole model, in which the private branch is a copy of the shared one, and the weights."""
+        copied = {own: initial[name] for own, name in twins(slot).items()}
+        return {"personal": initial | copied, WEIGHT: self.weights(initial, slot)}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """The own branch, and zeros in place of the global one."""
+        own = partition(kept["personal"], slot.shared)[1]
+        return {"personal": own, "absent": _zeros(kept["personal"], slot.shared)}
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """The own branch and head."""
+        return slot.parameters if role == "personal" else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the own branch alone."""
+        step.descend("personal", step.loss(step.states["personal"] | step.states["absent"], stream="personal"))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep the own branch beside the global one."""
+        return {"personal": kept["personal"] | trained["personal"], WEIGHT: kept[WEIGHT]}, {}
+
+
+SHARE = "row/share"
+"""1 / (M − 1), which travels with what a client receives; 0 for a client that is not one of the M."""
+
+
+class RestOfWorld(Algorithm):
+    """An individual LoRA beside the mean of everybody else's (FedALT: Bian et al., AAAI 2026, arXiv 2503.11880).
+
+    A client's individual branch, the private one, is never overwritten: the client goes on with it, and sends it. Its
+    rest-of-world (RoW) branch, the shared one, has the means of the others' factors, (sum − own) / (M − 1) over all M
+    clients, and is frozen in local training. The mixer is the adapter's gate (``adapter_options: {gate: true}``);
+    without it both branches count in full. Gate, head and all else that is trained stay at the client.
+
+    The server holds v̄, the mean of all M individual branches under their own names, and moves it by the mean change of
+    a round's clients; weights do not count. A client makes its RoW branch v̄ + (v̄ − own) / (M − 1) of it, so that the
+    server sends the same to all. It predicts with the RoW branch of the last round that it took part in, for which its
+    mixer was trained. A client that was not drawn counts as it last was. The paper has all clients in every round.
+    """
+
+    inference = "personal"
+    roles = ("personal",)
+    global_model = False
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse an adapter without branches, and a client without others."""
+        check_branches(type(self).__name__, slot)
+        if num_clients < 2:
+            raise ValueError(f"RestOfWorld needs the branches of other clients, and there are {num_clients} clients")
+
+    def kept(self, initial: State, slot: Slot) -> Stacks:
+        """The individual branch, gate and head, and the RoW branch."""
+        others, own = partition(initial, slot.shared)
+        return {"personal": own, "others": others}
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """v̄, and what a client's own part in it is."""
+        mean = {key: sending.global_state[key] for key in twins(sending.slot)}
+        some, others = next(iter(mean.values())), sending.num_clients - 1
+        return expand(mean | {SHARE: some.new_tensor(1 / others if others > 0 else 0.0)}, len(sending.clients))
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """The individual branch and all else, and the RoW branch."""
+        own, others = kept["personal"], {}
+        for key, name in twins(slot).items():
+            mean, share = received[key], _rows(received[SHARE], received[key])
+            others[name] = mean + share * (mean - own[key])
+        return {"personal": own, "others": others}
+
+    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+        """All but the RoW branch."""
+        return slot.parameters if role == "personal" else ()
+
+    def client_step(self, step: ClientStep) -> None:
+        """A step on the individual branch and all else."""
+        both = step.states["others"] | step.states["personal"]
+        step.descend("personal", step.loss(both, stream="personal"))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Keep all; send v̄ moved by the change of the individual branch."""
+        before, after = kept["personal"], trained["personal"]
+        return trained, {key: received[key] + (after[key] - before[key]) for key in twins(slot)}
+
+    def server_step(self, server: ServerStep) -> State:
+        """Move v̄ by the mean change, times the clients' share of the federation."""
+        share, old = len(server.clients) / server.num_clients, server.previous
+        average = server.mean(server.updates, torch.full_like(server.weights, 1 / len(server.clients)))
+        return {key: old[key] + share * (value - old[key]) for key, value in average.items()}
+
+    def personal(self, kept: Stacks, global_state: State) -> State:
+        """Both branches, and all else."""
+        return kept["others"] | kept["personal"]
