@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from transformers import ViTConfig, ViTForImageClassification
 
 import perada
+from perada.adapters import DualLoraConfig
 from perada.api import make_trainer
 from perada.core.seeding import generator
 from perada.core.states import get_state, parameter_keys, stack, train_mode
@@ -61,10 +62,12 @@ CASES = [
     ("resnet18", "residual"),
     ("resnet", "residual"),
     ("resnet", "lora"),
+    ("resnet", "gated"),
     ("resnet", "head"),
     ("resnet", "bias_norm"),
     ("resnet", "full"),
     ("vit", "lora"),
+    ("vit", "gated"),
     ("vit", "bottleneck"),
     ("vit", "bias_norm"),
     ("vit", "full"),
@@ -80,7 +83,7 @@ CASES = [
     ("vit", "dora"),
     ("resnet", "dora"),
 ]
-CONFIGS = {"vera": peft.VeraConfig(r=8), "dora": peft.LoraConfig(use_dora=True)}
+CONFIGS = {"gated": DualLoraConfig(gate=True), "vera": peft.VeraConfig(r=8), "dora": peft.LoraConfig(use_dora=True)}
 
 
 def random_states(model, clients):
