@@ -169,6 +169,7 @@ class ServerStep:
         rule: The server rule, which :meth:`mean` applies.
         distill: Distils the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
         predict: As of :class:`perada.server.Aggregation`, given the state before the round, too.
+        metrics: What is measured in the step, for the metrics of the round; the server rule's too.
     """
 
     round: int
@@ -183,6 +184,7 @@ class ServerStep:
     rule: ServerRule
     distill: Callable[..., State]
     predict: Callable[[State, Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
         """Aggregate by the server rule, by default the weighted mean."""
@@ -193,7 +195,8 @@ class ServerStep:
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
         parameters = frozenset(self.slot.parameters)
         predict = None if self.predict is None else partial(self.predict, self.previous)
-        given = Aggregation(updates, weights, self.previous, parameters, self.round, own, predict, self.slot.factors)
+        known = self.previous, parameters, self.round, own, predict, self.slot.factors, self.metrics
+        given = Aggregation(updates, weights, *known)
         result = self.rule(given)
         self.state.update({RULE + name: state for name, state in given.state.items()})
         return result

@@ -131,6 +131,14 @@ def _predicted(
     return found, torch.ones(1, num_classes) if labelled else None
 
 
+def example_sent(algorithm: Algorithm, slot: Slot, initial: State) -> State:
+    """What a client sends in the first round, (1, ...), if it trains nothing."""
+    kept = {role: expand(state, 1) for role, state in algorithm.kept(initial, slot).items()}
+    losses = torch.zeros(1, algorithm.modes) if algorithm.compares else None
+    received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), 1, 0, losses))
+    return algorithm.close(algorithm.open(kept, received, slot), kept, received, slot)[1]
+
+
 class _Refused(ValueError):
     """What a trial has found."""
 

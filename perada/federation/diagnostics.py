@@ -24,7 +24,9 @@ from perada.federation.settings import FederationData, Settings
 from perada.server import Updates
 from perada.server.aggregate import client_weights, double
 
-Diagnostic = Literal["distillation_distance", "personal_distance", "ensemble_error", "gradient_norms", "update_norms"]
+Diagnostic = Literal[
+    "distillation_distance", "personal_distance", "ensemble_error", "gradient_norms", "update_norms", "lora_residual"
+]
 ALL: tuple[Diagnostic, ...] = get_args(Diagnostic)
 ON_PUBLIC: frozenset[Diagnostic] = frozenset({"distillation_distance", "personal_distance"})
 """Those that read the public set."""
@@ -42,17 +44,23 @@ def check_asked(asked: bool | Sequence[Diagnostic]) -> None:
         check_choice("diagnostics", name, ALL)
 
 
-def obstacles(settings: Settings, public: bool, test: bool) -> dict[Diagnostic, str]:
-    """Why a run cannot measure some diagnostics, and what to do; ``public`` and ``test`` say which images it has."""
-    algorithm = settings.algorithm
-    name = type(algorithm).__name__
+def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -> dict[Diagnostic, str]:
+    """Why a run cannot measure some diagnostics, and what to do.
+
+    ``public`` and ``test`` say which images it has, ``factors`` what its clients lack to send factors of LoRA.
+    """
+    algorithm, name = settings.algorithm, type(settings.algorithm).__name__
+    lack: dict[Diagnostic, str] = {"lora_residual": factors} if factors else {}
     if not (algorithm.sends and algorithm.global_model) or algorithm.is_ensemble:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
-        return dict.fromkeys(ALL, reason)
+        found: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
+        if algorithm.sends and not algorithm.is_ensemble and settings.client_privacy is None:
+            del found["lora_residual"]  # needs no whole model
+        return found | lack
     if settings.client_privacy is not None:
         reason = "with client_privacy nobody may see a client's models, and no ledger counts it; leave diagnostics out"
         return dict.fromkeys(ALL, reason)
-    found: dict[Diagnostic, str] = {}
+    found = lack
     if algorithm.inference != "personal":
         found["personal_distance"] = f"clients of {name} have no personal models; choose PerAda or Ditto"
     if not public:

@@ -20,6 +20,7 @@ from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.server import Updates, client_weights
 from perada.server.aggregate import double
 from perada.server.distill import Distiller, ServerData
+from perada.server.low_rank import lora_residual
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
@@ -152,7 +153,10 @@ class Server:
         )
         state = clone(settings.algorithm.server_step(step))
         state = state if level is None else floor_variances(state)
-        report.metrics |= distiller.metrics
+        report.metrics |= distiller.metrics | step.metrics
+        if "lora_residual" in settings.diagnostics:
+            whole = updates.whole(step.previous) if settings.algorithm.global_model else updates
+            report.metrics["updates/lora_residual"] = lora_residual(self.slot.factors, whole, step.weights)
         report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
         if not report.broken_server:
             self.global_state, self.server_state = self.global_state | state, step.state

@@ -2,7 +2,7 @@
 """How the rounds of a federation go, and what they need of the data."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm
+from perada.algorithms import Algorithm, Slot
 from perada.algorithms.base import Stacks
 from perada.core.checks import check_choice
 from perada.core.rounds import AnyBatch, Phase, RoundPlan
@@ -131,6 +131,27 @@ class Settings:
     def test_mode(self) -> bool:
         """Whether the noise of a private run follows from the seed, which is then written nowhere."""
         return test_mode(self.privacy, self.client_privacy)
+
+
+def check_factors(settings: Settings, slot: Slot, sent: Collection[str]) -> None:
+    """Refuse, by a ValueError, a rule on LoRA's factors where clients do not send both of a layer.
+
+    ``sent`` are the names that a client sends in the first round.
+    """
+    if settings.rule.needs_factors and (lack := without_factors(settings.algorithm, slot, sent)):
+        raise ValueError(f"server_rule={settings.rule.kind}: {lack}, or another rule")
+
+
+def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> str:
+    """Why there are no two factors of LoRA that clients send, and what to do; empty if there are."""
+    if not slot.factors:
+        return (
+            f"the adapter has none of LoRA's factors A and B: what is trained are {len(slot.parameters)} tensors from "
+            f"{slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose adapter='lora', without DoRA"
+        )
+    both = any(pair.down in sent and pair.up in sent for pair in slot.factors)
+    name = type(algorithm).__name__
+    return "" if both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
 
 
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:

@@ -2,7 +2,7 @@
 """What is refused at set-up, because rounds cannot do it or data and model do not fit."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,12 +10,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.trial import is_own, try_rounds
+from perada.algorithms.trial import example_sent, is_own, try_rounds
 from perada.data import FederatedDataModule
 from perada.engine.engine import check_fold
 from perada.engine.prefix import Prefix
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
-from perada.federation.settings import Settings
+from perada.federation.settings import Settings, without_factors
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 
 LEAST_SHARE = 0.1
@@ -128,17 +129,30 @@ def check_batch_norm(parts: Parts) -> None:
         )
 
 
-def with_diagnostics(settings: Settings, asked: bool | Sequence[Diagnostic], data: FederatedDataModule) -> Settings:
+def with_diagnostics(
+    settings: Settings, asked: bool | Sequence[Diagnostic], data: FederatedDataModule, module: FederatedClassifier
+) -> Settings:
     """The settings, with the diagnostics to be measured; a ValueError for one that is named and cannot be."""
     if not asked:
         return settings
-    found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()))
+    algorithm, slot = settings.algorithm, module.slot
+    sent = slot.keys if algorithm.global_model else names_sent(module, algorithm)
+    lack = without_factors(algorithm, slot, sent)
+    found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()), lack)
     chosen = choose(asked, found)
     if asked is True:
         for reason in dict.fromkeys(found.values()):
-            names = ", ".join(name for name in found if found[name] == reason)
-            rank_zero_info(f"diagnostics: without {names}: {reason}")
+            names = [name for name in found if found[name] == reason and (slot.factors or name != "lora_residual")]
+            if names:
+                rank_zero_info(f"diagnostics: without {', '.join(names)}: {reason}")
     return replace(settings, diagnostics=chosen)
+
+
+def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[str]:
+    """What a client sends in the first round; nothing is looked up where there are no factors of LoRA."""
+    if not module.slot.factors:
+        return ()
+    return example_sent(algorithm, module.slot, algorithm.initial(module.initial_state)).keys()
 
 
 def try_own(parts: Parts) -> None:

@@ -165,7 +165,7 @@ class FederatedLoop(pl.Callback):
         module.build(data.num_classes, data.multilabel, self.seed)
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
-        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data))
+        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module))
         self.protection = set_up_rounds(parts, stage, self.protection)
         self._parts, self.num_clients = parts, data.num_clients
 

@@ -3,6 +3,7 @@
 
 from perada.server.aggregate import Aggregation, Mean, ServerRule, Updates, client_weights, mean
 from perada.server.distill import Distillation, Distiller, distillation_loss
+from perada.server.low_rank import SVD, LoRAFair
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 from perada.server.rules import (
     SERVER_RULES,
@@ -18,6 +19,7 @@ from perada.server.rules import (
 
 __all__ = [
     "SERVER_RULES",
+    "SVD",
     "Aggregation",
     "Distillation",
     "Distiller",
@@ -28,6 +30,7 @@ __all__ = [
     "FedYogi",
     "GeometricMedian",
     "Krum",
+    "LoRAFair",
     "Mean",
     "Median",
     "ModifiedLocalGD",

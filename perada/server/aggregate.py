@@ -163,6 +163,7 @@ class Aggregation:
             and the round draw, and have no labels (None), or the first ``labelled`` ones. All ranks call it alike.
             None unless the rule says what it ``needs``.
         factors: The pairs of LoRA's factors among the parameters.
+        metrics: What the rule measures, for the metrics of the round; it adds entries.
     """
 
     updates: Mapping[str, Tensor]
@@ -173,6 +174,7 @@ class Aggregation:
     state: dict[str, State] = field(default_factory=dict)
     predict: Callable[[Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
     factors: tuple[Factors, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class ServerRule(Options, ABC):
@@ -187,11 +189,13 @@ class ServerRule(Options, ABC):
             that the mean's noise protects it. Privacy of whole clients accepts only such rules, and tries at set-up
             whether it is true.
         needs: Images of the server's whose predictions it looks at: ``public`` or ``labelled`` ones, or None.
+        needs_factors: Whether clients must send both of LoRA's factors of a layer.
     """
 
     weighted: bool = True
     function_of_mean: bool = False
     needs: Literal["public", "labelled"] | None = None
+    needs_factors: bool = False
 
     @property
     def kind(self) -> str:
@@ -228,7 +232,7 @@ class ComposedRule(ServerRule):
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
         self.function_of_mean = self.function_of_mean and self.aggregate.function_of_mean
-        self.needs = self.aggregate.needs
+        self.needs, self.needs_factors = self.aggregate.needs, self.needs_factors or self.aggregate.needs_factors
 
     @property
     def kind(self) -> str:

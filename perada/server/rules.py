@@ -11,6 +11,7 @@ from torch import Tensor
 from perada.core.checks import check_known, check_number, whole_share
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, Mean, ServerRule, client_weights, mean
+from perada.server.low_rank import SVD, LoRAFair
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 
 
@@ -252,6 +253,8 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
     "modified_local_gd": ModifiedLocalGD,
+    "svd": SVD,
+    "lora_fair": LoRAFair,
 }
 
 

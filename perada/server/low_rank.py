@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server rules that average what LoRA's factors add to the weights, s·B·A, and not B and A by name.
+
+s·mean(B)·mean(A) is not the mean of the s·B·A. A *pair* is (B, A), of shapes (..., out, r) and (..., r, in), and stands
+for its product (..., out, in), which is not formed here: a mean of products is a product of stacked factors, and its
+norm and its singular values are those of the triangular factors of their QR. All is computed in float64 on the CPU.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perada.core.checks import check_number
+from perada.core.states import Factors, State
+from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates
+
+Pair = tuple[Tensor, Tensor]
+"""B (..., out, r) and A (..., r, in)."""
+
+
+def pairs_of(up: Tensor, down: Tensor) -> list[Pair]:
+    """The pair of each of C clients, of factors (C, out, r, ...) and (C, r, in, ...) as PEFT shapes them.
+
+    With g groups the B of a convolution is (C, out, r/g, 1, 1): each group is a pair of its own, of rank r/g.
+    """
+    ups, downs = (value.detach().to("cpu", torch.float64).flatten(2) for value in (up, down))
+    groups = downs.shape[1] // ups.shape[2]
+    return [(b.unflatten(0, (groups, -1)), a.unflatten(0, (groups, -1))) for b, a in zip(ups, downs, strict=True)]
+
+
+def stacked(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+    """The weighted sum of the pairs' products as one pair, whose rank is the sum of theirs, which may differ.
+
+    Weights are at least 0. Their roots go into both factors.
+
+    >>> b, a = stacked([(torch.ones(2, 1), torch.ones(1, 3)), (torch.ones(2, 2), torch.ones(2, 3))], [1.0, 4.0])
+    >>> b.shape, (b @ a)[0]
+    (torch.Size([2, 3]), tensor([9., 9., 9.]))
+    """
+    roots = [math.sqrt(weight) for weight in weights]
+    ups, downs = zip(*pairs, strict=True)
+    return (
+        torch.cat([root * up for root, up in zip(roots, ups, strict=True)], -1),
+        torch.cat([root * down for root, down in zip(roots, downs, strict=True)], -2),
+    )
+
+
+def norm(pair: Pair) -> float:
+    """Frobenius norm of a pair's product."""
+    up, down = pair
+    return float((torch.linalg.qr(up)[1] @ torch.linalg.qr(down.mT)[1].mT).norm())
+
+
+def minus(one: Pair, other: Pair) -> Pair:
+    """The difference of two products as one pair."""
+    return torch.cat([one[0], other[0]], -1), torch.cat([one[1], -other[1]], -2)
+
+
+def by_name(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+    """The means of the Bs and of the As, of one rank; their product is not the mean of the products."""
+    ups, downs = zip(*pairs, strict=True)
+    return _sum(ups, weights), _sum(downs, weights)
+
+
+def residual(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+    """mean(B·A) − mean(B)·mean(A) as one pair: the sum of w_m (B_m − mean(B)) (A_m − mean(A)), which cancels nothing.
+
+    The weights sum to one.
+    """
+    up, down = by_name(pairs, weights)
+    return stacked([(b - up, a - down) for b, a in pairs], weights)
+
+
+def lora_residual(factors: Iterable[Factors], updates: Mapping[str, Tensor], weights: Tensor) -> float:
+    """‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖ of what clients sent, (C, ...), over all layers together.
+
+    Layers of which there are not both factors do not count. It is 0 where all products are 0.
+    """
+    shares, off, whole = weights.tolist(), 0.0, 0.0
+    for down, up, scale in factors:
+        if down in updates and up in updates:
+            pairs = pairs_of(updates[up], updates[down])
+            off += (scale * norm(residual(pairs, shares))) ** 2
+            whole += (scale * norm(stacked(pairs, shares))) ** 2
+    return math.sqrt(off / whole) if whole else 0.0
+
+
+def truncated(pair: Pair, rank: int) -> Pair:
+    """The best approximation of a product by one of rank at most ``rank``, by its singular value decomposition U·S·Vᵀ.
+
+    It is B = U·S and A = Vᵀ, cut off behind the largest ``rank`` singular values, of which the largest come first; so
+    the first q columns of B and rows of A are the best approximation of rank q. In each row of A, the number that is
+    largest in magnitude is positive. Where there are fewer singular values, the rest of both is zero.
+    """
+    (left, up), (right, down) = torch.linalg.qr(pair[0]), torch.linalg.qr(pair[1].mT)
+    u, s, vt = torch.linalg.svd(up @ down.mT, full_matrices=False)
+    kept = min(rank, s.shape[-1])
+    new_up, new_down = left @ (u * s.unsqueeze(-2))[..., :kept], vt[..., :kept, :] @ right.mT
+    signs = new_down.gather(-1, new_down.abs().argmax(-1, keepdim=True)).sign()
+    more = rank - kept
+    return (
+        F.pad(new_up * signs.mT, (0, more)),
+        F.pad(new_down * signs, (0, 0, 0, more)),
+    )
+
+
+def corrected(pairs: Sequence[Pair], weights: Sequence[float], strength: float) -> Pair:
+    """B' and mean(A), where B' minimises ‖mean(B·A) − B'·mean(A)‖² + ``strength`` · ‖B' − mean(B)‖²: a ridge regression.
+
+    With A for mean(A), B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + strength)⁻¹.
+    """
+    up, down = by_name(pairs, weights)
+    left, right = residual(pairs, weights)
+    gram = down @ down.mT + strength * torch.eye(down.shape[-2], dtype=down.dtype)
+    return up + torch.linalg.solve(gram, (left @ (right @ down.mT)).mT).mT, down
+
+
+def _sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return torch.stack([weight * value for weight, value in zip(weights, values, strict=True)]).sum(0)
+
+
+class _OnProducts(ComposedRule):
+    """A rule on the products of LoRA's factors, of which clients must send both; all else is the inner rule's.
+
+    ``updates/lora_error`` in the metrics is ‖mean(s·B·A) − s·B'·A'‖ / ‖mean(s·B·A)‖ over all layers together, for the
+    result (B', A').
+    """
+
+    needs_factors = True
+
+    def __call__(self, given: Aggregation) -> State:
+        factors = [pair for pair in given.factors if {pair.down, pair.up} <= given.updates.keys()]
+        if not factors:
+            raise ValueError(
+                f"server_rule={type(self).__name__} averages products of LoRA's factors, and clients send no pair of "
+                "them; choose server_rule='mean'"
+            )
+        names, clients = {name for pair in factors for name in (pair.down, pair.up)}, len(given.weights)
+        if isinstance(given.updates, Updates):
+            rest: Updates | State = given.updates.part(range(clients), without=names)
+        else:
+            rest = {key: value for key, value in given.updates.items() if key not in names}
+        result, weights = self._aggregate(replace(given, updates=rest)) if rest else {}, given.weights.tolist()
+        off = whole = 0.0
+        for down, up, scale in factors:
+            sent = {key: given.updates[key] for key in (up, down)}
+            pairs = pairs_of(sent[up], sent[down])
+            found = self._merged(pairs, weights)
+            for key, value in zip((up, down), found, strict=True):
+                result[key] = value.reshape(sent[key].shape[1:]).to(sent[key])
+            product = stacked(pairs, weights)
+            off, whole = off + (scale * norm(minus(product, found))) ** 2, whole + (scale * norm(product)) ** 2
+        given.metrics["updates/lora_error"] = math.sqrt(off / whole) if whole else 0.0
+        return {key: result[key] for key in given.updates}
+
+    @abstractmethod
+    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+        """The layer's next pair, given those of the clients."""
+
+
+class SVD(_OnProducts):
+    """The mean of the products of LoRA's factors, cut back to their rank r by singular values (FlexLoRA).
+
+    Bai et al., NeurIPS 2024 (arXiv 2402.11505), whose server forms and decomposes the whole weight. Here C clients'
+    factors are stacked, and a matrix of at most C·r × C·r is decomposed. The result is the matrix of rank r that is
+    closest to the mean, and the mean itself where that has no larger rank. Of U·S·Vᵀ, B gets U·S and A gets Vᵀ, largest
+    singular values first: A has rows of length 1, so that B is trained however small it is.
+
+    Args:
+        aggregate: What is done with all other tensors, such as the head. Default: the mean.
+    """
+
+    def __init__(self, aggregate: ServerRule | None = None) -> None:
+        super().__init__(aggregate)
+
+    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+        return truncated(stacked(pairs, weights), pairs[0][1].shape[-2])
+
+
+class LoRAFair(_OnProducts):
+    """The means of LoRA's factors, of which that of B is corrected towards the mean of their products (LoRA-FAIR).
+
+    Bian et al., ICCV 2025 (arXiv 2411.14961), equation 8: of B' = mean(B) + ΔB they minimise a dissimilarity of
+    mean(B·A) and B'·mean(A), plus λ ‖ΔB‖, by steps of SGD. Here both norms are Frobenius's, squared, so that the
+    minimum is a ridge regression, which is solved exactly. A is the mean of the clients' A.
+
+    Args:
+        strength: λ, the pull of B' towards mean(B); the paper's is 0.01. A large one gives the means.
+        aggregate: What is done with all other tensors, such as the head. Default: the mean.
+    """
+
+    def __init__(self, strength: float = 0.01, aggregate: ServerRule | None = None) -> None:
+        super().__init__(aggregate)
+        check_number("strength", strength, above=0)
+        self.strength = strength
+
+    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+        return corrected(pairs, weights, self.strength)
