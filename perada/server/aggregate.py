@@ -65,6 +65,9 @@ class Updates(Mapping[str, Tensor]):
             self._gathered[key] = whole
         return self._gathered[key]
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.own  # a Mapping's own way reads the tensor, and so moves it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.own)
 

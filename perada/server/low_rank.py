@@ -110,7 +110,7 @@ def truncated(pair: Pair, rank: int) -> Pair:
 
 
 def corrected(pairs: Sequence[Pair], weights: Sequence[float], strength: float) -> Pair:
-    """B' and mean(A), where B' minimises ‖mean(B·A) − B'·mean(A)‖² + ``strength`` · ‖B' − mean(B)‖²: a ridge regression.
+    """B' and mean(A), where B' minimises ‖mean(B·A) − B'·mean(A)‖² + ``strength`` · ‖B' − mean(B)‖² (a ridge).
 
     With A for mean(A), B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + strength)⁻¹.
     """
@@ -152,7 +152,8 @@ class _OnProducts(ComposedRule):
             pairs = pairs_of(sent[up], sent[down])
             found = self._merged(pairs, weights)
             for key, value in zip((up, down), found, strict=True):
-                result[key] = value.reshape(sent[key].shape[1:]).to(sent[key])
+                row = torch.empty_like(given.previous[key])  # laid out as it: last bits of convolutions depend on that
+                result[key] = row.copy_(value.reshape(row.shape))
             product = stacked(pairs, weights)
             off, whole = off + (scale * norm(minus(product, found))) ** 2, whole + (scale * norm(product)) ** 2
         given.metrics["updates/lora_error"] = math.sqrt(off / whole) if whole else 0.0

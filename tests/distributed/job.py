@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import FedEnsemble, FFALoRA, PerAda
 from perada.data import Corruptions, ImageSet
-from perada.server import FedAdam, FLTrust
+from perada.server import SVD, FedAdam, FLTrust
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = (
@@ -49,6 +49,14 @@ CASES = {
         "server_rule": FLTrust(False, 5),
         "clients_per_round": 4,
         **DISTILS,
+    },
+    "products of factors": {
+        "algorithm": "fedavg",
+        "adapter": LoraConfig(r=2, target_modules=["conv"], init_lora_weights=True),
+        "server_rule": SVD(),
+        "weighting": "samples",
+        "diagnostics": ["lora_residual"],
+        "engine": "loop",
     },
     "fedavg_ft": {"algorithm": "fedavg_ft"},
     "feddyn": {"algorithm": "feddyn"},
@@ -157,7 +165,7 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
         devices=devices,
         accelerator="cpu",
         enable_progress_bar=False,
-        **{"logger": False} | options,
+        **{"logger": False, "adapter": "full"} | options,
     )
 
 

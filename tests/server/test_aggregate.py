@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from perada.server import client_weights, mean
+from perada.core.ranks import Ranks
+from perada.server import Updates, client_weights, mean
 
 
 def test_weights_are_equal_or_shares_of_the_samples():
@@ -30,3 +31,20 @@ def test_mean_equals_numpys(weighting):
         assert out[key].dtype == torch.float32
     assert out["seen"] == 9
     assert out["seen"].dtype == torch.int64
+
+
+def test_only_reading_a_name_moves_it():
+    """What moves for a mere question would do so in an order of each process's own, if sets are asked for."""
+
+    class Two(Ranks):
+        size = 2
+
+        def sum_(self, tensors):
+            raise AssertionError
+
+    updates = Updates({"w": torch.ones(1, 2)}, [0], 2, Two())
+    assert "w" in updates
+    assert {"w"} <= updates.keys()
+    assert "v" not in updates
+    with pytest.raises(AssertionError):
+        updates["w"]
