@@ -152,7 +152,8 @@ class _OnProducts(ComposedRule):
             pairs = pairs_of(sent[up], sent[down])
             found = self._merged(pairs, weights)
             for key, value in zip((up, down), found, strict=True):
-                row = torch.empty_like(given.previous[key])  # laid out as it: last bits of convolutions depend on that
+                # Laid out as it was: the last bits of a convolution depend on that.
+                row = torch.empty_like(given.previous[key], dtype=sent[key].dtype, device=sent[key].device)
                 result[key] = row.copy_(value.reshape(row.shape))
             product = stacked(pairs, weights)
             off, whole = off + (scale * norm(minus(product, found))) ** 2, whole + (scale * norm(product)) ** 2
