@@ -4,6 +4,7 @@
 import os
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.adapters import DualLoraConfig
 from perada.algorithms import FedEnsemble, FFALoRA, PerAda
 from perada.data import Corruptions, ImageSet
 from perada.server import SVD, FedAdam, FLTrust
@@ -25,6 +27,7 @@ QUICK = (
 )
 DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "max_norm": 0.05, "count_noise": 2.0, "delta": 0.01}
+DUAL = DualLoraConfig(r=2, target_modules=["conv"])
 LORA = LoraConfig(r=2, target_modules=["conv"])
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
@@ -74,6 +77,9 @@ CASES = {
     },
     "fedsa_lora": {"algorithm": "fedsa_lora", "adapter": LORA},
     "rolora": {"algorithm": "rolora", "adapter": LORA, "diagnostics": True},
+    "feddpa": {"algorithm": "feddpa", "adapter": DUAL},
+    "feddpa_f": {"algorithm": "feddpa_f", "adapter": DUAL},
+    "fedalt_row": {"algorithm": "fedalt_row", "adapter": replace(DUAL, gate=True), "clients_per_round": 1},
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},

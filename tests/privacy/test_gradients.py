@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from perada.adapters import DualLoraConfig
 from perada.core.seeding import Streams
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
@@ -67,15 +68,17 @@ def model(kind):
 
 FOLDED_ALONE = ["test_vit/ia3", "test_vit/vera", "test_convnext/bias_norm"]
 """Whose layers Opacus does not know."""
-CONFIGS = {"vera": peft.VeraConfig(r=4)}
+CONFIGS = {"vera": peft.VeraConfig(r=4), "gated": DualLoraConfig(r=2, gate=True)}
 KINDS = [
     "small",
     "shared",
     "test_vit/lora",
+    "test_vit/gated",
     "test_vit/bottleneck",
     "test_vit/bias_norm",
     "test_vit/full",
     "test_resnet/residual",
+    "test_resnet/gated",
     "test_resnet/head",
 ]
 
