@@ -10,6 +10,7 @@ from perada.algorithms.branches import FedDPA, FedDPAF, RestOfWorld
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedBABU, FedDF, FedDyn, FedProx, Standalone
 from perada.algorithms.fedrod import FedROD
+from perada.algorithms.het_lora import HetLoRA
 from perada.algorithms.lora import FedSALoRA, FFALoRA, RoLoRA
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
@@ -42,6 +43,7 @@ __all__ = [
     "FedRep",
     "FedSALoRA",
     "FedSim",
+    "HetLoRA",
     "LGFedAvg",
     "Moon",
     "PFedMe",
@@ -93,6 +95,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "feddpa": FedDPA,
     "feddpa_f": FedDPAF,
     "fedalt_row": RestOfWorld,
+    "het_lora": HetLoRA,
 }
 
 

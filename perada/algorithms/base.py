@@ -77,6 +77,7 @@ class ClientStep(Protocol):
         kept: What the clients kept before the round, by role, (C, ...). Read only.
         round: The round, counted from 0.
         phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
+        slot: The names of the model's tensors.
     """
 
     states: Stacks
@@ -84,6 +85,7 @@ class ClientStep(Protocol):
     kept: Stacks
     round: int
     phase: str
+    slot: Slot
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
@@ -139,7 +141,8 @@ class Broadcast:
 
     The round is counted from 0, ``clients`` are ids, ``num_clients`` is M of the federation, ``seed`` that of the run.
     ``losses`` (C, K) are those of K global models on each client's training images, where clients compare them.
-    ``state`` has the server's own tensors, as of :class:`ServerStep`, to be read only.
+    ``state`` has the server's own tensors, as of :class:`ServerStep`, to be read only. ``lora_ranks`` are what
+    :meth:`Algorithm.lora_rank` says of the clients; empty where that is nothing.
     """
 
     global_state: State
@@ -150,6 +153,7 @@ class Broadcast:
     seed: int
     losses: Tensor | None = None
     state: Mapping[str, State] = field(default_factory=dict)
+    lora_ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -245,6 +249,13 @@ class Algorithm(Options):
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse, by a ValueError at set-up, trained tensors or a number of clients that it cannot work with."""
 
+    def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int | None:
+        """LoRA's rank of a client, where it need not be the adapter's, which is ``most``; None if it is.
+
+        A ValueError if it cannot be told. The ``size`` are its training images, None where nobody may know them.
+        """
+        return None
+
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """The phases of a round of local training. Every client finishes one before any starts the next."""
         return (Phase("train", epochs, steps),)
@@ -317,3 +328,12 @@ class Around(Algorithm):
     def client_step(self, step: ClientStep) -> None:
         """The other one's step."""
         self.base.client_step(step)
+
+
+def check_base(outer: Algorithm, base: object) -> None:
+    """Refuse, by a ValueError, what is no algorithm, or one that has to be around ``outer``, since it gives ranks."""
+    if not isinstance(base, Algorithm):
+        raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
+    own, name = type(base).__name__, type(outer).__name__
+    if type(base).lora_rank is not Algorithm.lora_rank:
+        raise ValueError(f"base={own} gives clients ranks, and has to be around all else; give {own}(base={name}(...))")

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Slot, Stacks, check_base
 from perada.algorithms.fedavg import FedAvg, FedDyn
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
@@ -134,8 +134,7 @@ class FedEnsemble(Around):
         keeps: Literal["ensemble", "best"] = "ensemble",
     ) -> None:
         self.base = base or FedAvg()
-        if not isinstance(self.base, Algorithm):
-            raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
+        check_base(self, self.base)
         check_whole("modes", modes)
         check_whole("strata", strata, optional=True)
         check_choice("assignment", assignment, ("permutation", "loss"))

@@ -12,6 +12,7 @@ import perada.algorithms as known
 from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Slot, Stacks
 from perada.algorithms.branches import RestOfWorld, pairs
 from perada.algorithms.fedavg import Standalone
+from perada.algorithms.het_lora import HetLoRA
 from perada.algorithms.lora import FFALoRA
 from perada.algorithms.perada import MTL, PerAda, PFedMe
 from perada.algorithms.sharing import FedSim, PartialSharing
@@ -87,7 +88,8 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
 
     PerAda's personal adapter, Ditto's and pFedMe's are trained on loss + λ/2 ||v − w||², without what would be sent.
     Where clients share a part, the other one is trained. Where clients have no model of their own, the global one is
-    fine-tuned, as FedAvg+FT does. FFA-LoRA's A is frozen. All else trains as its clients did, and sends nothing.
+    fine-tuned, as FedAvg+FT does. FFA-LoRA's A is frozen. With HetLoRA the client has the
+    adapter's rank. All else trains as its clients did, and sends nothing.
 
     Raises:
         ValueError: If there are several global models, so that there is no one state to begin with.
@@ -97,6 +99,8 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
             f"a client cannot join a run of {type(algorithm).__name__}, whose global models are averaged: there is no "
             "one state to begin with; let it take part in a run"
         )
+    if isinstance(algorithm, HetLoRA):
+        return joining(algorithm.base, phases)
     if isinstance(algorithm, FFALoRA):
         inner, phases = joining(algorithm.base, phases)
         return Joining(FFALoRA(inner)), phases

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Slot, Stacks, check_base
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.sharing import PartialSharing
 from perada.core.rounds import Phase
@@ -52,8 +52,7 @@ class FFALoRA(Around):
 
     def __init__(self, base: Algorithm | None = None) -> None:
         self.base = base or FedAvg()
-        if not isinstance(self.base, Algorithm):
-            raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
+        check_base(self, self.base)
         if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA):
             raise ValueError(
                 f"base={type(self.base).__name__} says itself what becomes of A; choose another one, such as FedAvg"

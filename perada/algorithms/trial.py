@@ -210,13 +210,13 @@ class Rehearsal:
         classes: int | None = None,
     ) -> None:
         self.algorithm, self.kept, self.received, self.round = algorithm, kept, received, round
-        self._changed, self._classes, self.phase = changed, classes, ""
+        self._changed, self._classes, self.phase, self.slot = changed, classes, "", Slot((), ())
         self.states: Stacks = {role: clone(state) for role, state in opened.items()}
         self.queries: Counter[str] = Counter()
 
     def begin(self, phase: str, slot: Slot) -> None:
         """Turn to a phase, and what it trains."""
-        self.phase, self.states = phase, self.finished()
+        self.phase, self.slot, self.states = phase, slot, self.finished()
         for role, state in self.states.items():
             for key in self.algorithm.trained(role, phase, slot, self.round):
                 if key in state:

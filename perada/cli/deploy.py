@@ -84,9 +84,9 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
     parser.add_argument("--run", default=None, help="Id of a former run of the site, as `perada deploy status` lists.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for personal and global.")
-    given = parser.parse_args(words)
+    given, rank = parser.parse_args(words), None
     if given.where.is_file():
-        recipe, models = _of_site(read_site(given.where), given.recipe, given.run)
+        recipe, models, rank = _of_site(read_site(given.where), given.recipe, given.run)
         names: Sequence[str] | None = recipe.data.classes
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
@@ -100,7 +100,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     for name, states in models.items():
         for place, state in enumerate(states):
             folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
-            folders.save(state, folder, names)
+            folders.save(state, folder, names, rank if name == "personal" else None)
             written.append(folder.name)
     print(f"Wrote {', '.join(written)} to {given.output}")
 
@@ -206,8 +206,8 @@ def _models(recipe: Recipe, state: State) -> list[State]:
     return unstack(state) if any(state[key].dim() > own[key].dim() for key in own) else [state]
 
 
-def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]]]:
-    """The site's personal model and the global one that it was last told, of its current run or another."""
+def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]], int | None]:
+    """The site's personal model, the global one that it was last told, and its rank of LoRA, of one of its runs."""
     states = read_runs(given.state)[0]
     if run is not None and run not in [one.run for one in states]:
         raise ValueError(f"run={run!r} is none of the site's; `perada deploy status` lists them")
@@ -221,7 +221,7 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     shared = to_device(state.shared, client.recipe.device)
     personal = client.personal(shared, state)
     own = {} if personal is None else {"personal": unstack(personal)}
-    return client.recipe, {"global": _models(client.recipe, shared), **own}
+    return client.recipe, {"global": _models(client.recipe, shared), **own}, state.rank or None
 
 
 def _site_status(given: SiteFile) -> str:

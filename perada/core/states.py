@@ -145,6 +145,56 @@ def send(value: Tensor, device: torch.device | str) -> Tensor:
     return value.to(device)
 
 
+def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
+    """The axis along which a factor has its rank, by name: that of A's rows, and that of B's columns."""
+    return {name: axis for pair in factors for axis, name in enumerate((pair.down, pair.up))}
+
+
+def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> State:
+    """A stack whose clients have LoRA of ``ranks`` (C,): rows of A and columns of B from there on are zero.
+
+    So are those of tensors that are named after a factor, behind a prefix that ends in "/". All else is as it was.
+
+    >>> pair = Factors("a", "b", 1.0)
+    >>> cut_ranks({"a": torch.ones(2, 3, 1)}, [pair], torch.tensor([1, 2]))["a"].flatten(1).tolist()
+    [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    """
+    axes = rank_axes(factors)
+    return {
+        key: value
+        if (axis := axes.get(key.rpartition("/")[2])) is None
+        else value.masked_fill(_beyond(value, axis, ranks), 0)
+        for key, value in stacked.items()
+    }
+
+
+def narrowed(state: State, factors: Iterable[Factors], rank: int) -> State:
+    """A state (no client axis) without what :func:`cut_ranks` makes zero, whose tensors are smaller then."""
+    axes, found = rank_axes(factors), dict(state)
+    for key, value in state.items():
+        if (axis := axes.get(key.rpartition("/")[2])) is not None:
+            found[key] = value.narrow(axis, 0, min(rank, value.shape[axis]))
+    return found
+
+
+def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of another ``shape``, with zeros behind its own numbers along each axis.
+
+    >>> widened(torch.ones(1, 2), (2, 3)).tolist()
+    [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    whole = value.new_zeros(shape)
+    whole[tuple(map(slice, value.shape))] = value
+    return whole
+
+
+def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
+    """Where a stack (C, ...) is beyond the ``ranks`` (C,) of its clients, counted along an axis of one client's."""
+    places = torch.arange(value.shape[1 + axis], device=value.device)
+    outside = places >= ranks.to(value.device).view(-1, 1)
+    return outside.view(len(outside), *[1] * axis, -1, *[1] * (value.dim() - axis - 2))
+
+
 def numel(state: State) -> int:
     """Number of scalars in a state."""
     return sum(value.numel() for value in state.values())

@@ -41,7 +41,7 @@ CODES = ("unreachable", "late", "crashed", "refused", "malformed")
 """What may come instead of a reply; all that is said about a failure on the way."""
 SENDABLE = ("sizes", "counts", "scores", "losses", "epsilon")
 """What a site may be allowed to send beside updates."""
-ROUNDS, CLIENTS, STEPS, IMAGES, MODELS, ENTRIES = 10**6, 10**6, 10**6, 10**12, 1000, 64
+ROUNDS, CLIENTS, STEPS, IMAGES, MODELS, RANKS, ENTRIES = 10**6, 10**6, 10**6, 10**12, 1000, 10**6, 64
 """Numbers above these are refused."""
 TABLE = 2**22
 """Bytes that the table of a message's tensors, with its header, may take."""
@@ -143,6 +143,7 @@ class Order(Header):
     lengths: list[int] = field(default_factory=list)  # steps of each phase of the round's longest site, if known
     plain: bool = False  # are the tensors laid out row by row, or else as the network's? last bits depend on it
     models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
+    rank: int = 0  # of the site's LoRA, to which what travels in a round is cut; 0 for that of the adapter
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
@@ -150,7 +151,7 @@ class Order(Header):
         _check_hexadecimal("recipe", self.recipe, 64)
         if not isinstance(self.lengths, list) or len(self.lengths) > 16:
             raise ValueError(f"lengths={self.lengths!r} are not a list of a few")
-        for name, most in (("round", ROUNDS), ("clients", CLIENTS), ("models", MODELS)):
+        for name, most in (("round", ROUNDS), ("clients", CLIENTS), ("models", MODELS), ("rank", RANKS)):
             check_whole(name, getattr(self, name), 0, most=most)
         for length in self.lengths:
             check_whole("a length", length, 0, most=STEPS)

@@ -100,6 +100,7 @@ class RunState:
     score: str = ""  # digest of what was asked then
     scores: bytes = b""  # what was answered to it
     transport: str = ""  # what the transport called the run last, such as Flower's id
+    rank: int = 0  # of the site's LoRA; 0 for that of the adapter
 
 
 class Book:

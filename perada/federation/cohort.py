@@ -55,6 +55,7 @@ class _Chunk:
 
     def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
         self._cohort, self.start, self.stop, self.round = cohort, start, stop, cohort.plan.round
+        self.slot = cohort.slot
         self.full = {role: clone(_rows(state, start, stop)) for role, state in opened.items()}
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}

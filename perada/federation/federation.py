@@ -10,11 +10,11 @@ import torch
 from perada.algorithms import Algorithm, Slot, Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares, one_of
-from perada.core.states import State, expand, megabytes, prefix, stack
+from perada.core.states import State, cut_ranks, expand, prefix, stack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
-from perada.federation.server import Progress, RoundReport, Server, parameter_counts
+from perada.federation.server import Progress, RoundReport, Server, megabytes_held, parameter_counts
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.store import SharedStore
 from perada.privacy.protection import Protection
@@ -115,11 +115,11 @@ class Federation(Site):
         many = settings.algorithm.compares
         received = self.global_state if many else {key: value[0] for key, value in received.items()}
         sent = {key: value[0] for key, value in sent.items()}
-        metrics = parameter_counts(
-            settings.algorithm, settings.phases, self.slot, self._shares.plan.round, opened, sent
-        ) | {
-            "comm/up_mb": megabytes(expand(sent, clients)),
-            "comm/down_mb": megabytes(expand(received, clients)) if settings.algorithm.sends else 0.0,
+        plan, known = self._shares.plan, (settings.algorithm, settings.phases, self.slot)
+        ranks = self.server.ranks_of(plan.clients)
+        metrics = parameter_counts(*known, plan.round, opened, sent, ranks) | {
+            "comm/up_mb": megabytes_held(sent, self.slot, ranks, clients),
+            "comm/down_mb": megabytes_held(received, self.slot, ranks, clients) if settings.algorithm.sends else 0.0,
         }
         if outcomes.skipped is not None:
             metrics["train/skipped_steps"] = float(outcomes.skipped.sum())
@@ -165,12 +165,14 @@ class Federation(Site):
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
-        tuning = self.settings.algorithm.personalization()
+        tuning, ranks = self.settings.algorithm.personalization(), self.server.ranks_of(clients)
         if tuning and self.tuned is not None:
-            return tuning[0].personal(self.tuned.gather(clients), self.global_state)
-        if self.settings.algorithm.inference == "global":
-            return expand(self.global_state, len(clients))
-        return self.settings.algorithm.personal(self.store.gather(clients), self.global_state)
+            states = tuning[0].personal(self.tuned.gather(clients), self.global_state)
+        elif self.settings.algorithm.inference == "global":
+            states = expand(self.global_state, len(clients))
+        else:
+            states = self.settings.algorithm.personal(self.store.gather(clients), self.global_state)
+        return cut_ranks(states, self.slot.factors, torch.tensor(ranks)) if ranks else states
 
     def owned(self) -> list[int]:
         """The clients whose personal states this process holds, in order; each client has one owner."""
@@ -185,7 +187,7 @@ class Federation(Site):
     @property
     def personalized(self) -> bool:
         """Whether clients predict with states of their own by now."""
-        return self.settings.algorithm.inference == "personal" or self.tuned is not None
+        return self.settings.algorithm.inference == "personal" or self.tuned is not None or bool(self.server.lora_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
-from perada.core.states import State, clone, expand, is_finite, to_device
+from perada.core.states import State, clone, expand, is_finite, rank_axes, to_device
 from perada.federation.cohort import Site
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.server import Updates, client_weights
@@ -62,6 +62,7 @@ class Server:
         self.ranks, self.global_state = ranks or Ranks(), self.settings.algorithm.initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
+        self.lora_ranks = self.settings.lora_ranks  # of all clients, or none
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +78,11 @@ class Server:
         """
         settings, algorithm = self.settings, algorithm or self.settings.algorithm
         known = plan.round, plan.clients, num_clients, settings.seed, losses, self.server_state
-        return algorithm.broadcast(Broadcast(self.global_state, self.slot, *known))
+        return algorithm.broadcast(Broadcast(self.global_state, self.slot, *known, self.ranks_of(plan.clients)))
+
+    def ranks_of(self, clients: Sequence[int]) -> tuple[int, ...]:
+        """The clients' ranks of LoRA; empty where they have the adapter's."""
+        return tuple(self.lora_ranks[client] for client in clients) if self.lora_ranks else ()
 
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
@@ -212,15 +217,42 @@ class Server:
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
 
 
+def held(state: State, slot: Slot, ranks: Sequence[int]) -> dict[str, float]:
+    """How many numbers a client has of each tensor of a state: the mean over clients whose LoRA has ``ranks``, if any.
+
+    A tensor that is named after a factor, behind a prefix that ends in "/", has as many as that.
+    """
+    axes, found = rank_axes(slot.factors) if ranks else {}, {}
+    for key, value in state.items():
+        found[key] = float(value.numel())
+        if (axis := axes.get(key.rpartition("/")[2])) is not None:
+            rank = value.shape[axis]
+            found[key] *= sum(min(own, rank) for own in ranks) / (rank * len(ranks))
+    return found
+
+
+def megabytes_held(state: State, slot: Slot, ranks: Sequence[int], clients: int) -> float:
+    """Megabytes (10**6 bytes) of a state (no client axis) at so many clients, who have of it what :func:`held` says."""
+    return clients * sum(number * state[key].element_size() for key, number in held(state, slot, ranks).items()) / 1e6
+
+
 def parameter_counts(
-    algorithm: Algorithm, phases: Sequence[Phase], slot: Slot, round: int, opened: Stacks, sent: State
+    algorithm: Algorithm,
+    phases: Sequence[Phase],
+    slot: Slot,
+    round: int,
+    opened: Stacks,
+    sent: State,
+    ranks: Sequence[int] = (),
 ) -> dict[str, float]:
     """Parameters that a client trains in a round, of all that it opened, (C, ...) by role, and of what it sends.
 
-    What it sends beside a model's tensors, such as a control variate, counts as parameters.
+    What it sends beside a model's tensors, such as a control variate, counts as parameters. With ``ranks`` of LoRA, of
+    the round's clients, these are means over them.
     """
     statistics = set(slot.keys) - set(slot.parameters)
     floating = {key: value for key, value in sent.items() if value.is_floating_point()}
+    own = {role: held({key: value[0] for key, value in state.items()}, slot, ranks) for role, state in opened.items()}
     trained = {
         (role, name)
         for role, state in opened.items()
@@ -229,8 +261,8 @@ def parameter_counts(
         if name in state
     }
     return {
-        "params/trained": float(sum(opened[role][name][0].numel() for role, name in trained)),
-        "params/sent": float(sum(value.numel() for key, value in floating.items() if key not in statistics)),
+        "params/trained": float(sum(own[role][name] for role, name in trained)),
+        "params/sent": float(sum(size for key, size in held(floating, slot, ranks).items() if key not in statistics)),
     }
 
 

@@ -14,6 +14,7 @@ from perada.algorithms import Algorithm, Slot
 from perada.algorithms.base import Stacks
 from perada.core.checks import check_choice
 from perada.core.rounds import AnyBatch, Phase, RoundPlan
+from perada.core.states import State
 from perada.engine.loss_scaling import MaskedAdam, MaskedSGD
 from perada.federation.store import ClientStore, DiskStore
 from perada.privacy.options import ClientPrivacy, Privacy, test_mode
@@ -121,6 +122,7 @@ class Settings:
     loss_scaling: torch.amp.GradScaler | None = None  # in float16, its options
     refuse_far: bool = False  # leave out updates much longer than the others
     diagnostics: tuple[str, ...] = ()  # of perada.federation.diagnostics, to be measured each round
+    lora_ranks: tuple[int, ...] = ()  # of each client; empty where all have the adapter's
 
     @property
     def private(self) -> bool:
@@ -152,6 +154,26 @@ def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> 
     both = any(pair.down in sent and pair.up in sent for pair in slot.factors)
     name = type(algorithm).__name__
     return "" if both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
+
+
+def lora_ranks(
+    algorithm: Algorithm, slot: Slot, initial: State, names: Iterable[str], sizes: Iterable[int | None]
+) -> tuple[int, ...]:
+    """What the algorithm says of clients' ranks of LoRA, by their numbers; nothing where all have the adapter's.
+
+    The ``initial`` state is a model's. A ValueError if the algorithm cannot tell one, or what it says does not fit.
+    """
+    most = max((initial[pair.down].shape[0] for pair in slot.factors), default=0)
+    clients = enumerate(zip(names, sizes, strict=True))
+    found = [algorithm.lora_rank(number, name, size, most) for number, (name, size) in clients if most]
+    ranks = tuple(rank for rank in found if rank is not None)
+    grouped = [pair.down for pair in slot.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
+    if ranks and grouped:
+        raise ValueError(
+            f"{type(algorithm).__name__} cuts LoRA to clients' ranks, and {grouped[0]!r} is of a grouped convolution, "
+            "whose factors cannot be cut; leave it out (adapter_options: exclude_modules)"
+        )
+    return ranks
 
 
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:

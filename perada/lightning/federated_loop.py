@@ -3,6 +3,7 @@
 
 import errno
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.ranks import Ranks
+from perada.core.states import get_state
 from perada.data import CohortBatch, FederatedDataModule
 from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
-from perada.federation.settings import Settings, Storage, StoreKind
+from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import checkpoint as checkpoints
 from perada.lightning import run_folder, scoring
 from perada.lightning.checks import with_diagnostics
@@ -165,6 +167,10 @@ class FederatedLoop(pl.Callback):
         module.build(data.num_classes, data.multilabel, self.seed)
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
+        sizes = [None] * data.num_clients if settings.private else data.train_sizes
+        names = data.client_names or map(str, range(data.num_clients))
+        ranks = lora_ranks(self.algorithm, module.slot, get_state(module.model), names, sizes)
+        settings = replace(settings, lora_ranks=ranks)
         parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module))
         self.protection = set_up_rounds(parts, stage, self.protection)
         self._parts, self.num_clients = parts, data.num_clients

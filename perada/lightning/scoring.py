@@ -127,7 +127,7 @@ def run_info(parts: Parts) -> dict[str, Any]:
         "seed": None if settings.test_mode else settings.seed,
         "training": training,
         "privacy": federation.protection.record(data.num_clients),
-    }
+    } | ({"lora_ranks": list(settings.lora_ranks)} if settings.lora_ranks else {})
 
 
 def score_shifts(parts: Parts) -> bool:

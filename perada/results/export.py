@@ -3,6 +3,7 @@
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -16,8 +17,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from perada.core.files import Scratch, check_sums
-from perada.core.states import State, get_state, set_state, trained_keys
-from perada.models.adapted import AdaptedModel, is_adapter_key, plain_names
+from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
+from perada.models.adapted import AdaptedModel, is_adapter_key, make_slot, plain_names
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import of_nobody, of_one
 from perada.results.run_file import RunFile
@@ -26,6 +27,7 @@ BACKBONE_FILE = "backbone.safetensors"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CARD_FILE = "README.md"
 NAMES_FILE = "config.json"
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _AGAIN = "save the run again"
 _CARD = "---\nlibrary_name: peft\n---\n"
 
@@ -54,8 +56,28 @@ class PeftFolders:
             self._adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
             return (folder / CONFIG_FILE).read_text(encoding="utf-8")
 
-    def save(self, state: State, folder: Path, classes: Sequence[str] | None = None) -> None:
-        """Write one state as a folder, which ``peft.PeftModel.from_pretrained`` reads.
+    @cached_property
+    def _factors(self) -> tuple[Factors, ...]:
+        return make_slot(self._adapted.model, self._adapted.backbone.head).factors
+
+    def _cut(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """Tensors without what is beyond a rank."""
+        own = narrowed({key: tensors[name] for name, key in self._keys.items()}, self._factors, rank)
+        return {name: own.get(self._keys.get(name, ""), value) for name, value in tensors.items()}
+
+    def _options(self, rank: int) -> dict[str, Any]:
+        """Fields of the configuration of LoRA that was cut to a rank, by which the scale of each layer stays."""
+        full, layers = self._adapted.model.state_dict(), {}
+        for pair in self._factors:
+            own = min(rank, full[pair.down].shape[0])
+            alpha = pair.scale * (math.sqrt(own) if getattr(self._adapted.config, "use_rslora", False) else own)
+            layers[pair.down.partition(".lora_A.")[0]] = own, int(alpha) if alpha.is_integer() else alpha
+        several, (rank, alpha) = len({*layers.values()}) > 1, next(iter(layers.values()))
+        patterns = {name: {layer: own[place] for layer, own in layers.items()} for place, name in enumerate(_PATTERNS)}
+        return {"r": rank, "lora_alpha": alpha} | (patterns if several else {name: {} for name in _PATTERNS})
+
+    def save(self, state: State, folder: Path, classes: Sequence[str] | None = None, rank: int | None = None) -> None:
+        """Write one state as a folder, which ``peft.PeftModel.from_pretrained`` reads; with a ``rank``, cut to that.
 
         Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The names of
         the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
@@ -64,8 +86,12 @@ class PeftFolders:
         folder.mkdir(parents=True, exist_ok=True)
         keys = self._keys
         tensors = {name: state[keys[name]] if name in keys else own for name, own in self._tensors.items()}
+        config = self._config
+        if rank is not None:
+            tensors = self._cut(tensors, rank)
+            config = json.dumps(json.loads(config) | self._options(rank), indent=2, sort_keys=True)
         _save(tensors, folder / WEIGHTS_FILE)
-        (folder / CONFIG_FILE).write_text(self._config, encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
         if not (folder / CARD_FILE).is_file():
             (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")
         if self._adapted.beside:
@@ -75,15 +101,19 @@ class PeftFolders:
             content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
             (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-    def load(self, folder: Path, config: PeftConfig) -> State:
-        """Read a folder into a state.
+    def load(self, folder: Path, config: PeftConfig, rank: int | None = None) -> State:
+        """Read a folder into a state; what was cut to a ``rank`` is zero beyond it.
 
         Raises:
             FileNotFoundError: If there is no adapter in ``folder``.
             ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
         """
         adapted, found, weights = self._adapted, read_config(folder), _tensors_of(folder / WEIGHTS_FILE)
-        own, needed = _described(found, weights), _described(config, self._tensors)
+        tensors: Mapping[str, Tensor] = self._tensors
+        if rank is not None:
+            tensors, config = self._cut(tensors, rank), copy.copy(config)
+            vars(config).update(self._options(rank))
+        own, needed = _described(found, weights), _described(config, tensors)
         for what in needed | own:
             here, there = (told.get(what, "missing") for told in (own, needed))
             if here != there:
@@ -95,7 +125,8 @@ class PeftFolders:
             if not value.isfinite().all():
                 raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; {_AGAIN}")
         state = get_state(adapted.model)
-        state |= {key: weights[name].to(state[key].dtype) for name, key in self._keys.items()}
+        for name, key in self._keys.items():
+            state[key] = widened(weights[name].to(state[key].dtype), state[key].shape)
         for name in self._tensors.keys() - self._keys:
             self._tensors[name].copy_(weights[name])
         if adapted.beside:
@@ -212,7 +243,7 @@ def shared_part(
     size, since they say what it reveals. Beside a client's adapter, ``adapter_of`` says whose it is. Without ``scores``
     there are none.
     """
-    left_out = ("clients", "joined", "forgotten", "own_adapters", "adapter_of")
+    left_out = ("clients", "lora_ranks", "joined", "forgotten", "own_adapters", "adapter_of")
     kept: dict[str, Any] = {key: value for key, value in info.items() if key not in left_out} | {"clients": None}
     kept["training"] = {name: value for name, value in info["training"].items() if name != "images"}
     privacy = info.get("privacy") or {}

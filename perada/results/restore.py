@@ -256,7 +256,16 @@ def _federation(
 ) -> Federation:
     """The states of server and clients, for none of whom anything will be trained."""
     clients, training = saved["belongs"]["number of clients"], LocalTraining("sgd", {"local": 0.0})
-    settings = Settings(algorithm, training, Distillation(steps=0), "uniform", (), 0, storage=Storage(clients=clients))
+    settings = Settings(
+        algorithm,
+        training,
+        Distillation(steps=0),
+        "uniform",
+        (),
+        0,
+        storage=Storage(clients=clients),
+        lora_ranks=tuple(saved["info"].get("lora_ranks", ())),
+    )
     federation = Federation(
         Engine(adapted.model, "loop"),
         make_slot(adapted.model, adapted.backbone.head),

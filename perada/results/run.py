@@ -3,7 +3,7 @@
 
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ class Run(Models):
                 shutil.copyfile(card, folder / CARD_FILE)
             where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
             cards.write(folder / CARD_FILE, client, where if own or adapted.beside else None)
-            written.save(state, folder, self.info.get("classes"))
+            written.save(state, folder, self.info.get("classes"), _rank(self.info, client))
             digests = write_sums(folder, names)
             files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
         return files | ({BACKBONE_FILE: digest_of(stage / BACKBONE_FILE)} if own else {})
@@ -255,10 +255,20 @@ class Run(Models):
             return cls(adapted, shared, lambda _: shared[0], clients, metrics, info)
         gone = set(info.get("forgotten", ()))
         left = range(0 if saved.shared else clients)
-        states = {client: folders.load(folder / f"client_{client}", config) for client in left if client not in gone}
+        states = {
+            client: folders.load(folder / f"client_{client}", config, _rank(info, client))
+            for client in left
+            if client not in gone
+        }
         return cls(adapted, shared, None if saved.shared else states.__getitem__, clients, metrics, info)
 
 
 def _global_folders(models: int) -> Iterator[str]:
     """One by one: a broken file may name millions, of which the first is missing."""
     return (f"global_{place}" if models > 1 else "global" for place in range(models))
+
+
+def _rank(info: Mapping[str, Any], client: int | None) -> int | None:
+    """A client's rank of LoRA; None if it is the adapter's, as that of clients that joined."""
+    ranks = info.get("lora_ranks", [])
+    return None if client is None or client >= len(ranks) else ranks[client]

@@ -148,6 +148,9 @@ class RunFile:
         for name, number in counts.items():
             check_whole(name, number, most=_MOST)
         check_whole("built_for", info["built_for"], optional=True)
+        check_list(info.get("lora_ranks", []), None, kind=int)
+        for rank in info.get("lora_ranks", []):
+            check_whole("a rank", rank)
         for key, count in (("classes", info["num_classes"]), ("clients", clients)):
             if info.get(key) is not None:
                 check_list(info[key], count, kind=str)

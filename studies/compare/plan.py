@@ -84,6 +84,7 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     "ffa_lora": Entry("ffa_lora", _LORA, paper=()),
     "fedsa_lora": Entry("fedsa_lora", _LORA, paper=()),
     "rolora": Entry("rolora", _LORA, paper=()),
+    "het_lora": Entry("het_lora", _LORA, paper=()),
     # About its two branches.
     "feddpa": Entry("feddpa", (*_DUAL, "--model.adapter_options=null"), paper=()),
     "feddpa_f": Entry("feddpa_f", (*_DUAL, "--model.adapter_options=null"), paper=()),

@@ -181,6 +181,7 @@ def test_only_personalised_algorithms_keep_states():
         "feddpa": everything,
         "feddpa_f": set(),
         "fedalt_row": everything,
+        "het_lora": set(),
     }
 
 

@@ -67,6 +67,7 @@ TABLE = {  # trained, sent; what the paper prints
     "feddpa": (2 * (DOWNS + UPS + HEAD), DOWNS + UPS + HEAD, None, None),
     "feddpa_f": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),
     "fedalt_row": (DOWNS + UPS + HEAD, DOWNS + UPS, None, None),  # without a gate
+    "het_lora": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),  # of a client with the adapter's rank
 }
 
 

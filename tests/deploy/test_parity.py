@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from perada.algorithms import ALGORITHMS, FedBE, FedEnsemble, FFALoRA, PerAda
+from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import FederatedData
 from perada.deploy.protocol import LocalTransport
 from perada.deploy.server.rounds import _row
@@ -69,6 +69,8 @@ VARIANTS = {
     "modes of PerAda": (FedEnsemble(PerAda(), modes=2), {}),
     "ffa": (FFALoRA(PerAda()), {"module": {"adapter": "lora"}}),
     "ensemble of ffa": (FFALoRA(FedBE(distill=False)), {"module": {"adapter": "lora"}}),
+    "ranks": (HetLoRA(Ditto(), [3, 1]), {"module": {"adapter": "lora"}}),
+    "ranks, tuned": (HetLoRA(FedAvgFT(), [3, 1]), {"module": {"adapter": "lora"}}),
     "rates": ("ditto", {"module": {"lr_schedule": "cosine", "optimizer": "adam", "momentum": 0.0}}),
     "held out": ("fedrep", {"loop": {"local_epochs": None, "local_steps": 3}}),
 }

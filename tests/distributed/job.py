@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.adapters import DualLoraConfig
-from perada.algorithms import FedEnsemble, FFALoRA, PerAda
+from perada.algorithms import FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import Corruptions, ImageSet
 from perada.server import SVD, FedAdam, FLTrust
 
@@ -80,6 +80,7 @@ CASES = {
     "feddpa": {"algorithm": "feddpa", "adapter": DUAL},
     "feddpa_f": {"algorithm": "feddpa_f", "adapter": DUAL},
     "fedalt_row": {"algorithm": "fedalt_row", "adapter": replace(DUAL, gate=True), "clients_per_round": 1},
+    "het_lora": {"algorithm": HetLoRA(PerAda(), [2, 1]), "adapter": LORA, **DISTILS},
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},

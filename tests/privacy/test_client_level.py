@@ -442,7 +442,7 @@ def test_algorithms_pass_if_only_the_mean_counts(name, distils):
     - pFedMe keeps θ, PerAda, Ditto and APFL their personal states (APFL also α), FedBN, LG-FedAvg, FedPer, FedRep,
       FedAlt and FedSim their part; none of them is sent.
     - FedAvg with fine-tuning sends nothing after the last round.
-    - FedSA-LoRA's clients keep their B and head. FFA-LoRA keeps what its base does, RoLoRA nothing.
+    - FedSA-LoRA's clients keep their B and head. FFA-LoRA and HetLoRA keep what their base does, RoLoRA nothing.
     - FedDPA's clients keep their own branch and head. RestOfWorld's keep all that they train, and send v̄ as MTL's do.
     """
     algorithm = make_algorithm(name, modes=1) if name == "fed_ensemble" else make_algorithm(name)

@@ -13,7 +13,7 @@ import torch
 
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
-from perada.core.states import State
+from perada.core.states import State, narrowed, widened
 from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.server.rounds import (
@@ -129,13 +129,15 @@ class Coordinator:
     def _order(self, kind: Kind, client: int = 0, **given: Any) -> Order:
         progress = self.progress
         given["plain"] = is_plain(self.server.global_state)
+        if ranks := self.roster.lora_ranks:
+            given["rank"] = ranks[client]
         return Order(kind, progress.run, progress.recipe, progress.done, client, max(1, len(progress.roster)), **given)
 
     def _ask(
         self,
         asked: list[str],
         message: Callable[[str], bytes],
-        expected: State,
+        expected: Callable[[str], State],
         end: float,
         record: Record,
         least: int | None = None,
@@ -146,7 +148,7 @@ class Coordinator:
         Who fails in passing is asked again; for who fails for good a ``spare`` site is added to those ``asked``. Codes
         of those that failed are written into ``record``.
         """
-        got, places, spare, tensors = dict[str, tuple[Answer, State]](), len(asked), list(spare), spec_of(expected)
+        got, places, spare = dict[str, tuple[Answer, State]](), len(asked), list(spare)
         while True:
             hard = [name for name, code in record.failed.items() if code not in (*PASSING, "broken")]
             while spare and sum(name not in hard for name in asked) < places:
@@ -156,6 +158,7 @@ class Coordinator:
             if not pending or wanted <= 0:
                 return got
             messages, seconds = {name: message(name) for name in pending}, end - time.monotonic()
+            tensors = {name: spec_of(expected(name)) for name in pending}
             found, failed = ask(self.transport, messages, min(wanted, len(pending)), seconds, tensors, record)
             for name in [name for name, (_, state) in found.items() if not self._fits(state)]:
                 del found[name]
@@ -182,7 +185,7 @@ class Coordinator:
         def message(name: str) -> bytes:
             return pack(self._order(kind, numbers[name], **given), tensors)
 
-        got = self._ask(asked, message, {}, end, record)
+        got = self._ask(asked, message, lambda _: {}, end, record)
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code)
         return {name: answer for name, (answer, _) in got.items()}
@@ -216,7 +219,9 @@ class Coordinator:
     def _admit(self, names: Sequence[str], seconds: float) -> None:
         if new := self.roster.newcomers(names):
             messages = dict.fromkeys(new, pack(self._order("join")))
-            answers, failed = ask(self.transport, messages, len(new), seconds, {}, Record(self.progress.done))
+            answers, failed = ask(
+                self.transport, messages, len(new), seconds, {name: {} for name in new}, Record(self.progress.done)
+            )
             self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
 
     def _too_few(self, what: str, have: int, missing: Mapping[str, str], begin: float) -> str:
@@ -238,7 +243,8 @@ class Coordinator:
         progress, terms, begin = self.progress, self.terms, time.monotonic()
         end, record = begin + terms.deadline, Record(self.progress.done)
         order = self._gather_sites(end)
-        numbers, skip = self.roster.numbers, terms.late == "skip"
+        numbers, skip, whole = self.roster.numbers, terms.late == "skip", self.recipe.sent(record.round)
+        self.server.lora_ranks = self.roster.lora_ranks
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
             progress.asked = names[: self.sample]
@@ -246,7 +252,7 @@ class Coordinator:
         self._save()
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
         least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
-        given = self.recipe.sent(record.round), end, record, least, spare
+        given = lambda name: self._narrowed(whole, numbers[name]), end, record, least, spare
         got = self._ask(asked, lambda name: self._message(numbers[name]), *given)
         for name in list(got)[terms.min_sites :] if skip else []:  # the first k count
             del got[name]
@@ -256,7 +262,10 @@ class Coordinator:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
             raise TimeoutError(self._too_few(f"round {progress.done}", answered, missing, begin))
         record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
-        by_number = {numbers[name]: pair for name, pair in got.items()}
+        by_number = {
+            numbers[name]: (answer, {key: widened(value, whole[key].shape) for key, value in state.items()})
+            for name, (answer, state) in got.items()
+        }
         close_round(self.recipe, self.server, self.roster, self.images, record, by_number)
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
@@ -270,8 +279,13 @@ class Coordinator:
         order = self._order("train", client, factor=factor, lengths=progress.lengths)
         if not self.settings.algorithm.compares:
             received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
-            given = {key: value[0] for key, value in received.items()}
+            given = self._narrowed({key: value[0] for key, value in received.items()}, client)
         return pack(order, given)
+
+    def _narrowed(self, state: State, client: int) -> State:
+        """What of a state travels to a site or from it, whose LoRA may have a rank of its own."""
+        ranks = self.server.lora_ranks
+        return narrowed(state, self.recipe.module.slot.factors, ranks[client]) if ranks else state
 
     def _evaluate(self) -> None:
         """Have sites score the models on their own test images, and add up what they send."""

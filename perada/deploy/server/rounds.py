@@ -20,6 +20,7 @@ from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
 from perada.federation.metrics import Metric, spread
 from perada.federation.server import RoundReport, Server, parameter_counts
+from perada.federation.settings import lora_ranks
 from perada.privacy.client_level import ClientLevel
 from perada.server import Updates
 from perada.server.distill import ServerData
@@ -47,6 +48,16 @@ class Roster:
             if progress.level is not None:
                 self.level.load_state_dict(progress.level)
         self.outside: dict[str, str] = {}  # why a site that is connected has not joined
+        self._model = recipe.settings().algorithm, recipe.module.slot, recipe.template.initial
+
+    @property
+    def lora_ranks(self) -> tuple[int, ...]:
+        """The sites' ranks of LoRA; empty where they have the adapter's."""
+        return self._ranks(self.progress.roster)
+
+    def _ranks(self, members: Sequence[Member]) -> tuple[int, ...]:
+        sizes = [None if self.settings.private else member.size for member in members]
+        return lora_ranks(*self._model, [member.name for member in members], sizes)
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -64,7 +75,7 @@ class Roster:
         """Let those of the newcomers join who answered as they should."""
         progress = self.progress
         for name in sorted({*answers, *failed}):
-            if reason := failed.get(name) or self._objection(answers[name]):
+            if reason := failed.get(name) or self._objection(name, answers[name]):
                 self.outside[name] = reason
                 log.warning("site %s does not join: %s", name, reason)
             else:
@@ -72,9 +83,13 @@ class Roster:
                 progress.labels = answers[name].facts["labels"]
                 progress.roster.append(Member(name, answers[name].facts.get("size"), progress.done))
 
-    def _objection(self, answer: Answer) -> str:
+    def _objection(self, name: str, answer: Answer) -> str:
         """Why a site is not let in; empty if it is."""
         labels, size = answer.facts.get("labels"), answer.facts.get("size")
+        try:
+            self._ranks([*self.progress.roster, Member(name, size, self.progress.done)])
+        except ValueError as error:
+            return str(error)
         if labels is None or self.progress.labels not in ("", labels):
             return "it has other classes than the recipe, or the sites before it"
         if size is None:
@@ -123,7 +138,7 @@ def ask(
     messages: Mapping[str, bytes],
     enough: int,
     seconds: float,
-    expected: Spec,
+    expected: Mapping[str, Spec],
     record: Record,
 ) -> tuple[dict[str, tuple[Answer, State]], dict[str, str]]:
     """Send messages to sites by name, and take what comes back within so many ``seconds``, or until it is ``enough``.
@@ -131,7 +146,8 @@ def ask(
     Megabytes are added to the ``record``.
 
     Returns:
-        The answers that have the ``expected`` tensors, in the order in which they came, and the codes of all others.
+        The answers that have the tensors ``expected`` of each site, in the order in which they came, and the codes of
+        all others.
     """
     answers: dict[str, tuple[Answer, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
@@ -143,7 +159,7 @@ def ask(
             continue
         record.up += len(reply) / 1e6
         try:
-            header, state = unpack(reply, expected if header_of(reply).get("code") == "ok" else {})
+            header, state = unpack(reply, expected[name] if header_of(reply).get("code") == "ok" else {})
             answer = Answer.read(header)
             if answer.answers != digest(messages[name]):
                 raise Refused("it answers another message")
@@ -180,7 +196,10 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
     record.void = "all broke" if not counted else "the new state was not finite" if report.broken_server else ""
     answers = {client: answer for client, (answer, _) in got.items()}
     roster.note(record, answers)
-    metrics |= report.metrics | measured(recipe, record, progress.roster, [one.facts for one in answers.values()])
+    ranks = server.ranks_of(list(got))
+    metrics |= report.metrics | measured(
+        recipe, record, progress.roster, [one.facts for one in answers.values()], ranks
+    )
     progress.history.append({"round": float(progress.done), **metrics})
     progress.records.append(record)
     progress.done, progress.asked, progress.lengths = progress.done + 1, [], []
@@ -196,11 +215,13 @@ def _row(recipe: Recipe, got: Got, client: int, round: int) -> State:
     return {key: value * math.nan if value.is_floating_point() else value for key, value in sent}
 
 
-def measured(recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts]) -> dict[str, float]:
-    """Metrics of a round, from the facts of the sites that count in it."""
+def measured(
+    recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts], ranks: Sequence[int] = ()
+) -> dict[str, float]:
+    """Metrics of a round, from the facts of the sites that count in it, and their ranks of LoRA, if any."""
     template, loop = recipe.template, recipe.loop
     given = loop.algorithm, loop.phases, recipe.module.slot, record.round
-    found = parameter_counts(*given, template.opened, recipe.sent(record.round))
+    found = parameter_counts(*given, template.opened, recipe.sent(record.round), ranks)
     found |= {"comm/up_mb": record.up, "comm/down_mb": record.down}
     found |= {"deploy/asked": float(len(record.asked)), "deploy/answered": float(len(record.answered))}
     for role in template.opened:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
 from perada.algorithms import Algorithm, Broadcast, Stacks
 from perada.core.files import write_atomic
 from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, active_steps, make_plan, one_of
-from perada.core.states import State, expand, to_device
+from perada.core.states import State, cut_ranks, expand, to_device
 from perada.data.batches.samples import MapStore, RoundBatches, Samples, loader
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
@@ -182,7 +183,8 @@ class Client:
         with self.recipe.context():
             if tuning:
                 start = laid_out(given, self.recipe.template.initial, order.plain)
-                kept, received = first_kept(self._tuning()[0].kept(start, self.module.slot)), expand(start, 1)
+                tuned = self._tuning()[0]
+                kept, received = first_kept(tuned.kept(start, self.module.slot)), self._sent(tuned, order, start)
             else:
                 kept, received = self._kept(state), self._received(order, given)
             cohort = Cohort(self._site, plan, kept, received, order.factor, tuning)
@@ -217,10 +219,16 @@ class Client:
 
     def personal(self, shared: State, state: RunState) -> State | None:
         """The state (1, ...) that the site predicts with; None where that is the global one."""
-        algorithm, device = self.settings.algorithm, self.recipe.device
+        algorithm, device, rank = self.settings.algorithm, self.recipe.device, state.rank
         if state.tuned is not None:
-            return self._tuning()[0].personal(_to(state.tuned, device), shared)
-        return algorithm.personal(self._kept(state), shared) if algorithm.inference == "personal" else None
+            own = self._tuning()[0].personal(_to(state.tuned, device), shared)
+        elif algorithm.inference == "personal":
+            own = algorithm.personal(self._kept(state), shared)
+        elif rank:
+            own = expand(shared, 1)
+        else:
+            return None
+        return cut_ranks(own, self.module.slot.factors, torch.tensor([rank])) if rank else own
 
     def _tuning(self) -> tuple[Algorithm, Phase]:
         tuning = self.settings.algorithm.personalization()
@@ -243,9 +251,13 @@ class Client:
             left = self.size - batch.step * batch.counts[0]  # what fills the last batch was compared already
             batches.append(batch._replace(counts=(min(batch.counts[0], left),)))
         losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.multilabel)
-        seed = self.settings.seed
-        known = Broadcast(shared, self.module.slot, order.round, (order.client,), order.clients, seed, losses)
-        return algorithm.broadcast(known)
+        return self._sent(algorithm, order, shared, losses)
+
+    def _sent(self, algorithm: Algorithm, order: Order, shared: State, losses: Tensor | None = None) -> State:
+        """What the server would send the site in an algorithm, (1, ...)."""
+        given = order.round, (order.client,), order.clients, self.settings.seed, losses
+        ranks = (order.rank,) if order.rank else ()
+        return algorithm.broadcast(Broadcast(shared, self.module.slot, *given, lora_ranks=ranks))
 
 
 def _to(stacks: Stacks, device: torch.device) -> Stacks:

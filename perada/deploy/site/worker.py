@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from perada.core.states import narrowed, widened
 from perada.core.text import printable
 from perada.deploy.protocol import (
     MODELS,
@@ -98,7 +99,7 @@ class SiteWorker:
         untuned = tune and (order.round < rounds or not client.settings.algorithm.personalization())
         refuse(untuned, "the recipe has no fine-tuning then", "other")
         refuse(order.round < state.round, f"round {order.round} after round {state.round}", "past")
-        state.client, state.recipe, state.transport = order.client, order.recipe, run
+        state.client, state.recipe, state.transport, state.rank = order.client, order.recipe, run, order.rank
         if order.kind == "evaluate":  # not untrained: or a server makes runs of its own, to have any model scored
             refuse(not state.trained, f"nothing was trained in run {order.run}, and models are to be scored", "other")
             return self._evaluate(client, message, order, answers, state)
@@ -110,7 +111,10 @@ class SiteWorker:
     def _train(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
         """Train, and commit what is kept, what it cost and the reply together."""
         book, template, tune = self.book, client.recipe.template, order.kind == "tune"
-        _, given = unpack(message, spec_of(template.initial if tune else template.sending))
+        factors = client.module.slot.factors if order.rank else ()
+        whole = template.initial if tune else template.sending
+        _, given = unpack(message, spec_of(whole if tune else narrowed(whole, factors, order.rank)))
+        given = {key: widened(value, whole[key].shape) for key, value in given.items()}
         phases = len(client.settings.phases)
         refuse(len(order.lengths) not in (0, phases), f"{len(order.lengths)} lengths for {phases} phases")
         protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
@@ -141,6 +145,7 @@ class SiteWorker:
         else:
             outcome = f"{failed or 'the training became NaN or infinite'}; the personal state stays"
         sent = {} if tune else {key: value[0] for key, value in trained.sent.items()}
+        sent = narrowed(sent, factors, order.rank)
         reply = pack(Answer("ok", answers, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HetLoRA (Cho et al., EMNLP 2024, arXiv 2401.06432): clients whose LoRA has ranks of their own."""
+
+import warnings
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_base
+from perada.algorithms.fedavg import FedAvg
+from perada.algorithms.lora import check_factors
+from perada.core.checks import check_whole
+from perada.core.rounds import Phase
+from perada.core.states import Factors, State, cut_ranks, expand, partition
+from perada.server.aggregate import Aggregation, ServerRule, Updates
+from perada.server.low_rank import norm, pairs_of
+
+RANK = "lora/rank"
+"""A client's rank, which travels with what it receives."""
+
+
+class HetLoRA(Around):
+    """Any algorithm, whose clients m have LoRA of rank r_m (HetLoRA: Cho et al., EMNLP 2024, Section 3).
+
+    The server's B and A have the adapter's rank r. A client receives the first r_m columns of B and rows of A
+    (truncation), and the server takes what it sends as zero beyond them (zero-padding). Each layer's B and A are
+    averaged with weights in proportion to ‖B_m·A_m‖, Frobenius's norm of what the client sent (sparsity-weighted
+    aggregation); all else that is trained is averaged as in the base. A factor that a client does not send counts as
+    the server has it. Where all products are zero, or the server's rule is not a function of the mean, the base's
+    weights count: with ``svd`` the server is FlexLoRA's (Bai et al., NeurIPS 2024), and the columns that are cut off
+    are those of the smallest singular values. A round whose clients all have less than rank r leaves the rest of B and
+    A zero, which has no gradient any more (but with ``svd``): a warning says so.
+
+    A client has the adapter's scale s = α/r, whatever its r_m: with α/r_m, the same columns would mean another matrix
+    to each client, and their average none. A client predicts with its rank too, in a base without personal models
+    with the global one, cut. All clients have tensors of rank r, of which nothing beyond r_m is ever other than zero,
+    under noise of differential privacy as well. With privacy of whole clients, of whom the server sees the noisy mean
+    alone, the weights are equal. Ranks are not pruned as training goes on (the paper's self-pruning).
+
+    Args:
+        base: What clients do. Default: FedAvg, as in the paper.
+        ranks: The r_m. A list is dealt to the clients in turn, by their numbers; a mapping has the rank of each client,
+            by its name or number. Default: r, r/2 and r/4 in turn.
+        sizes: Rising numbers of training images. A client with fewer than the first has the first of the ``ranks``, one
+            with fewer than the second has the second, and so on; ``ranks`` then is a list with one entry more.
+    """
+
+    def __init__(
+        self,
+        base: Algorithm | None = None,
+        ranks: list[int] | dict[str, int] | None = None,
+        sizes: list[int] | None = None,
+    ) -> None:
+        self.base, self.ranks, self.sizes = base or FedAvg(), ranks, sizes
+        check_base(self, self.base)
+        if self.base.is_ensemble:
+            raise ValueError(
+                f"base={type(self.base).__name__} has several global models; choose another, such as FedAvg"
+            )
+        for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
+            check_whole("ranks", rank, hint="of LoRA, of each client")
+        for size in sizes or ():
+            check_whole("sizes", size, hint="numbers of images")
+        if ranks is not None and not ranks:
+            raise ValueError(f"ranks={ranks!r} is empty; give a list such as [2, 4, 8], or {{client: rank}}")
+        if sizes is not None and (
+            sorted(set(sizes)) != sizes or not isinstance(ranks, list) or len(ranks) <= len(sizes)
+        ):
+            raise ValueError(
+                f"sizes={sizes!r} with ranks={ranks!r} cannot be used; give rising numbers of images, and a list of "
+                "ranks with one entry more"
+            )
+        vars(self).update({name: getattr(self.base, name) for name in (*Algorithm.__annotations__, *_OF_BASE)})
+
+    @property
+    def kind(self) -> str:
+        """The class and the base."""
+        return f"{type(self).__name__} of {self.base.kind}"
+
+    def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int:
+        """What the options say of a client."""
+        if isinstance(self.ranks, Mapping):
+            named = {str(key): rank for key, rank in self.ranks.items()}
+            found = named.get(name, named.get(str(number)))
+            if found is None:
+                raise ValueError(f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list")
+        else:
+            turns = self.ranks or [max(1, most // part) for part in (1, 2, 4)]
+            if self.sizes is not None and size is None:
+                raise ValueError(
+                    f"sizes={self.sizes!r} needs the number of images of client {name!r}, which it does not say, or "
+                    "which is private; give ranks by name"
+                )
+            found = turns[number % len(turns) if self.sizes is None or size is None else bisect(self.sizes, size)]
+        if found > most:
+            raise ValueError(
+                f"ranks: client {name!r} has {found}, and the adapter has r={most}; give the adapter the largest rank "
+                f"(adapter_options={{'r': {found}}})"
+            )
+        return found
+
+    def check(self, slot: Slot, num_clients: int) -> None:
+        """Refuse an adapter without factors, and what the base cannot work with."""
+        check_factors(type(self).__name__, slot)
+        self.base.check(slot, num_clients)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """As the base, cut to each client's rank, and the rank."""
+        some = sending.global_state[sending.slot.factors[0].down]
+        ranks = sending.lora_ranks or (some.shape[0],) * len(sending.clients)
+        given = torch.tensor(ranks, device=some.device)
+        return cut_ranks(self.base.broadcast(sending), sending.slot.factors, given) | {RANK: given}
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """As the base, with what a client keeps cut, too: at first it keeps factors of rank r."""
+        ranks, received = received[RANK], partition(received, {RANK})[1]
+        return self.base.open(_cut(kept, slot, ranks), received, slot)
+
+    def client_step(self, step: ClientStep) -> None:
+        """The base's step, which noise and pulls do not leave with more than the rank."""
+        self.base.client_step(cast(ClientStep, _CutStep(step)))
+
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """As the base."""
+        ranks, received = received[RANK], partition(received, {RANK})[1]
+        keeps, update = self.base.close(trained, _cut(kept, slot, ranks), received, slot)
+        return _cut(keeps, slot, ranks), cut_ranks(update, slot.factors, ranks)
+
+    def server_step(self, server: ServerStep) -> State:
+        """As the base, with means of factors weighted by the norms of their products."""
+        if server.rule.function_of_mean:
+            server = replace(server, rule=_ByNorm(server.rule, server.slot.factors))
+        return self.base.server_step(server)
+
+    def personalization(self) -> tuple[Algorithm, Phase] | None:
+        """As the base, at each client's rank."""
+        tuning = self.base.personalization()
+        return None if tuning is None else (HetLoRA(tuning[0], self.ranks, self.sizes), tuning[1])
+
+
+_OF_BASE = ("phases", "initial", "kept", "members", "personal")
+"""Methods that are the base's."""
+
+
+def _cut(stacks: Stacks, slot: Slot, ranks: Tensor) -> Stacks:
+    return {role: cut_ranks(state, slot.factors, ranks) for role, state in stacks.items()}
+
+
+class _CutStep:
+    """A local step in which all states stay cut to the clients' ranks."""
+
+    def __init__(self, step: ClientStep) -> None:
+        self._step = step
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever a step has
+        return getattr(self._step, name)
+
+    @property
+    def kept(self) -> Stacks:
+        """What the clients kept, cut."""
+        return _cut(self._step.kept, self._step.slot, self._step.received[RANK])
+
+    def descend(self, role: str | tuple[str, ...], *given: Any, **named: Any) -> None:
+        """A step of the optimiser, after which what is beyond the ranks is zero again."""
+        step = self._step
+        step.descend(role, *given, **named)
+        with torch.no_grad():
+            for one in (role,) if isinstance(role, str) else role:
+                state = step.states[one]
+                for key, value in cut_ranks(state, step.slot.factors, step.received[RANK]).items():
+                    if value is not state[key]:
+                        state[key].copy_(value)
+
+
+class _ByNorm(ServerRule):
+    """A rule on the mean, in which factors have weights as ‖B_m·A_m‖: each is scaled by that over the given weight."""
+
+    function_of_mean = True
+
+    def __init__(self, rule: ServerRule, factors: tuple[Factors, ...]) -> None:
+        self.rule, self._factors = rule, factors
+
+    def check(self, clients: int) -> None:
+        """Refuse what the rule refuses."""
+        self.rule.check(clients)
+
+    def __call__(self, given: Aggregation) -> State:
+        updates = given.updates if isinstance(given.updates, Updates) else Updates(given.updates)
+        own = dict(updates.own)
+        for pair in self._factors:
+            sent = [name for name in (pair.down, pair.up) if name in updates]
+            whole = expand({key: given.previous[key] for key in (pair.down, pair.up)}, len(updates.places)) | own
+            norms = torch.zeros(updates.clients, dtype=torch.float64)
+            for place, one in zip(updates.places, pairs_of(whole[pair.up], whole[pair.down]), strict=True):
+                norms[place] = norm(one)
+            updates.ranks.sum_([norms])
+            if norms.sum() > 0:
+                factor = (norms / norms.sum() / given.weights.to(norms))[updates.places]
+                for key in sent:
+                    own[key] = own[key] * factor.to(own[key]).view(-1, *[1] * (own[key].dim() - 1))
+        result = self.rule(replace(given, updates=Updates(own, updates.places, updates.clients, updates.ranks)))
+        self._warn_of_lost(given, result)
+        return result
+
+    def _warn_of_lost(self, given: Aggregation, result: State) -> None:
+        """Say where rows of A and columns of B became zero alike: neither ever has a gradient again."""
+        for pair in self._factors:
+            before, after = (_used(given.previous | state, pair) for state in ({}, result))
+            if after < before:
+                warnings.warn(
+                    f"round {given.round}: none of its clients has LoRA of a rank above {after}: what the server has "
+                    "beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or choose "
+                    "server_rule='svd'",
+                    stacklevel=2,
+                )
+                return
+
+
+def _used(state: State, pair: Factors) -> int:
+    """How many columns of B, or rows of A, are not zero."""
+    down, up = state[pair.down].flatten(1), state[pair.up].transpose(0, 1).flatten(1)
+    return int((down.any(1) | up.any(1)).sum())

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HetLoRA against loops in which every client has a network of its own rank; padding, counts, export, refusals."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+
+import perada
+from perada.algorithms import (
+    APFL,
+    MTL,
+    Ditto,
+    FedAvg,
+    FedAvgFT,
+    FedBABU,
+    FedBE,
+    FedDF,
+    FedDyn,
+    FedEnsemble,
+    FedPer,
+    FedProx,
+    FedRep,
+    FedROD,
+    FedSALoRA,
+    FFALoRA,
+    HetLoRA,
+    Moon,
+    PerAda,
+    PFedMe,
+    RoLoRA,
+    Scaffold,
+    Standalone,
+)
+from perada.lightning import FederatedClassifier
+from perada.privacy import ClientPrivacy, Privacy
+from perada.server import Mean
+
+from .problems import CLASSES, CLIENTS, QUIET, SIZES, assert_equal, assert_same, task
+
+R, ALPHA, RANKS, LR, LR_OWN, PROX = 3, 6, (3, 1, 2, 1), 0.1, 0.2, 0.7
+WIDTHS = {"one": (36, 6), "two": (6, 5)}
+LAYERS = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[*WIDTHS], init_lora_weights=True)
+HEAD = ("fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias")
+pytestmark = pytest.mark.filterwarnings("ignore:.*none of its clients has LoRA of a rank above:UserWarning")
+QUIETLY = pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat|times as long).*:UserWarning")
+
+
+def a(layer):
+    return f"{layer}.lora_A.default.weight"
+
+
+def b(layer):
+    return f"{layer}.lora_B.default.weight"
+
+
+class Net(nn.Module):
+    """Two layers and a head."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.one, self.two, self.fc = nn.Linear(36, 6), nn.Linear(6, 5), nn.Linear(5, CLASSES)
+        self.double()
+
+    def forward(self, x):
+        return self.fc(self.two(self.one(x.flatten(1)).tanh()).tanh())
+
+
+def run(algorithm, **options):
+    common = {"adapter": LAYERS, "rounds": 3, "clients_per_round": 3, "batch_size": 4, "local_epochs": 2}
+    common |= {"lr_personal": LR_OWN, "lr_local": LR, "lr_server": 0.5, "server_optimizer": "sgd", "distill_steps": 3}
+    return perada.finetune(Net(), task(), algorithm=algorithm, **common | QUIET | options)
+
+
+def start():
+    return run("fedavg", rounds=0).state("global")
+
+
+NET = Net()
+
+
+def logits(state, x):
+    x = x.flatten(1)
+    for name in WIDTHS:
+        layer = getattr(NET, name)
+        x = (F.linear(x, layer.weight, layer.bias) + ALPHA / R * x @ state[a(name)].T @ state[b(name)].T).tanh()
+    return F.linear(x, *(state[name] for name in HEAD))
+
+
+def trained(state, batches, lr, prox=0.0, anchor=None):
+    for x, y in batches:
+        leaves = {key: value.detach().requires_grad_() for key, value in state.items()}
+        gradients = torch.autograd.grad(F.cross_entropy(logits(leaves, x), y), list(leaves.values()))
+        pulls = {key: prox * (value - anchor[key]) if prox else 0 for key, value in state.items()}
+        state = {key: state[key] - lr * (own + pulls[key]) for key, own in zip(leaves, gradients, strict=True)}
+    return state
+
+
+def small(state, rank):
+    """Of a rank that the tensors have, too."""
+    cut = {a(name): state[a(name)][:rank] for name in WIDTHS} | {b(name): state[b(name)][:, :rank] for name in WIDTHS}
+    return state | cut
+
+
+def large(state):
+    rank = len(state[a("one")])
+    padded = {a(name): F.pad(state[a(name)], (0, 0, 0, R - rank)) for name in WIDTHS}
+    return state | padded | {b(name): F.pad(state[b(name)], (0, R - rank)) for name in WIDTHS}
+
+
+def mean(values, weights):
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+
+
+def averaged(sent, weights):
+    """By norms of the products, layer by layer; the head by the weights."""
+    w = {name: mean([own[name] for own in sent], weights) for name in HEAD}
+    for layer in WIDTHS:
+        norms = [float((own[b(layer)] @ own[a(layer)]).norm()) for own in sent]
+        for name in (a(layer), b(layer)):
+            w[name] = mean([large(own)[name] for own in sent], norms)
+    return w
+
+
+def decomposed(sent, weights):
+    """FlexLoRA: the mean of the products, formed and decomposed; the largest number of a row of A is positive."""
+    w = {name: mean([own[name] for own in sent], weights) for name in HEAD}
+    for layer in WIDTHS:
+        u, values, vt = torch.linalg.svd(mean([own[b(layer)] @ own[a(layer)] for own in sent], weights))
+        signs = vt[:R].gather(1, vt[:R].abs().argmax(1, keepdim=True)).sign()
+        w |= {a(layer): signs * vt[:R], b(layer): u[:, :R] * values[:R] * signs.T}
+    return w
+
+
+def loop(rounds, prox=None, weighted=False, merge=averaged):
+    """Global state, and what clients predict with, all as large as the adapter."""
+    w, own = start(), [small(start(), rank) for rank in RANKS]
+    for batches in rounds:
+        sent = []
+        for m, images in batches.items():
+            received = small(w, RANKS[m])
+            sent.append(trained(received, images, LR))
+            if prox is not None:
+                own[m] = trained(own[m], images, LR_OWN, prox, received)
+        w = merge(sent, [SIZES[m] if weighted else 1 for m in batches])
+    return w, [large(small(w, rank) if prox is None else state) for rank, state in zip(RANKS, own, strict=True)]
+
+
+def batches_of(clients):
+    """Batches of so many clients in each round."""
+    served = perada.FederatedDataModule(task(), batch_size=4)
+    served.configure_rounds(seed=0, clients_per_round=clients, phases=[perada.data.Phase(epochs=2)])
+    rounds = []
+    for round in range(3):
+        plan = served.plan(round)
+        rounds.append({m: [] for m in plan.clients})
+        for batch in served.cohort_loader(plan):
+            for row, (m, count) in enumerate(zip(batch.clients, batch.counts, strict=True)):
+                rounds[-1][m].append((batch.x[row, :count], batch.y[row, :count]))
+    return rounds
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+@pytest.mark.parametrize("part", [3, None])
+@pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
+def test_clients_have_networks_of_their_own_rank(base, prox, part, engine):
+    weighted = part is None
+    options = {"engine": engine, "clients_per_round": part, "weighting": "samples" if weighted else "uniform"}
+    found = run(HetLoRA(base, list(RANKS)), **options)
+    w, own = loop(batches_of(part), prox, weighted)
+    assert_same(found.state("global"), w, "global")
+    for m in CLIENTS:
+        assert_same(found.state("personal", m), own[m], f"client {m}")
+        x = task().public[:][0]
+        torch.testing.assert_close(found.personal(m)(x), logits(small(own[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
+@pytest.mark.parametrize("part", [3, None])
+def test_the_servers_rule_may_be_flexloras(base, prox, part):
+    found = run(HetLoRA(base, list(RANKS)), server_rule="svd", clients_per_round=part)
+    w, own = loop(batches_of(part), prox, merge=decomposed)
+    assert_same(found.state("global"), w, "global")
+    for m in CLIENTS:
+        assert_same(found.state("personal", m), own[m], f"client {m}")
+
+
+def test_ranks_that_no_client_of_a_round_has_are_lost_by_name_and_not_by_svd():
+    """As the paper's zero-padding says; a column of B and a row of A that are zero have no gradient."""
+    with pytest.warns(
+        UserWarning, match="round 0: none of its clients has LoRA of a rank above 2: what the server has"
+    ):
+        found = run(HetLoRA(ranks=[2, 1]), rounds=1)
+    assert_equal(found.state("global"), large(small(found.state("global"), 2)))
+    found = run(HetLoRA(ranks=[2, 1]), rounds=1, server_rule="svd").state("global")
+    assert all(found[a(layer)].norm(dim=1).allclose(torch.ones(R).double()) for layer in WIDTHS)
+
+
+BASES = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "feddyn": FedDyn,
+    "scaffold": Scaffold,
+    "moon": Moon,
+    "feddf": FedDF,
+    "fedavg_ft": FedAvgFT,
+    "fedbabu": FedBABU,
+    "standalone": Standalone,
+    "mtl": MTL,
+    "perada": PerAda,
+    "pfedme": PFedMe,
+    "apfl": lambda: APFL(lr_alpha=0.3),
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedrod": FedROD,
+    "ffa_lora": FFALoRA,
+    "fedsa_lora": FedSALoRA,
+    "rolora": RoLoRA,
+}
+ADAM = {"optimizer": "adamw", "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, ADAM], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.every(4)
+def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
+    """Rank 2 in an adapter of rank 3, or 2 of the same scale."""
+    first, made = start(), FederatedClassifier.initial_state
+
+    def initial(module, index):
+        rank = len(made(module, index)[a("one")])
+        return {key: value.contiguous().clone() for key, value in small(first, rank).items()}
+
+    monkeypatch.setattr(FederatedClassifier, "initial_state", initial)
+    least = LoraConfig(r=2, lora_alpha=ALPHA * 2 / R, target_modules=[*WIDTHS])
+    found, wanted = (run(HetLoRA(BASES[base](), [2]), adapter=adapter, **options) for adapter in (LAYERS, least))
+    assert_same(small(found.state("global"), 2), wanted.state("global"), "global")
+    for m in CLIENTS:
+        state = found.state("personal", m)
+        assert_same(small(state, 2), wanted.state("personal", m), f"client {m}")
+        assert_equal(state, large(small(state, 2)))
+
+
+@pytest.mark.parametrize("base", [FedAvg(), PerAda(), FedRep()])
+def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
+    found, wanted = (run(one, server_rule="median") for one in (HetLoRA(base, [R]), base))
+    assert_equal(found.state("global"), wanted.state("global"))
+    for m in CLIENTS:
+        assert_equal(found.state("personal", m), wanted.state("personal", m))
+
+
+@QUIETLY
+@pytest.mark.parametrize("base", [Ditto(), PFedMe(), FedAvg()])
+@pytest.mark.parametrize("section", [Privacy, ClientPrivacy])
+def test_noise_does_not_reach_the_padding(base, section, monkeypatch):
+    sent, rule = [], Mean.__call__
+    monkeypatch.setattr(Mean, "__call__", lambda own, given: sent.append(dict(given.updates)) or rule(own, given))
+    private = section(noise_multiplier=0.7, max_norm=0.5, delta=1e-3, secure_rng=False)
+    name = "privacy" if section is Privacy else "client_privacy"
+    found = run(HetLoRA(base, [1]), clients_per_round=None, **{name: private})
+    states = found.states("personal")
+    if section is Privacy:
+        states += [{key: value[m] for key, value in own.items()} for own in sent[-3:] for m in CLIENTS]
+    for state in states:
+        assert_equal(state, large(small(state, 1)))
+        assert state[b("two")][:, 0].all()
+
+
+def test_what_a_client_has_is_counted():
+    head, factors = CLASSES * 6, sum(map(sum, WIDTHS.values()))
+    rounds = batches_of(3)
+    for base, times in ((FedAvg(), 1), (Ditto(), 2), (Scaffold(), 1)):
+        found = run(HetLoRA(base, list(RANKS)))
+        for batches, row in zip(rounds, found.metrics["rounds"], strict=True):
+            own = head + factors * sum(RANKS[m] for m in batches) / 3
+            twice = 1 + isinstance(base, Scaffold)
+            assert row["params/trained"] == pytest.approx(times * own)
+            assert row["params/sent"] == pytest.approx(twice * own)
+            assert row["comm/up_mb"] == pytest.approx(3 * 8 * twice * own / 1e6)
+            assert row["comm/down_mb"] == pytest.approx(3 * 8 * (twice * own + 1) / 1e6)  # the rank goes along
+
+
+ADAPTERS = {
+    "alike": LAYERS,
+    "patterns": LoraConfig(
+        r=2, lora_alpha=ALPHA, rank_pattern={"one": 3}, alpha_pattern={"two": 5}, target_modules=[*WIDTHS]
+    ),
+    "stabilised": LoraConfig(r=R, lora_alpha=ALPHA, use_rslora=True, target_modules=[*WIDTHS]),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("base", [FedAvg(), Ditto(), FedRep()])
+@pytest.mark.every(2)
+def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path):
+    found, x = run(HetLoRA(base, list(RANKS)), adapter=ADAPTERS[adapter], rounds=2), task().public[:][0]
+    found.save(tmp_path)
+    again = perada.Run.load(tmp_path, backbone=Net())
+    for m in CLIENTS:
+        config = json.loads((tmp_path / f"client_{m}" / "adapter_config.json").read_text())
+        own = [config["rank_pattern"].get(name, config["r"]) for name in WIDTHS]
+        assert own == [min(RANKS[m], 3), min(RANKS[m], 2 if adapter == "patterns" else 3)]
+        model = PeftModel.from_pretrained(Net(), str(tmp_path / f"client_{m}")).eval()
+        assert [model.get_submodule(f"base_model.model.{name}").r["default"] for name in WIDTHS] == own
+        torch.testing.assert_close(model(x), found.personal(m)(x), rtol=1e-9, atol=1e-9)
+        assert_equal(again.state("personal", m), found.state("personal", m))
+    assert_equal(again.state("global"), found.state("global"))
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert saved["info"]["lora_ranks"] == list(RANKS)
+
+
+def test_an_adapter_of_another_rank_is_not_read(tmp_path):
+    run(HetLoRA(Ditto(), list(RANKS)), rounds=1).save(tmp_path)
+    path = tmp_path / "run.json"
+    content = json.loads(path.read_text())
+    content["info"]["lora_ranks"] = [1, *RANKS[1:]]
+    path.write_text(json.dumps(perada.core.files.sealed({k: v for k, v in content.items() if k != "sha256"})))
+    with pytest.raises(ValueError, match="client_0' belongs to another backbone or adapter"):
+        perada.Run.load(tmp_path, backbone=Net())
+
+
+@pytest.mark.parametrize("base", [FedAvg, Ditto])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+def test_a_run_is_resumed(base, tmp_path):
+    def saved(rounds, **options):
+        checkpoint = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}
+        return run(HetLoRA(base(), list(RANKS)), rounds=rounds, momentum=0.5, **checkpoint | options)
+
+    wanted = run(HetLoRA(base(), list(RANKS)), momentum=0.5)
+    saved(1)
+    again = saved(3, ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert_equal(again.state("global"), wanted.state("global"))
+    for m in CLIENTS:
+        assert_equal(again.state("personal", m), wanted.state("personal", m))
+    assert again.metrics == wanted.metrics
+
+
+def test_ranks_are_dealt():
+    def ranks(most=8, **options):
+        return [HetLoRA(**options).lora_rank(m, name, 5, most) for m, name in enumerate("abcd")]
+
+    assert ranks() == [8, 4, 2, 8]
+    assert ranks(most=2) == [2, 1, 1, 2]
+    assert ranks(ranks=[5, 1]) == [5, 1, 5, 1]
+    assert ranks(ranks={"d": 4, "a": 1, 1: 2, "2": 3}) == [1, 2, 3, 4]
+    by_size = HetLoRA(ranks=[1, 2, 8], sizes=[6, 14])
+    assert [by_size.lora_rank(0, "a", size, 8) for size in (1, 5, 6, 13, 14, 99)] == [1, 1, 2, 2, 8, 8]
+
+
+def test_ranks_by_name_and_size_in_a_run():
+    data = perada.FederatedData(task().train, num_classes=CLASSES, client_names=["a", "b", "c", "d"])
+    options = {"adapter": LAYERS, "rounds": 1, "batch_size": 4} | QUIET
+    by_name = HetLoRA(ranks={"a": 3, "b": 1, "c": 2, "d": 3})
+    assert perada.finetune(Net(), data, algorithm=by_name, **options).info["lora_ranks"] == [3, 1, 2, 3]
+    by_size = HetLoRA(ranks=[1, 2, 3], sizes=[6, 10])
+    assert perada.finetune(Net(), data, algorithm=by_size, **options).info["lora_ranks"] == [2, 1, 3, 2]
+
+
+def test_a_client_that_joins_has_the_whole_rank():
+    single = perada.FederatedData(
+        [torch.utils.data.TensorDataset(*(t.float() if t.is_floating_point() else t for t in task().train[0][:]))],
+        num_classes=CLASSES,
+    )
+    data = perada.FederatedData([single.train[0]] * 2, num_classes=CLASSES)
+    options = {"adapter": LAYERS, "rounds": 1, "batch_size": 4} | QUIET
+    found = perada.finetune(Net().float(), data, algorithm=HetLoRA(Ditto(), [1, 2]), **options)
+    joined = perada.personalize(found, single, "late", accelerator="cpu")
+    assert joined.info["lora_ranks"] == [1, 2]
+    assert joined.state("personal", 2)[b("one")][:, :2].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm; give one"),
+        (lambda: HetLoRA(FedBE()), "base=FedBE has several global models; choose another"),
+        (lambda: HetLoRA(HetLoRA()), r"base=HetLoRA gives clients ranks.*give HetLoRA\(base=HetLoRA"),
+        (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA gives clients ranks.*give HetLoRA\(base=FFALoRA"),
+        (lambda: FedEnsemble(HetLoRA()), "base=HetLoRA gives clients ranks"),
+        (lambda: HetLoRA(ranks=[]), r"ranks=\[\] is empty; give a list"),
+        (lambda: HetLoRA(ranks=[2, 0]), "ranks=0 "),
+        (lambda: HetLoRA(ranks=[2, 3], sizes=[4, 4]), r"sizes=\[4, 4\] with ranks=\[2, 3\] cannot be used"),
+        (lambda: HetLoRA(ranks={"a": 1}, sizes=[4]), "give rising numbers of images, and a list of ranks"),
+        (
+            lambda: run(HetLoRA(ranks=[2, 4])),
+            r"client '1' has 4, and the adapter has r=3; give the adapter the largest",
+        ),
+        (lambda: run(HetLoRA(ranks={"0": 2})), "has no rank of client '1'; add it, or give a list"),
+        (
+            lambda: run(
+                HetLoRA(ranks=[2, 3], sizes=[4]), privacy=Privacy(noise_multiplier=1, delta=1e-3, secure_rng=False)
+            ),
+            "needs the number of images of client '0', which it does not say, or which is private; give ranks by name",
+        ),
+        (lambda: run(HetLoRA(), adapter="head"), "HetLoRA is about LoRA's factors .* choose adapter='lora'"),
+    ],
+)
+@QUIETLY
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
