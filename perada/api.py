@@ -113,7 +113,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
             ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
-            ``modified_local_gd``, or a rule.
+            ``modified_local_gd``, ``svd``, ``lora_fair``, or a rule.
         distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
             there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.
         privacy: Differential privacy of the clients' images in all that they train (:class:`perada.privacy.Privacy`),

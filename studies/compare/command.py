@@ -171,8 +171,8 @@ def _add_options(parser: ArgumentParser) -> None:
 
     Attributes:
         recipes: Recipes or configuration files.
-        algorithms: Instead of the recipes' own: all, or names of `perada.finetune`, fed_ensemble_perada or
-            modified_local_gd.
+        algorithms: Instead of the recipes' own: all, or names of `perada.finetune`, fed_ensemble_perada,
+            modified_local_gd, flexlora or lora_fair.
         paper: Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.
         seeds: Seeds.
         tune: Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients

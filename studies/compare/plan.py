@@ -92,6 +92,8 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     # Algorithms that are another one with an option of its own.
     "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
     "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),
+    "flexlora": Entry("fedavg", (*_LORA, "--federated.server_rule=perada.server.low_rank.SVD"), paper=()),
+    "lora_fair": Entry("fedavg", (*_LORA, "--federated.server_rule=perada.server.low_rank.LoRAFair"), paper=()),
 }
 
 
