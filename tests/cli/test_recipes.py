@@ -62,6 +62,7 @@ PUBLISHED = {  # these recipes need the columns of their data sets
     "chexpert": ("CheXpert", write_chexpert),
     "images": ("Images", write_hospitals),
 }
+RULES_OF_LORA = ("flexlora", "lora_fair")
 DISTILLING = {"perada", "perada_table5", "fed_ensemble_perada", "fedbe", "feddf"}
 
 
@@ -120,7 +121,9 @@ def refusal(data, method, privacy=None):
         return "FedROD needs each client's number of images of each class, and images have several labels"
     if privacy == "sample" and method in ("moon", "fedrod"):
         return "its local step reads the model's outputs on private images"
-    if privacy == "sample" and not data.endswith("_vit") and method not in ADAPTER_OF:
+    if privacy == "client" and method in RULES_OF_LORA:
+        return "it is not a function of the clients' mean, which alone has the noise"
+    if privacy == "sample" and not data.endswith("_vit") and method not in (*ADAPTER_OF, *RULES_OF_LORA):
         return "are BatchNorm layers in what is trained: an image's gradient then depends on the others of its batch"
     if privacy == "client" and method == "fed_ensemble":
         return r"client_privacy cannot be used with FedEnsemble\(modes=5\): a mode's mean is over a part of the clients"
