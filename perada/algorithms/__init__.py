@@ -12,6 +12,7 @@ from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedBABU, FedDF, FedDyn, F
 from perada.algorithms.fedrod import FedROD
 from perada.algorithms.het_lora import HetLoRA
 from perada.algorithms.lora import FedSALoRA, FFALoRA, RoLoRA
+from perada.algorithms.merging import FedExLoRA, FLoRA
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
@@ -26,6 +27,7 @@ __all__ = [
     "ClientStep",
     "Ditto",
     "FFALoRA",
+    "FLoRA",
     "FedAlt",
     "FedAvg",
     "FedAvgFT",
@@ -37,6 +39,7 @@ __all__ = [
     "FedDPAF",
     "FedDyn",
     "FedEnsemble",
+    "FedExLoRA",
     "FedPer",
     "FedProx",
     "FedROD",
@@ -92,6 +95,8 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "ffa_lora": FFALoRA,
     "fedsa_lora": FedSALoRA,
     "rolora": RoLoRA,
+    "fedex_lora": FedExLoRA,
+    "flora": FLoRA,
     "feddpa": FedDPA,
     "feddpa_f": FedDPAF,
     "fedalt_row": RestOfWorld,

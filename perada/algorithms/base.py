@@ -41,6 +41,7 @@ class Slot:
         adapter: All names that the adapter adds to the backbone.
         factors: The pairs of LoRA's factors, in the model's order.
         shared, private: All names of either branch of the adapter ``dual_lora``. A gate belongs to the private one.
+        merged: Weights into which the server merges, and which no client trains; see :attr:`Algorithm.merges`.
     """
 
     keys: tuple[str, ...]
@@ -52,6 +53,7 @@ class Slot:
     factors: tuple[Factors, ...] = ()
     shared: frozenset[str] = frozenset()
     private: frozenset[str] = frozenset()
+    merged: frozenset[str] = frozenset()
 
     @property
     def head_module(self) -> str:
@@ -222,6 +224,8 @@ class Algorithm(Options):
         modes: Models that a round's clients are divided among.
         compares: Whether clients compare the models on their own training images before each round.
         counts: Whether a step asks for the clients' numbers of images of each class.
+        merges: Whether the server merges what clients trained into the weights that LoRA adapts. They are then a part
+            of all states.
         average: What of several global models is averaged to predict: ``logits`` or ``probabilities``.
     """
 
@@ -234,6 +238,7 @@ class Algorithm(Options):
     modes: int = 1
     compares: bool = False
     counts: bool = False
+    merges: bool = False
     average: Average = "logits"
 
     @property

@@ -155,7 +155,7 @@ class FedEnsemble(Around):
         self.modes, self.strata, self.assignment = modes, strata, assignment
         self.average, self.keeps = average, keeps
         self.inference = "personal" if keeps == "best" else self.base.inference
-        self.distills, self.unsent = self.base.distills, self.base.unsent
+        self.distills, self.unsent, self.merges = self.base.distills, self.base.unsent, self.base.merges
         self.compares = modes > 1 and (assignment == "loss" or keeps == "best")
 
     @property

@@ -53,7 +53,7 @@ class FFALoRA(Around):
     def __init__(self, base: Algorithm | None = None) -> None:
         self.base = base or FedAvg()
         check_base(self, self.base)
-        if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA):
+        if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges:
             raise ValueError(
                 f"base={type(self.base).__name__} says itself what becomes of A; choose another one, such as FedAvg"
             )

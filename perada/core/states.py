@@ -24,16 +24,35 @@ class Factors(NamedTuple):
     up: str
     scale: float
 
+    @property
+    def base(self) -> str:
+        """Name of that weight.
+
+        >>> Factors("fc.lora_A.default.weight", "fc.lora_B.default.weight", 2.0).base
+        'fc.base_layer.weight'
+        """
+        return f"{self.down.partition('.lora_A.')[0]}.base_layer.weight"
+
+
+class Merged(nn.Parameter):
+    """A weight that is a part of states, into which the server merges what clients trained, and which no client trains.
+
+    It requires gradients like what is trained, so that nothing takes it for a constant. The rows of a stack are usually
+    views of one tensor, and are not copied.
+    """
+
 
 def parameter_keys(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the trainable parameters of ``model``, in the model's order."""
-    return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    """Return the names of the parameters of ``model`` that clients may train, in the model's order."""
+    named = model.named_parameters()
+    return tuple(name for name, value in named if value.requires_grad and not isinstance(value, Merged))
 
 
 def trained_keys(model: nn.Module) -> tuple[str, ...]:
     """Return the names that make up a state: trainable parameters, and the buffers of the modules that own one.
 
-    The running statistics of a trained BatchNorm thus belong to the state; those of a frozen one do not.
+    Weights that are :class:`Merged` are among them. The running statistics of a trained BatchNorm thus belong to the
+    state; those of a frozen one do not.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
     >>> _ = model[1].requires_grad_(True)

@@ -71,7 +71,7 @@ class Recipe:
     def build(self, num_classes: int, multilabel: bool) -> None:
         """Build the network for data of so many classes. Features are not cached: both parties see images."""
         self.module.cache_features = False
-        self.module.build(num_classes, multilabel, self.loop.seed)
+        self.module.build(num_classes, multilabel, self.loop.seed, self.loop.algorithm.merges)
         self.module.to(self.device)
 
     @cached_property

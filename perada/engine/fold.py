@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.core.seeding import Streams
+from perada.core.states import Merged
 from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d, is_small_map, pixel_tap
 
 
@@ -70,8 +71,10 @@ class Twin(nn.Module):
         super().__init__()
         self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
         self.context = context
-        self.frozen = {name for name, p in original.named_parameters(recurse=False) if not p.requires_grad}
-        for name, parameter in original.named_parameters(recurse=False):
+        named = list(original.named_parameters(recurse=False))
+        self.frozen = {name for name, p in named if not p.requires_grad}
+        self.merged = {name for name, p in named if isinstance(p, Merged)}
+        for name, parameter in named:
             self.register_parameter(name, parameter)
         for name, buffer in original._buffers.items():  # also those that are None
             self.register_buffer(name, buffer)
@@ -82,6 +85,13 @@ class Twin(nn.Module):
         if value is not None and name in self.frozen:
             return value.unsqueeze(0).expand(self.context.clients, *value.shape)
         return value
+
+    def common(self, name: str) -> Tensor | None:
+        """The tensor called ``name`` without a client axis, where it is not trained and the same for all clients."""
+        value: Tensor = getattr(self, name)
+        if name in self.frozen:
+            return value
+        return value[0] if name in self.merged and (len(value) == 1 or value.stride(0) == 0) else None
 
     def affine(self, x_R: Tensor, shape: list[int], names: tuple[str, str] = ("weight", "bias")) -> Tensor:
         """Scale and shift each client's rows of (R, ...) by its own weight and bias, reshaped to (C, *shape)."""
@@ -102,8 +112,8 @@ class StackedLinear(Twin):
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, ..., D_in) to (R, ..., D_out)."""
         bias = self.stacked("bias")
-        if "weight" in self.frozen:
-            out = F.linear(x_R, self.weight)
+        if (weight := self.common("weight")) is not None:
+            out = F.linear(x_R, weight)
             return out if bias is None else self.affine(out, [1] * (out.dim() - 1) + [-1], ("", "bias"))
         x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
         out = _batched_linear(x_CND, self.weight, bias)
@@ -119,8 +129,8 @@ class StackedConv2d(Twin):
         """Map (R, in, H, W) to (R, out, H', W')."""
         conv = self.original[0]
         bias = self.stacked("bias")
-        if "weight" in self.frozen:
-            out = conv._conv_forward(x_R, self.weight, None)
+        if (weight := self.common("weight")) is not None:
+            out = conv._conv_forward(x_R, weight, None)
             return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
         x_CB = _per_client(x_R, self.context.clients)
         tap = pixel_tap(conv) if x_R.shape[2:] == (1, 1) and is_small_map(conv, x_R) else None

@@ -20,7 +20,7 @@ from perada.algorithms.trial import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
-from perada.core.states import State, clone
+from perada.core.states import State, clone, partition
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
@@ -56,7 +56,8 @@ class _Chunk:
     def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
         self._cohort, self.start, self.stop, self.round = cohort, start, stop, cohort.plan.round
         self.slot = cohort.slot
-        self.full = {role: clone(_rows(state, start, stop)) for role, state in opened.items()}
+        parts = {role: partition(_rows(state, start, stop), cohort.slot.merged) for role, state in opened.items()}
+        self.full = {role: merged | clone(rest) for role, (merged, rest) in parts.items()}
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
@@ -261,6 +262,7 @@ class Cohort:
         self.scales = site.scales.open("clients", clients, device)
         size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
         opened = self.algorithm.open(kept, received, site.slot)
+        self._merged = {role: partition(state, site.slot.merged)[0] for role, state in opened.items()}
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
         self.chunks = [_Chunk(self, opened, start, stop) for start, stop in bounds]
         own = secrets.randbits(256) if self.private is not None and self.private.secure else settings.seed
@@ -296,12 +298,16 @@ class Cohort:
 
     def close(self) -> Trained:
         """Finish the round."""
+        merged = self.slot.merged
         trained = {
-            role: {key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state}
+            role: {
+                key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state if key not in merged
+            }
             for role, state in self.chunks[0].full.items()
         }
         self.chunks = []
         finite = _all_finite(~self.broken, *trained.values())
+        trained = {role: state | self._merged[role] for role, state in trained.items()}
         kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
         sent = _all_finite(torch.ones_like(finite), update)  # an algorithm may make what is not finite of what is
         if self.private is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
-from perada.core.states import State, clone, expand, is_finite, rank_axes, to_device
+from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, to_device
 from perada.federation.cohort import Site
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.server import Updates, client_weights
@@ -165,6 +165,8 @@ class Server:
         report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
         if not report.broken_server:
             self.global_state, self.server_state = self.global_state | state, step.state
+        if self.slot.merged:  # whoever looks at the clients' models takes the weights that these were trained with
+            updates = updates.whole(partition(step.previous, self.slot.merged)[0])
         return updates, distiller.student
 
     def _predict(

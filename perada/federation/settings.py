@@ -176,6 +176,16 @@ def lora_ranks(
     return ranks
 
 
+def check_merging(settings: Settings) -> None:
+    """Refuse, by a ValueError, a server rule beside an algorithm that merges products of which it has the mean."""
+    name = type(settings.algorithm).__name__
+    if settings.algorithm.merges and type(settings.rule) is not Mean:
+        raise ValueError(
+            f"server_rule={type(settings.rule).__name__} cannot be used with {name}, which merges the exact mean of "
+            "the clients' products B·A and would undo the rule; leave server_rule out, or choose algorithm='fedavg'"
+        )
+
+
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:
     """Refuse, by a ValueError, what needs images that the server has not; the numbers that it has are given."""
     rule, algorithm, distillation, lacking = settings.rule, settings.algorithm, settings.distillation, ""

@@ -164,7 +164,7 @@ class FederatedLoop(pl.Callback):
         assert isinstance(module, FederatedClassifier)
         self._check_own(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
-        module.build(data.num_classes, data.multilabel, self.seed)
+        module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges)
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
         sizes = [None] * data.num_clients if settings.private else data.train_sizes

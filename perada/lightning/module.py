@@ -22,6 +22,7 @@ from perada.federation.metrics import Metric, make_metrics, metric_names, score_
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
 from perada.models.backbones import ModelSpec, frozen_digest
+from perada.models.merging import Trained
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 
@@ -120,7 +121,7 @@ class FederatedClassifier(pl.LightningModule):
         object.__setattr__(self, "backbone", backbone)
         self.adapter, self.adapter_options = adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
-        self.train_backbone = train_backbone
+        self.train_backbone: Trained = train_backbone
         self.lr = {"personal": lr_personal, "local": lr_local}
         self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
         self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every
@@ -139,11 +140,12 @@ class FederatedClassifier(pl.LightningModule):
         self.details: dict[str, Any] = {}
         self.federation: Federation | None = None
 
-    def build(self, num_classes: int, multilabel: bool, seed: int) -> None:
+    def build(self, num_classes: int, multilabel: bool, seed: int, merges: bool = False) -> None:
         """Build backbone, adapter and engine for the data's classes; a second call for the same task does nothing.
 
-        What is random in head and adapter is drawn from the ``seed``. A ValueError if the data's number of classes is
-        not the one that was asked for, or it was built otherwise.
+        What is random in head and adapter is drawn from the ``seed``. Where the algorithm ``merges``, the weights that
+        LoRA adapts are a part of states. A ValueError if the data's number of classes is not the one that was asked
+        for, or it was built otherwise.
         """
         task = num_classes, multilabel, seed
         if self._task not in (None, task):
@@ -156,6 +158,7 @@ class FederatedClassifier(pl.LightningModule):
             raise ValueError(f"{what} does not match the data, whose labels have {num_classes} classes; correct it")
         self.metrics = make_metrics(self.metric, multilabel, num_classes)
         self._task = self.num_classes, self.multilabel, self.seed = task
+        self.train_backbone = self.train_backbone or ("merged" if merges else False)
         self.adapted = self.adapted or self.spec.build()
         self.model = self.adapted.model
         convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())

@@ -19,8 +19,9 @@ from perada.adapters.added import check_last_blocks, is_norm, plain_name, reache
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.rounds import ImageConfig
-from perada.core.states import parameter_keys, trained_keys
+from perada.core.states import Merged, parameter_keys, trained_keys
 from perada.models.factors import branches, lora_factors
+from perada.models.merging import Trained, let_merge
 
 ATTENTION = re.compile(
     r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
@@ -184,7 +185,7 @@ def plain_names(adapted: AdaptedModel) -> dict[str, str]:
 
 
 def insert_adapter(
-    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: bool = False, **options: object
+    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: Trained = False, **options: object
 ) -> AdaptedModel:
     """Put an adapter into ``backbone``, in place, and let it and the classification head require gradients.
 
@@ -193,7 +194,8 @@ def insert_adapter(
     Args:
         backbone: A backbone without adapter.
         adapter: One of ``ADAPTERS``, or any PEFT configuration of a method that changes layers.
-        train_backbone: Train the backbone's own parameters beside the adapter's.
+        train_backbone: Train the backbone's own parameters beside the adapter's; ``"merged"`` puts the weights that
+            LoRA adapts into states, untrained (:class:`~perada.core.states.Merged`).
         **options: Fields of the named method's configuration, such as ``r`` of ``"lora"``.
 
     Returns:
@@ -225,11 +227,14 @@ def insert_adapter(
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
     check_attention(backbone.model, backbone.name)
     adapted = AdaptedModel(backbone, peft_model, config)
-    if not train_backbone and (lost := _not_saved(adapted)):
+    if train_backbone is not True and (lost := _not_saved(adapted)):
         raise ValueError(
             f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, but PEFT "
             "would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
         )
+    if train_backbone == "merged":
+        let_merge(adapted.model)
+        return replace(adapted, beside=_not_saved(adapted))
     if not train_backbone:
         return adapted
     if isinstance(config, SelectiveConfig):
@@ -369,4 +374,5 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         factors=lora_factors(model),
         shared=frozenset(key for key in keys if key.startswith(shared)),
         private=frozenset(key for key in keys if key.startswith(private)),
+        merged=frozenset(key for key, value in model.named_parameters() if isinstance(value, Merged)),
     )

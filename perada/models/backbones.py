@@ -29,6 +29,7 @@ from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
 from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, insert_adapter, reset_parameters
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
+from perada.models.merging import Trained
 from perada.models.twins import register_transformers
 from perada.models.weight_files import cached_file, load_weights, no_weights
 
@@ -360,7 +361,7 @@ class ModelSpec:
     pretrained: bool | str = True
     image_size: int | None = None
     adapter: AdapterChoice = "residual"
-    train_backbone: bool = False
+    train_backbone: Trained = False
     adapter_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from perada.core.seeding import Streams
-from perada.core.states import State, train_mode, trained_keys
+from perada.core.states import Merged, State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import Twin, fold, shell
 from perada.engine.prefix import Wrapper
@@ -82,9 +82,11 @@ class SampleGradients:
         wrap = None if engine.prefix is None else engine.prefix.wrap
         folded = fold(model, random_only=self.alone, wrap=wrap)
         self._context, self._rows = folded.context, folded.row_keys
-        for module in () if self.alone else folded.model.modules():
+        self._merged = {key for key, one in engine.model.named_parameters() if isinstance(one, Merged)}
+        for module in folded.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and not isinstance(module, Twin):  # run as one copy a row, without hooks
+                rows = parameter.requires_grad and not (self.alone or isinstance(module, Twin))  # one copy a row
+                if rows or isinstance(parameter, Merged):  # run without hooks
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
         places: dict[int, list[str]] = {}
         for place, parameter in model.named_parameters(remove_duplicate=not self.alone):  # tied ones have several
@@ -145,7 +147,7 @@ class SampleGradients:
                 module._buffers[name] = tensor
                 continue
             # All of them, asked about or not: the hooks want every layer's gradient once they are there.
-            held[key] = parameter = nn.Parameter(tensor)
+            held[key] = parameter = nn.Parameter(tensor, requires_grad=key not in self._merged)
             parameter.grad_sample, parameter._forward_counter = None, 0  # type: ignore[attr-defined]  # Opacus's
             for module, name in self._owners[key]:
                 module._parameters[name] = parameter

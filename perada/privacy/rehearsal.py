@@ -100,6 +100,8 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,
         f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
         f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": algorithm.distills and distils,
+        f"{name}: it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone; "
+        f"choose FedAvg, or FFALoRA, {sample_level}": algorithm.merges,
         f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
         f"{sample_level}": modes > 1,
     }

@@ -85,6 +85,8 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     "fedsa_lora": Entry("fedsa_lora", _LORA, paper=()),
     "rolora": Entry("rolora", _LORA, paper=()),
     "het_lora": Entry("het_lora", _LORA, paper=()),
+    "fedex_lora": Entry("fedex_lora", _LORA, paper=()),
+    "flora": Entry("flora", _LORA, paper=()),
     # About its two branches.
     "feddpa": Entry("feddpa", (*_DUAL, "--model.adapter_options=null"), paper=()),
     "feddpa_f": Entry("feddpa_f", (*_DUAL, "--model.adapter_options=null"), paper=()),

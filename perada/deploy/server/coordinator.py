@@ -29,7 +29,7 @@ from perada.deploy.server.rounds import (
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
 from perada.federation.cohort import Site
 from perada.federation.server import Server
-from perada.federation.settings import check_factors, check_server_images
+from perada.federation.settings import check_factors, check_merging, check_server_images
 from perada.privacy.rehearsal import check_client_level
 
 PAUSE = 0.5
@@ -84,6 +84,7 @@ class Coordinator:
         settings, algorithm, terms = self.settings, self.settings.algorithm, self.terms
         check_server_images(settings, self.images.public_size, 0)
         check_factors(settings, self.recipe.module.slot, self.recipe.template.sent)
+        check_merging(settings)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self.sample} sites "
