@@ -182,6 +182,8 @@ def test_only_personalised_algorithms_keep_states():
         "feddpa_f": set(),
         "fedalt_row": everything,
         "het_lora": set(),
+        "fedex_lora": set(),
+        "flora": set(),
     }
 
 

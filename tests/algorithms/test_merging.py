@@ -232,6 +232,7 @@ def test_plain_peft_loads_what_was_merged(method, tmp_path):
         torch.testing.assert_close(model(x), logits(found.state("global"), x), rtol=1e-9, atol=1e-9)
         without = PeftModel.from_pretrained(network(), str(tmp_path / folder)).eval()
         assert float((without(x) - wanted(x)).detach().abs().max()) > 1e-4
+    torch.testing.assert_close(found.merged(None)(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
     again = perada.Run.load(tmp_path, backbone=network())
     assert_equal(again.state("global"), found.state("global"))
     assert torch.equal(again.global_model()(x), found.global_model()(x))

@@ -8,7 +8,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from perada.algorithms import ALGORITHMS, APFL, FedBE, FedEnsemble, FedProx, PFedMe, make_algorithm
 from perada.server.rules import FedAdam, ModifiedLocalGD
 
-from .problems import CLIENTS, OF_BRANCHES, OF_LORA, assert_equal, finetune, task
+from .problems import CLIENTS, MERGING, OF_BRANCHES, OF_LORA, assert_equal, finetune, task
 
 PERADA = make_algorithm("perada")
 NAMED = [
@@ -21,7 +21,7 @@ NAMED = [
         else {},
     )
     for name in ALGORITHMS
-    if name != "fed_ensemble"  # it has five strata, and there are four clients
+    if name not in ("fed_ensemble", *MERGING)  # it has five strata, and there are four clients; see test_merging.py
 ]
 MADE = [
     (FedEnsemble(modes=2, strata=2), {}),

@@ -68,6 +68,8 @@ TABLE = {  # trained, sent; what the paper prints
     "feddpa_f": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),
     "fedalt_row": (DOWNS + UPS + HEAD, DOWNS + UPS, None, None),  # without a gate
     "het_lora": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),  # of a client with the adapter's rank
+    "fedex_lora": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),
+    "flora": (DOWNS + UPS + HEAD, DOWNS + UPS + HEAD, None, None),
 }
 
 
@@ -97,7 +99,7 @@ def test_parameters_trained_and_sent(name):
     own = name.endswith("adapter")
     adapter = "residual" if name.startswith("perada") or own else "lora" if name in OF_LORA else "full"
     adapter = "dual_lora" if name in OF_BRANCHES else adapter
-    adapted = model(adapter, own)
+    adapted = model(adapter, "merged" if algorithm.merges else own)
     slot = make_slot(adapted.model, adapted.backbone.head)
     algorithm.check(slot, 5)
     phases = algorithm.phases(1, None)

@@ -81,6 +81,8 @@ CASES = {
     "feddpa_f": {"algorithm": "feddpa_f", "adapter": DUAL},
     "fedalt_row": {"algorithm": "fedalt_row", "adapter": replace(DUAL, gate=True), "clients_per_round": 1},
     "het_lora": {"algorithm": HetLoRA(PerAda(), [2, 1]), "adapter": LORA, **DISTILS},
+    "fedex_lora": {"algorithm": "fedex_lora", "adapter": LORA, "weighting": "samples", "diagnostics": True},
+    "flora": {"algorithm": "flora", "adapter": LORA, "engine": "loop"},
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},

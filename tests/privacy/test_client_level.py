@@ -19,7 +19,9 @@ from perada.algorithms import (
     FedAvg,
     FedBE,
     FedEnsemble,
+    FedExLoRA,
     FFALoRA,
+    FLoRA,
     PerAda,
     Scaffold,
     ServerStep,
@@ -41,7 +43,7 @@ from perada.privacy.rehearsal import check_client_level
 from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
 
-from ..algorithms.problems import QUIET
+from ..algorithms.problems import MERGING, QUIET
 
 SHAPES = {"head.weight": (4, 3), "norm.running_var": (3,), "scale": ()}
 COUNTER = "norm.num_batches_tracked"
@@ -430,7 +432,7 @@ def accepted(algorithm, rule, distils):
     return True
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "standalone"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("standalone", *MERGING)])
 @pytest.mark.parametrize("distils", [False, True])
 def test_algorithms_pass_if_only_the_mean_counts(name, distils):
     """Beside that: what a client keeps follows from its own images and from what it received, which is private.
@@ -473,6 +475,9 @@ def test_what_is_not_private_is_refused_with_a_remedy():
             r"FedBE\(distill=False\): its ensemble holds single clients' updates",
         ),
         (FFALoRA(PerAda()), "uniform", r"teachers"),
+        (FedExLoRA(), "uniform", r"merges the products B·A.*choose FedAvg, or FFALoRA, or protect single images"),
+        (FLoRA(), "uniform", "merges the products B·A"),
+        (FedEnsemble(FedExLoRA(), modes=1), "uniform", "merges the products B·A"),
         (FedEnsemble(modes=3), "uniform", r"FedEnsemble\(modes=3\).*set modes=1"),
         (FedEnsemble(PerAda(), modes=1), "uniform", r"teachers"),
         (make_algorithm("standalone"), "uniform", "send nothing; leave it out"),
