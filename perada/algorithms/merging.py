@@ -31,9 +31,9 @@ class _Merging(Algorithm):
         for pair in slot.factors:
             if pair.base not in slot.merged:
                 raise ValueError(
-                    f"algorithm {name} cannot merge {pair.up!r} into the weight under it, which must be that of a linear "
-                    "layer or of a convolution without groups, and not trained itself; choose adapter='lora' without "
-                    "train_backbone, and name other layers in target_modules"
+                    f"algorithm {name} cannot merge {pair.up!r} into the weight under it, which must be that of a "
+                    "linear layer or of a convolution without groups, and not trained itself; choose adapter='lora' "
+                    "without train_backbone, and name other layers in target_modules"
                 )
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
