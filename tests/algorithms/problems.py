@@ -31,10 +31,9 @@ QUIET = {
     "accelerator": "cpu",
 }
 LORA = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=True)
-OF_LORA = ("ffa_lora", "fedsa_lora", "rolora", "het_lora")
 MERGING = ("fedex_lora", "flora")
 """Algorithms that merge into the weights under LoRA, which may then not be trained."""
-OF_LORA = ("ffa_lora", "fedsa_lora", "rolora", *MERGING)
+OF_LORA = ("ffa_lora", "fedsa_lora", "rolora", "het_lora", *MERGING)
 """Algorithms that are about LoRA's factors, and need an adapter that has them."""
 OF_BRANCHES = ("feddpa", "feddpa_f", "fedalt_row")
 """Algorithms that are about a shared and a private branch of LoRA."""
