@@ -133,7 +133,8 @@ class HetLoRA(Around):
     def server_step(self, server: ServerStep) -> State:
         """As the base, with means of factors weighted by the norms of their products."""
         if server.rule.function_of_mean:
-            server = replace(server, rule=_ByNorm(server.rule, server.slot.factors))
+            given = self.ranks.values() if isinstance(self.ranks, Mapping) else self.ranks
+            server = replace(server, rule=_ByNorm(server.rule, server.slot.factors, max(given) if given else None))
         return self.base.server_step(server)
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
@@ -181,8 +182,8 @@ class _ByNorm(ServerRule):
 
     function_of_mean = True
 
-    def __init__(self, rule: ServerRule, factors: tuple[Factors, ...]) -> None:
-        self.rule, self._factors = rule, factors
+    def __init__(self, rule: ServerRule, factors: tuple[Factors, ...], most: int | None) -> None:
+        self.rule, self._factors, self._most = rule, factors, most  # the largest rank of a client; None for all
 
     def check(self, clients: int) -> None:
         """Refuse what the rule refuses."""
@@ -209,7 +210,7 @@ class _ByNorm(ServerRule):
     def _warn_of_lost(self, given: Aggregation, result: State) -> None:
         """Say where rows of A and columns of B became zero alike: neither ever has a gradient again."""
         for pair in self._factors:
-            before, after = (_used(given.previous | state, pair) for state in ({}, result))
+            before, after = (_used(given.previous | state, pair, self._most) for state in ({}, result))
             if after < before:
                 warnings.warn(
                     f"round {given.round}: none of its clients has LoRA of a rank above {after}: what the server has "
@@ -220,7 +221,7 @@ class _ByNorm(ServerRule):
                 return
 
 
-def _used(state: State, pair: Factors) -> int:
-    """How many columns of B, or rows of A, are not zero."""
-    down, up = state[pair.down].flatten(1), state[pair.up].transpose(0, 1).flatten(1)
+def _used(state: State, pair: Factors, most: int | None) -> int:
+    """How many of the first columns of B, or rows of A, are not zero."""
+    down, up = state[pair.down][:most].flatten(1), state[pair.up].transpose(0, 1)[:most].flatten(1)
     return int((down.any(1) | up.any(1)).sum())
