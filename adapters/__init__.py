@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from .added import AddedLayer, AddingModel
 from .bottleneck import BottleneckConfig, BottleneckModel
 from .dual_lora import DualLoraConfig, DualLoraModel
+from .prompt import PromptConfig, PromptModel
 from .residual import ResidualConfig, ResidualModel
 from .selective import SelectiveConfig, SelectiveModel
 
@@ -26,6 +27,7 @@ __all__ = [
     "AddingModel",
     "BottleneckConfig",
     "DualLoraConfig",
+    "PromptConfig",
     "ResidualConfig",
     "SelectiveConfig",
     "register",
@@ -56,4 +58,5 @@ def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> Non
 register("PERADA_RESIDUAL", ResidualConfig, ResidualModel)
 register("PERADA_BOTTLENECK", BottleneckConfig, BottleneckModel)
 register("PERADA_DUAL_LORA", DualLoraConfig, DualLoraModel)
+register("PERADA_PROMPT", PromptConfig, PromptModel)
 register("PERADA_SELECTIVE", SelectiveConfig, SelectiveModel)

@@ -40,7 +40,10 @@ BACKBONES = (
     "swin_tiny_patch4_window7_224",
 )
 ADAPTERS: dict[str, str | PeftConfig] = {
-    **{name: name for name in ("residual", "bottleneck", "lora", "dual_lora", "ia3", "bias_norm", "head", "full")},
+    **{
+        name: name
+        for name in ("residual", "bottleneck", "prompt", "lora", "dual_lora", "ia3", "bias_norm", "head", "full")
+    },
     "DoRA": peft.LoraConfig(use_dora=True),
     "AdaLoRA": peft.AdaLoraConfig(total_step=100),
     "VeRA": peft.VeraConfig(r=8),

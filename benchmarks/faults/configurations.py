@@ -36,7 +36,7 @@ WRONG: tuple[Any, ...] = (
 )  # fmt: skip
 """Values that few options take."""
 RIGHT: dict[str, tuple[Any, ...]] = {
-    "adapter": ("residual", "bottleneck", "lora", "dual_lora", "ia3", "head", "bias_norm", "full"),
+    "adapter": ("residual", "bottleneck", "prompt", "lora", "dual_lora", "ia3", "head", "bias_norm", "full"),
     "adapter_options": ({}, {"r": 2}, {"r": "abc"}, {"r": 0}, {"dropout": 0.1}, {"none": 1}),
     "algorithm": tuple(ALGORITHMS),
     "algorithm_options": ({}, {"modes": 2}, {"prox_strength": 0.1}, {"prox_strength": "a"}, {"none": 1}),

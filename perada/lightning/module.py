@@ -37,8 +37,8 @@ class FederatedClassifier(pl.LightningModule):
     Args:
         backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
             that maps images to logits.
-        adapter: ``residual``, ``bottleneck``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``, ``full``, or
-            a PEFT config.
+        adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
+            ``full``, or a PEFT config.
         adapter_options: Options of the adapter named, for example ``{"r": 8}``.
         pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
         num_classes: Number of classes; by default what the data says.

@@ -14,7 +14,7 @@ from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfi
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 
-from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, ResidualConfig, SelectiveConfig
+from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, PromptConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
@@ -120,6 +120,7 @@ AdapterChoice = str | PeftConfig
 METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
     "bottleneck": BottleneckConfig,
+    "prompt": PromptConfig,
     "lora": LoraConfig,
     "dual_lora": DualLoraConfig,
     "ia3": IA3Config,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.adapters.added import AddedLayer
 from perada.adapters.dual_lora import DualLoraLayer
+from perada.adapters.prompt import PromptLayer
 from perada.core.checks import check_whole
 from perada.core.rounds import ImageConfig
 from perada.core.seeding import seeded
@@ -156,6 +157,8 @@ def _plain(module: nn.Module) -> nn.Module:
         return module.modules_to_save[module.active_adapters[0]]
     if isinstance(module, DualLoraLayer):
         return Beside(module.base_layer, module.branches(module.active_adapters[0]))
+    if isinstance(module, PromptLayer):
+        return module.plain()
     if isinstance(module, AddedLayer):
         name = module.active_adapters[0]
         return Followed(module.base_layer, nn.Sequential(*(getattr(module, part)[name] for part in module.parts)))

@@ -16,6 +16,7 @@ from peft.tuners.lora.dora import DoraConv2dLayer, DoraLinearLayer
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
+from perada.adapters.prompt import Prompts
 from perada.engine.fold import (
     OWNER_TWINS,
     RANDOM_TWINS,
@@ -108,6 +109,20 @@ class StackedScale(Twin):
 
 
 TWINS[LayerScale] = StackedScale
+
+
+class StackedPrompts(Twin):
+    """C sets of prompt tokens."""
+
+    like_torch = False
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Each client's tokens for its rows of (R, ...): (R, T, D)."""
+        return self.weight.repeat_interleave(len(x_R) // len(self.weight), 0)
+
+
+TWINS[Prompts] = StackedPrompts
 
 
 class OwnerTwin(nn.Module):

@@ -21,7 +21,7 @@ CASES = [
 METHODS = {
     "resnet18": ("residual", "lora", "full", "bias_norm"),
     "tf_efficientnet_lite0": ("residual", "lora", "full", "bias_norm"),
-    "test_vit": ("bottleneck", "lora", "ia3", "full", "bias_norm"),
+    "test_vit": ("bottleneck", "prompt", "lora", "ia3", "full", "bias_norm"),
 }
 
 

@@ -25,6 +25,10 @@ TABLE = [
     ("vit", "bottleneck", {}, {"Linear"}, True),
     ("vit", "bottleneck", {"placement": "houlsby", "bottleneck_dim": 3, "activation": "relu"}, {"Linear"}, True),
     ("hf", "bottleneck", {"placement": "houlsby"}, {"Linear"}, True),
+    ("vit", "prompt", {}, {"Prompts", "Linear"}, False),
+    ("vit", "prompt", {"deep": False, "last_blocks": 2, "dropout": 0.2}, {"Prompts", "Linear"}, False),
+    ("hf", "prompt", {"tokens": 3}, {"Prompts", "Linear"}, False),
+    ("hf", "prompt", {"tokens": 3, "deep": False}, {"Prompts", "Linear"}, False),
     ("resnet", "lora", {"r": 2}, {"Conv2d", "Linear"}, True),
     ("vit", "lora", {}, {"Linear"}, True),
     ("hf", "lora", {}, {"Linear"}, True),
@@ -165,7 +169,7 @@ def test_two_named_adapters_in_one_model(make_backbone):
     assert torch.equal(personal, model(IMAGES))
 
 
-@pytest.mark.parametrize(("backbone", "adapter"), [("resnet", "residual"), ("vit", "bottleneck")])
+@pytest.mark.parametrize(("backbone", "adapter"), [("resnet", "residual"), ("vit", "bottleneck"), ("vit", "prompt")])
 def test_disabled_is_the_plain_backbone(make_backbone, backbone, adapter):
     adapted = insert_adapter(make_backbone(backbone), adapter)
     randomise(adapted.model)

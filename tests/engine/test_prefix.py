@@ -114,6 +114,7 @@ MODELS = {
     "vit, head": (lambda: adapted("test_vit", "head"), None),
     "vit, lora": (lambda: adapted("test_vit", "lora"), None),
     "vit, bottleneck": (lambda: adapted("test_vit", "bottleneck"), None),
+    "vit, prompt": (lambda: adapted("test_vit", "prompt"), ["pos_drop"]),
     "odd, middle": (lambda: odd("middle", "fc"), None),
     "odd, head": (lambda: odd("fc"), ["middle", "side"]),
     "odd, side": (lambda: odd("side"), None),

@@ -75,6 +75,7 @@ KINDS = [
     "test_vit/lora",
     "test_vit/gated",
     "test_vit/bottleneck",
+    "test_vit/prompt",
     "test_vit/bias_norm",
     "test_vit/full",
     "test_resnet/residual",

@@ -24,7 +24,7 @@ NAMES = [
     ("net", "full"),
 ]
 MORE = [("net", "head"), *(("test_resnet", method) for method in ("lora", "bias_norm", "full", "head"))]
-MORE += [*(("test_vit", method) for method in ("bottleneck", "lora", "dual_lora", "ia3", "full", "head"))]
+MORE += [*(("test_vit", method) for method in ("bottleneck", "prompt", "lora", "dual_lora", "ia3", "full", "head"))]
 
 
 def images(tiny, backbone):
