@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import FedEnsemble, FedExLoRA, FFALoRA, FLoRA, ServerStep, make_algorithm
+from perada.algorithms import FedEnsemble, FedExLoRA, FFALoRA, FLoRA, HetLoRA, ServerStep, make_algorithm
 from perada.core.states import Merged, get_state
 from perada.data import Phase
 from perada.models.adapted import Backbone, insert_adapter, make_slot
@@ -135,6 +135,20 @@ def test_the_global_model_is_the_mean_of_whole_weights(method, engine, per_round
         for key, value in whole(state).items():
             torch.testing.assert_close(value, dense[key], rtol=1e-9, atol=1e-9, msg=key)
     assert all(float((found[-1][base(layer)] - found[0][base(layer)]).norm()) > 1e-3 for layer in LAYERS)
+
+
+def test_flora_stacks_factors_of_several_ranks():
+    """Clients of ranks 2 and 1 in turn: what is cut is zero, and has no gradient."""
+    before, after = (run(HetLoRA(FLoRA(), [2, 1]), rounds=rounds).state("global") for rounds in (0, 1))
+    updates = []
+    for client, own in next(batches_of_rounds(CLIENTS_PER_ROUND)).items():
+        state = {key: value.clone() for key, value in before.items()}
+        for layer in LAYERS if client % 2 else ():
+            factors(state, layer)[1][1:] = 0
+        updates.append(trained(state, own))
+    for layer in LAYERS:
+        dense = sum(whole(update)[layer] for update in updates) / len(updates)
+        torch.testing.assert_close(whole(after)[layer], dense, rtol=1e-9, atol=1e-9)
 
 
 def test_one_round_by_hand():
