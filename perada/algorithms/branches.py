@@ -115,8 +115,9 @@ class FedDPA(_Weighted):
         return expand(partition(sending.global_state, sending.slot.private)[1], len(sending.clients))
 
     def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
-        """Both models. Beside them are the weights, and zeros in place of the own branch."""
-        return kept | {"local": received, "absent": _zeros(kept["personal"], slot.private)}
+        """Both models, the weights, the global branch as it was received, and zeros in place of the own one."""
+        beside = {"shared": partition(received, slot.shared)[0], "absent": _zeros(kept["personal"], slot.private)}
+        return kept | {"local": received} | beside
 
     def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
         """Both models."""
@@ -124,7 +125,7 @@ class FedDPA(_Weighted):
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the own branch beside the received one, and one on the global branch alone."""
-        both = weighted(step.received | step.states["personal"], step.states[WEIGHT])
+        both = weighted(step.states["shared"] | step.states["personal"], step.states[WEIGHT])
         step.descend("personal", step.loss(both, stream="personal"))
         step.descend("local", step.loss(step.states["local"] | step.states["absent"], stream="local"))
 
