@@ -39,8 +39,8 @@ def twins(slot: Slot) -> dict[str, str]:
     return {own: name for g, p in pairs(slot) for own, name in ((p.down, g.down), (p.up, g.up))}
 
 
-WEIGHT = "weight"
-"""The role of the branches' weights: a number for each B."""
+WEIGHT, OF = "weight", "/weight"
+"""The role of the branches' weights, a number for each B, and what stands behind the name of a B there."""
 
 
 class _Weighted(Algorithm):
@@ -69,7 +69,7 @@ class _Weighted(Algorithm):
     def weights(self, initial: State, slot: Slot) -> State:
         """1 − α for each B of the shared branch, α for each of the private one."""
         shares = [(pair.up, alpha) for g, p in pairs(slot) for pair, alpha in ((g, 1 - self.weight), (p, self.weight))]
-        return {key: initial[key].new_tensor(share) for key, share in shares}
+        return {key + OF: initial[key].new_tensor(share) for key, share in shares}
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """Both branches, weighted."""
@@ -79,7 +79,8 @@ class _Weighted(Algorithm):
 
 def weighted(states: State, weights: State) -> State:
     """A stack (C, ...) with each client's B times its weight (C,)."""
-    return states | {key: _rows(weight, states[key]) * states[key] for key, weight in weights.items()}
+    named = {key.removesuffix(OF): weight for key, weight in weights.items()}
+    return states | {key: _rows(weight, states[key]) * states[key] for key, weight in named.items()}
 
 
 def _rows(clients: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_base
+from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
 from perada.core.checks import check_whole
@@ -61,6 +62,8 @@ class HetLoRA(Around):
             raise ValueError(
                 f"base={type(self.base).__name__} has several global models; choose another, such as FedAvg"
             )
+        if isinstance(self.base, RestOfWorld):
+            raise ValueError("base=RestOfWorld needs the mean of whole branches; choose another, such as FedDPA")
         for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
             check_whole("ranks", rank, hint="of LoRA, of each client")
         for size in sizes or ():

@@ -220,7 +220,12 @@ def full_gradients(
 
 
 def gradient_norms(
-    cohort: Cohort, settings: Settings, batches: Iterable[CohortBatch], shares: Shares, ranks: Ranks
+    cohort: Cohort,
+    received: State,
+    settings: Settings,
+    batches: Iterable[CohortBatch],
+    shares: Shares,
+    ranks: Ranks,
 ) -> dict[str, float]:
     """Squared norms of the gradients that PerAda's convergence theorems bound, at the start of a round.
 
@@ -228,9 +233,10 @@ def gradient_norms(
     over the round's clients, by the run's weights (1/M in the paper). ``theory/personal_gradient`` is
     ‖∇_v P_m(v_m^t, w^t)‖², the term s = 0 of Theorem 4, with P_m(v, w) = L_m(v) + λ/2 ‖v − w‖²: its mean over clients,
     and the standard deviation; only of PerAda and Ditto, whose objective that is. The gradients are full ones, of the
-    clients of the ``cohort``, or a stand-in, whose training images come in ``batches``, each once. All ranks call it.
+    clients of the ``cohort``, or a stand-in, who ``received`` these whole states and whose training images come in
+    ``batches``, each once. All ranks call it.
     """
-    algorithm, received, here, clients = settings.algorithm, cohort.received, shares.places, len(shares.plan.clients)
+    algorithm, here, clients = settings.algorithm, shares.places, len(shares.plan.clients)
     roles = [received] + ([cohort.kept["personal"]] if isinstance(algorithm, PerAda) else [])
     gradients, rows = full_gradients(cohort, settings, roles, batches if here else ())
     own = len(here)
@@ -238,7 +244,8 @@ def gradient_norms(
     images[here] = rows[:own]
     ranks.sum_([images])
     weights = client_weights(settings.weighting, images.int().tolist())[here]
-    total = {key: (value[:own] * _per_client(weights, value)).sum(0) for key, value in gradients[0].items()}
+    sent = {key: value for key, value in gradients[0].items() if key in cohort.received}
+    total = {key: (value[:own] * _per_client(weights, value)).sum(0) for key, value in sent.items()}
     ranks.sum_(total.values())
     found = {"theory/global_gradient": float(sum(value.square().sum() for value in total.values()))}
     if isinstance(algorithm, PerAda):

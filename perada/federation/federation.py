@@ -76,7 +76,8 @@ class Federation(Site):
         received = self.server.sending(own, self.num_clients, losses)
         self.cohort = Cohort(self, own, self.store.local.gather(own.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
-            self._gradients = gradient_norms(self.cohort, settings, map(one_of, loader(own)), shares, self.ranks)
+            whole = expand(self.global_state, len(own.clients)) | received  # names that are not sent
+            self._gradients = gradient_norms(self.cohort, whole, settings, map(one_of, loader(own)), shares, self.ranks)
         return self.cohort
 
     def close(self, data: FederationData, progress: Progress = iter) -> RoundReport:

@@ -3,12 +3,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
+from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import perada
 from perada.adapters import DualLoraConfig
-from perada.algorithms import FedDPA, FedDPAF, RestOfWorld
+from perada.algorithms import FedDPA, FedDPAF, FedEnsemble, HetLoRA, RestOfWorld
 
 from .problems import CLASSES, CLIENTS, QUIET, finetune, is_private, network, reference, task
 from .references import fedavg
@@ -58,6 +60,27 @@ def test_one_client_has_no_rest_of_the_world():
         row(1, perada.FederatedData(task().train[:1], num_classes=CLASSES))
 
 
+def test_a_rest_of_the_world_has_whole_branches():
+    with pytest.raises(ValueError, match="base=RestOfWorld needs the mean of whole branches; choose another"):
+        HetLoRA(RestOfWorld())
+
+
+@pytest.mark.parametrize("base", [FedDPA(), FedDPAF()])
+def test_ranks_of_clients_hold_for_both_branches(base):
+    run = finetune(HetLoRA(base, ranks=[1, 2]), adapter=BRANCHES, rounds=2)
+    for m in CLIENTS:
+        state = run.state("personal", m)
+        for a, b in ((A_SHARED, B_SHARED), (A_OWN, B_OWN)):
+            assert state[b].flatten(1).any(0).tolist() == state[a].flatten(1).any(1).tolist() == [True, m % 2 == 1]
+
+
+def test_modes_of_feddpa_are_trained():
+    run = finetune(FedEnsemble(FedDPA(), modes=2, strata=2), "net-branches", rounds=2)
+    one, two = run.states("global")
+    assert one[B_SHARED].any() and two[B_SHARED].any() and not torch.equal(one[B_SHARED], two[B_SHARED])
+    assert not one[B_OWN].any() and run.state("personal", 0)[B_OWN].any()
+
+
 def test_global_branches_are_those_of_fedavg_without_the_private_one():
     """The plain loop of FedAvg trains both; with B and A of the private branch at zero, that one stays there."""
     ref = reference("net-branches")
@@ -72,6 +95,19 @@ def test_global_branches_are_those_of_fedavg_without_the_private_one():
         for key, value in found.items():
             wanted = initial[key] if is_private(key) else w[key]
             torch.testing.assert_close(value, wanted, rtol=1e-7, atol=1e-9)
+
+
+def test_the_global_gradient_is_that_of_the_global_branch():
+    """‖∇L‖² by what is sent, at the initial state: the mean over clients of their gradients on all their images."""
+    run, ref = finetune("feddpa", "net-branches", rounds=1, diagnostics=["gradient_norms"]), reference("net-branches")
+    means = []
+    for m in ref.rounds[0]:
+        leaves = {key: value.clone().requires_grad_(key in ref.trained) for key, value in ref.initial.items()}
+        x, y = task().train[m][:]
+        F.cross_entropy(functional_call(ref.model.eval(), leaves, (x,)), y).backward()
+        means.append({key: leaves[key].grad for key in ref.trained if not is_private(key)})
+    squares = sum(float((sum(one[key] for one in means) / len(means)).square().sum()) for key in means[0])
+    assert run.metrics["rounds"][0]["theory/global_gradient"] == pytest.approx(squares, rel=1e-6)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
