@@ -148,7 +148,7 @@ def cell(name: str, value: float) -> str:
         return epsilon_text(value)
     if name.startswith("train/"):
         return f"{value:.4f}"
-    if name.startswith("theory/") and name != "theory/ensemble_accuracy":
+    if name.startswith(("theory/", "updates/")) and name != "theory/ensemble_accuracy":
         return f"{value:.4g}"
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
 

@@ -212,7 +212,7 @@ def run_report(folder: Path) -> str:
     names = {name for values in record.rounds for name in values}
     shown = [name for name in (*SCORES, *MODES, *shift_names(names), *EPSILONS) if name in names]
     losses = sorted(name for name in names if name.startswith("train/"))
-    shown += sorted(name for name in names if name.startswith("theory/"))
+    shown += sorted(name for name in names if name.startswith(("theory/", "updates/lora_")))
     body = [
         [str(int(row["round"])), *(cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
         for row in record.rounds

@@ -12,6 +12,7 @@ from perada.algorithms import FedEnsemble, FFALoRA
 from perada.data import Phase
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SVD, LoRAFair, NormClipping
+from perada.studies.report.records import run_report
 
 from .problems import BATCH, LORA, LR_LOCAL, SIZES, assert_equal, finetune, reference, task
 
@@ -188,3 +189,13 @@ def test_all_diagnostics_say_nothing_of_lora_where_there_is_none(caplog):
     assert not [one for one in caplog.records if "lora" in one.getMessage()]
     (record,) = finetune("fedavg", "net-adapter", rounds=1, diagnostics=True).metrics["rounds"]
     assert record["updates/lora_residual"] > 0
+
+
+def test_the_report_of_a_run_shows_both(tmp_path):
+    options = {"server_rule": SVD(), "diagnostics": ["lora_residual"], "rounds": 2}
+    run = finetune("fedavg", "net-adapter", logger=True, default_root_dir=str(tmp_path), **options)
+    table = [line.split("|")[1:-1] for line in run_report(tmp_path / "lightning_logs/version_0").splitlines()]
+    header, _, *lines = [[cell.strip() for cell in row] for row in table]
+    for record, line in zip(run.metrics["rounds"], lines, strict=True):
+        for name in ("updates/lora_error", "updates/lora_residual"):
+            assert float(line[header.index(name)]) == pytest.approx(record[name], rel=1e-3)

@@ -12,7 +12,7 @@ from perada.data import FederatedData
 from perada.deploy.protocol import LocalTransport
 from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
-from perada.server.rules import FedAdam, Median
+from perada.server.rules import SVD, FedAdam, Median
 
 from ..algorithms.problems import ADAPTER_OF, OF_LORA
 from .parties import Parties
@@ -67,6 +67,7 @@ VARIANTS = {
     "by loss": (FedEnsemble(modes=2, assignment="loss"), {}),
     "best mode": (FedEnsemble(modes=2, keeps="best"), {}),
     "modes of PerAda": (FedEnsemble(PerAda(), modes=2), {}),
+    "products of factors": ("fedavg", {"loop": {"server_rule": SVD()}, "module": {"adapter": "lora"}}),
     "ffa": (FFALoRA(PerAda()), {"module": {"adapter": "lora"}}),
     "ensemble of ffa": (FFALoRA(FedBE(distill=False)), {"module": {"adapter": "lora"}}),
     "ranks": (HetLoRA(Ditto(), [3, 1]), {"module": {"adapter": "lora"}}),

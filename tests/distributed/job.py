@@ -57,7 +57,6 @@ CASES = {
         "algorithm": "fedavg",
         "adapter": LoraConfig(r=2, target_modules=["conv"], init_lora_weights=True),
         "server_rule": SVD(),
-        "weighting": "samples",
         "diagnostics": ["lora_residual"],
         "engine": "loop",
     },
