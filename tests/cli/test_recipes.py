@@ -101,7 +101,7 @@ def parser():
 
 def small_words(name, written=None):
     """Options with which a recipe runs in no time, on data that are there."""
-    backbone = "test_vit" if "_vit" in name else "test_resnet"  # as the recipe's, in small
+    backbone = "test_vit" if "_vit" in name or "prompts" in name else "test_resnet"  # as the recipe's, in small
     public = {} if name == "quickstart" else {"public": None, "public_fraction": 0.1}
     data = SMALL["data"] | public
     first = name.split("/")[0]
