@@ -80,7 +80,7 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
 def choose(asked: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, str]) -> tuple[Diagnostic, ...]:
     """What to measure: all that can be, or what was asked for by name, which is a ValueError where it cannot be.
 
-    >>> choose(True, {"gradient_norms": "they are private"})
+    >>> choose(True, {"gradient_norms": "they are private", "lora_residual": "no adapter of LoRA"})
     ('distillation_distance', 'personal_distance', 'ensemble_error', 'update_norms')
     """
     if isinstance(asked, bool):
