@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
@@ -43,16 +43,27 @@ class Entry:
     base: str  # its name for make_algorithm, which says its class and its arguments
     options: tuple[str, ...] = ()  # further ones that belong to it
     paper: tuple[str, ...] = FULL  # with which it trains what its paper trains
+    adapter: str = ""  # the one that it is about; where there is none, the recipe's
+    adapter_options: dict[str, bool] = field(default_factory=dict)
 
-    def words(self, given: type[Algorithm], paper: bool = False) -> list[str]:
+    def words(self, cli: Any, paper: bool = False) -> list[str]:  # noqa: ANN401 - a LightningCLI
         """Options of ``perada fit`` for this algorithm, with ``paper`` those that train what the paper trains.
 
-        An algorithm of the class ``given``, the recipe's own, keeps the arguments that the recipe gives it; any other
-        has its own defaults, and not another algorithm's arguments of the same name.
+        An algorithm of the class that the recipe names keeps the arguments that the recipe gives it; any other has its
+        own defaults, and not another algorithm's arguments of the same name. An adapter of its own has the options of
+        the recipe's that it knows too.
         """
-        own = spec_of(self.base)
-        reset = [] if own["class_path"] == _path(given) else ["--federated.algorithm=null"]
-        return [*reset, *words_of("federated.algorithm", own), *self.options, *(self.paper if paper else ())]
+        own, model = spec_of(self.base), cli.config.model
+        reset = [] if own["class_path"] == _path(type(cli.loop.algorithm)) else ["--federated.algorithm=null"]
+        words = [*reset, *words_of("federated.algorithm", own), *self.options]
+        if self.adapter:
+            given = dict(model.adapter_options or {})
+            if model.adapter != self.adapter:
+                both = _LORA if model.adapter in ("lora", "dual_lora") else {"last_blocks"}
+                given = {name: value for name, value in given.items() if name in both}
+            options = json.dumps(given | self.adapter_options) if given or self.adapter_options else "null"
+            words += [f"--model.adapter={self.adapter}", f"--model.adapter_options={options}"]
+        return [*words, *(self.paper if paper else ())]
 
     def check(self, made: Namespace) -> None:
         """Refuse to call by this name an algorithm that is another one by its ``class_path`` or ``init_args``."""
@@ -71,8 +82,8 @@ class Entry:
 
 
 _BACKBONE = ("--model.train_backbone=true",)
-_DUAL = ("--model.adapter=dual_lora",)
-_LORA = ("--model.adapter=lora", "--model.adapter_options=null")
+_LORA = {"r", "lora_alpha", "target_modules", "exclude_modules", "last_blocks"}
+"""Options of ``lora`` and ``dual_lora``, of the same meaning in both."""
 ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     # PerAda is about adapters: the recipe's.
     "perada": Entry("perada", paper=()),
@@ -81,21 +92,23 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     "fedalt_adapter": Entry("fedalt_adapter", _BACKBONE, paper=()),
     "fedsim_adapter": Entry("fedsim_adapter", _BACKBONE, paper=()),
     # About LoRA's factors.
-    "ffa_lora": Entry("ffa_lora", _LORA, paper=()),
-    "fedsa_lora": Entry("fedsa_lora", _LORA, paper=()),
-    "rolora": Entry("rolora", _LORA, paper=()),
-    "het_lora": Entry("het_lora", _LORA, paper=()),
-    "fedex_lora": Entry("fedex_lora", _LORA, paper=()),
-    "flora": Entry("flora", _LORA, paper=()),
+    "ffa_lora": Entry("ffa_lora", paper=(), adapter="lora"),
+    "fedsa_lora": Entry("fedsa_lora", paper=(), adapter="lora"),
+    "rolora": Entry("rolora", paper=(), adapter="lora"),
+    "het_lora": Entry("het_lora", paper=(), adapter="lora"),
+    "fedex_lora": Entry("fedex_lora", paper=(), adapter="lora"),
+    "flora": Entry("flora", paper=(), adapter="lora"),
     # About its two branches.
-    "feddpa": Entry("feddpa", (*_DUAL, "--model.adapter_options=null"), paper=()),
-    "feddpa_f": Entry("feddpa_f", (*_DUAL, "--model.adapter_options=null"), paper=()),
-    "fedalt_row": Entry("fedalt_row", (*_DUAL, '--model.adapter_options={"gate": true}'), paper=()),
+    "feddpa": Entry("feddpa", paper=(), adapter="dual_lora"),
+    "feddpa_f": Entry("feddpa_f", paper=(), adapter="dual_lora"),
+    "fedalt_row": Entry("fedalt_row", paper=(), adapter="dual_lora", adapter_options={"gate": True}),
     # Algorithms that are another one with an option of its own.
     "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
     "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),
-    "flexlora": Entry("fedavg", (*_LORA, "--federated.server_rule=perada.server.low_rank.SVD"), paper=()),
-    "lora_fair": Entry("fedavg", (*_LORA, "--federated.server_rule=perada.server.low_rank.LoRAFair"), paper=()),
+    "flexlora": Entry("fedavg", ("--federated.server_rule=perada.server.low_rank.SVD",), paper=(), adapter="lora"),
+    "lora_fair": Entry(
+        "fedavg", ("--federated.server_rule=perada.server.low_rank.LoRAFair",), paper=(), adapter="lora"
+    ),
 }
 
 
@@ -211,10 +224,10 @@ class Plan:
         varied = [tuple(point.items()) for point in points(vary)] or [()]  # the last name's values change fastest
         self.rows: list[Row] = list(dict.fromkeys(product(given.recipes, algorithms, varied)))
         self.signed: list[str] = given.choose_by
-        self.recipes: dict[str, tuple[type[Algorithm], str]] = {}
+        self.recipes: dict[str, tuple[Any, str]] = {}
         for recipe in given.recipes:
             cli = make_cli(["--config", recipe])
-            self.recipes[recipe] = type(cli.loop.algorithm), _digest(map(str, cli.config.config))
+            self.recipes[recipe] = cli, _digest(map(str, cli.config.config))
         for row in self.rows:
             self._check(row)
 
@@ -251,6 +264,11 @@ class Plan:
             raise ValueError(
                 "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
                 "its results: the noise would follow from it; leave secure_rng out"
+            )
+        if self.grids[row[1]] and (cli.loop.privacy or cli.loop.client_privacy):
+            raise ValueError(
+                "--tune cannot be used with privacy or client_privacy: it chooses by private images, which no ledger "
+                "counts; choose on public data, and give the values"
             )
         for point in corners(self.grids[row[1]]):
             job = self.job(row, self.seeds[0], "tune", point)

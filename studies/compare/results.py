@@ -145,6 +145,8 @@ def summary(records: Sequence[Record]) -> str:
     scored += shift_names(name for record in shown for name in record)
     columns: dict[str, Callable[[Sequence[Record]], str]] = {name: partial(_over_seeds, name=name) for name in scored}
     columns |= {EPSILONS[name][0]: partial(_epsilon, name=name) for name in private}
+    if any(_lost(record) is not None for record in shown):
+        columns["lost"] = lambda runs: _mean([value for value in map(_lost, runs) if value is not None], percent)
     columns |= {title: partial(_cost, name=name, form=form) for title, (name, _, form) in COSTS.items()}
     if any(record.get("point") for record in shown):
         columns["chosen"] = lambda runs: ", ".join(v for run in runs[-1:] for v in run.get("point", {}).values()) or "–"
@@ -279,6 +281,14 @@ def _epsilon(runs: Sequence[Record], name: str) -> str:
     """Largest ε over seeds of what is the largest over clients; mean over seeds of what is their mean."""
     values = [float(run[name]) for run in runs if name in run]
     return epsilon_text(max(values)) if values and name.endswith("_max") else _mean(values, epsilon_text)
+
+
+def _lost(run: Record) -> float | None:
+    """What a round's mean of LoRA's factors lost of the mean of the products, over the rounds; None if not measured."""
+    both = ("updates/lora_error", "updates/lora_residual")  # under a server rule for it, the first is what is lost
+    values = [next((row[name] for name in both if row.get(name) is not None), None) for row in run.get("history", ())]
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _cost(runs: Sequence[Record], name: str, form: str) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from functools import partial
+from inspect import signature
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -357,25 +358,26 @@ def test_entries_are_the_named_algorithms(recipe):
         "--federated.algorithm.prox_strength=7",
         "--federated.algorithm.distill=false",
     ]
-    mine = type(make_algorithm("perada"))
-    assert set(ALGORITHMS) <= set(ENTRIES)
+    mine, cli = type(make_algorithm("perada")), PeradaCLI(["--config", recipe], run=False)
+    assert type(cli.loop.algorithm) is mine and set(ALGORITHMS) <= set(ENTRIES)
     for name in ALGORITHMS:
-        made, expected = algorithm(*given[:2], *ENTRIES[name].words(mine)), make_algorithm(name)
+        made, expected = algorithm(*given[:2], *ENTRIES[name].words(cli)), make_algorithm(name)
         assert type(made) is type(expected)
         if type(made) is mine:  # the recipe's own algorithm keeps what the recipe says
             expected.prox_strength = 7
-        plain = [{k: v for k, v in vars(one).items() if k != "base"} for one in (made, expected)]
+        options = signature(type(made)).parameters.keys() - {"base"}
+        plain = [{k: v for k, v in vars(one).items() if k in options} for one in (made, expected)]
         assert plain[0] == plain[1], name
-    assert algorithm(*given, *ENTRIES["perada"].words(mine)).distills
-    whole = algorithm(*given, *ENTRIES["fed_ensemble_perada"].words(mine))
+    assert algorithm(*given, *ENTRIES["perada"].words(cli)).distills
+    whole = algorithm(*given, *ENTRIES["fed_ensemble_perada"].words(cli))
     assert (type(whole.base), whole.base.distills) == (mine, True)
 
 
 def test_what_papers_train(recipe):
-    mine = type(make_algorithm("perada"))
+    cli = PeradaCLI(["--config", recipe], run=False)
 
     def trained(name):
-        words = ENTRIES[name].words(mine, paper=True)
+        words = ENTRIES[name].words(cli, paper=True)
         model = PeradaCLI(["--config", recipe, "--trainer.logger=false", *words], run=False).model
         return model.adapter, model.train_backbone
 
@@ -386,6 +388,34 @@ def test_what_papers_train(recipe):
         "fedalt_adapter": ("head", True),
         "modified_local_gd": ("full", False),
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "lora", "dual"),
+    [
+        ("head", None, None),
+        ("residual {last_blocks: 1, norm: group}", {"last_blocks": 1}, {"last_blocks": 1}),
+        (
+            "lora {last_blocks: 1, r: 2, lora_dropout: 0.1}",
+            {"last_blocks": 1, "r": 2, "lora_dropout": 0.1},
+            {"last_blocks": 1, "r": 2},
+        ),
+        ("dual_lora {r: 2, gate: false}", {"r": 2}, {"r": 2, "gate": False}),
+    ],
+)
+def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora, dual):
+    adapter, _, options = given.partition(" ")
+    own = [f"--model.adapter={adapter}", *([f"--model.adapter_options={options}"] if options else [])]
+    cli = PeradaCLI(["--config", recipe, *own], run=False)
+
+    def model(name):
+        words = [*own, "--trainer.logger=false", *ENTRIES[name].words(cli)]
+        made = PeradaCLI(["--config", recipe, *words], run=False).model
+        return made.adapter, made.adapter_options
+
+    assert model("flexlora") == ("lora", lora or {})
+    assert model("feddpa") == ("dual_lora", dual or {})
+    assert model("fedalt_row") == ("dual_lora", (dual or {}) | {"gate": True})
 
 
 @pytest.mark.slow
@@ -446,6 +476,15 @@ def test_initial_models_that_differ_have_rows_of_their_own_and_none_failed():
     assert not any("failed" in name for name in table)
     lost = record("y", stage="tune", failed="no", diverged=False)
     assert "y (failed)" in rows(summary([*starts, lost]))
+
+
+def test_what_means_of_factors_lost_is_a_column():
+    residual, error = "updates/lora_residual", "updates/lora_error"
+    by_name = record("fedavg", history=[{"round": 1, residual: 0.25}, {"round": 2, residual: 0.75}])
+    rule = record("svd", history=[{"round": 1, residual: 0.5, error: 0.0}, {"round": 2, residual: 0.5, error: 0.125}])
+    table = rows(summary([by_name, rule, record("x", history=[{"round": 1, "personal/local_test": 0.5}])]))
+    assert {name: row["lost"] for name, row in table.items()} == {"fedavg": "50.00", "svd": "6.25", "x": "–"}
+    assert "lost" not in rows(summary([record("x")]))["x"]
 
 
 def test_shifts_have_columns():
