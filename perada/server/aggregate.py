@@ -110,7 +110,9 @@ class Updates(Mapping[str, Tensor]):
         }
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
-        return {key: sums[key].to(value.dtype) if key in sums else largest[key] for key, value in self.own.items()}
+        return {
+            key: _rounded(sums[key], value.dtype) if key in sums else largest[key] for key, value in self.own.items()
+        }
 
 
 def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
@@ -142,6 +144,18 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
     value = double(value)
     return (value * weights.to(value).view(-1, *[1] * (value.dim() - 1))).sum(0)
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sum in double precision as a ``dtype``, by way of 41 bits: so it does not depend on the order of the summands.
+
+    The exact mean of a few numbers often lies halfway between two neighbours, and the last bit of the sum would decide.
+    """
+    if value.dtype == torch.float64 != dtype:
+        scaled = value * (2**12 + 1)  # Veltkamp's splitting
+        short = scaled - (scaled - value)
+        value = torch.where(short.isfinite(), short, value)
+    return value.to(dtype)
 
 
 _INNER = "aggregate/"  # prefix of what the inner rule of a composed rule keeps

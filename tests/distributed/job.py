@@ -16,7 +16,7 @@ import perada
 from perada.adapters import DualLoraConfig
 from perada.algorithms import FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import Corruptions, ImageSet
-from perada.server import SVD, FedAdam, FLTrust
+from perada.server import SVD, FedAdam, FLTrust, LoRAFair
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = (
@@ -60,12 +60,22 @@ CASES = {
         "diagnostics": ["lora_residual"],
         "engine": "loop",
     },
+    "lora_fair": {"algorithm": "perada", "adapter": LORA, "server_rule": LoRAFair(), "weighting": "samples", **DISTILS},
+    "ranks under SVD": {
+        "algorithm": HetLoRA(ranks=[2, 1]),
+        "adapter": LORA,
+        "server_rule": SVD(),
+        "weighting": "samples",
+        "clients_per_round": 4,
+    },
     "fedavg_ft": {"algorithm": "fedavg_ft"},
     "feddyn": {"algorithm": "feddyn"},
     "scaffold": {"algorithm": "scaffold", "algorithm_options": {"server_lr": 0.7}},
     "moon": {"algorithm": "moon", "augmented": True},
     "fedrod": {"algorithm": "fedrod"},
     "fedbe": {"algorithm": "fedbe", **DISTILS},
+    "fedper": {"algorithm": "fedper", "weighting": "samples"},
+    "fedbabu": {"algorithm": "fedbabu"},
     "fedrep": {"algorithm": "fedrep", "augmented": True},
     "ffa_lora": {
         "algorithm": FFALoRA(PerAda()),

@@ -62,7 +62,8 @@ def compare(two, one, **tolerance):
 
 
 def tolerance(case):
-    return dict.fromkeys(("rtol", "atol"), 1e-9 if "double" in case else 1e-5)
+    """None but where sums of double precision are not rounded, or images of a padded batch are summed in its order."""
+    return dict.fromkeys(("rtol", "atol"), 1e-9 if "double" in case else 1e-6 if case == "private images" else 0)
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -77,7 +78,7 @@ def test_two_processes_do_what_one_does_whatever_the_method(case, found_by_the_o
 
 
 def test_two_processes_go_on_from_the_checkpoint_of_one(found):
-    compare(found["resumed"], results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)
+    compare(found["resumed"], results(run("perada", rounds=4)), rtol=0, atol=0)
 
 
 def test_secure_processes_keep_one_ledger_and_one_journal(folder, found):
@@ -98,4 +99,4 @@ def test_secure_processes_keep_one_ledger_and_one_journal(folder, found):
 def test_one_process_goes_on_from_the_checkpoint_of_two(folder, found):
     (checkpoint,) = (folder / "lightning_logs").rglob("last.ckpt")
     resumed = run("perada", rounds=4, ckpt_path=str(checkpoint))
-    compare(results(resumed), results(run("perada", rounds=4)), rtol=1e-5, atol=1e-5)
+    compare(results(resumed), results(run("perada", rounds=4)), rtol=0, atol=0)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means over the client axis."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -48,3 +50,18 @@ def test_only_reading_a_name_moves_it():
     assert "v" not in updates
     with pytest.raises(AssertionError):
         updates["w"]
+
+
+def test_a_mean_is_the_nearest_float_in_whatever_order_it_is_summed():
+    """By numpy's sum in 80 bits; halves between two floats, which are common, go to the even one."""
+    states = torch.randn(7, 20_000)
+    states[:3] *= 0.4
+    longer = states.numpy().astype(np.longdouble)
+    weights = torch.full((7,), 1 / 7, dtype=torch.float64)
+    wanted = torch.from_numpy((longer.sum(0) / 7).astype(np.float32))
+    for _ in range(3):
+        order = torch.randperm(7)
+        assert torch.equal(mean({"w": states[order]}, weights)["w"], wanted)
+    huge = torch.tensor([[3e38], [3e38]])
+    assert mean({"w": huge}, weights[:2] * 3.5)["w"].item() == huge[0].item()
+    assert mean({"w": huge * math.inf}, weights[:2])["w"].item() == math.inf
