@@ -280,7 +280,7 @@ def assert_same(state, expected, what):
     assert state.keys() == expected.keys(), what
     for key, value in state.items():
         torch.testing.assert_close(
-            value, expected[key], rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{what} {key}: {m}"
+            value, expected[key], rtol=1e-9, atol=1e-11, msg=lambda m, key=key: f"{what} {key}: {m}"
         )
 
 
