@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -347,6 +348,21 @@ def test_rounds_equal_a_plain_loop(name, options, function, kind, cached, engine
     for m in CLIENTS:
         assert_same(found.state("personal", m), personal[m], f"personal {m}")
     assert distance(found.state("global"), prompt_reference(kind).initial) > 0.01
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+@pytest.mark.parametrize(("algorithm", "kind"), [("perada", "deep"), ("lg_fedavg", "shallow"), ("fedper", "late")])
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, kind):
+    def train(folder, rounds, **more):
+        saved = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, "saved")], "rounds": rounds}
+        return run(algorithm, kind, momentum=0.5, **saved | more)
+
+    whole, _ = train(tmp_path / "whole", 4), train(tmp_path / "half", 2)
+    resumed = train(tmp_path / "half", 4, ckpt_path=str(tmp_path / "half" / "saved.ckpt"))
+    for state, wanted in zip(resumed.states("global"), whole.states("global"), strict=True):
+        assert_equal(state, wanted)
+    for m in CLIENTS:
+        assert_equal(resumed.state("personal", m), whole.state("personal", m))
 
 
 @pytest.mark.parametrize("make", [FedSim, pytest.param(FedAlt, marks=pytest.mark.slow)])

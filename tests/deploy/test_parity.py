@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
 
 from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import FederatedData
 from perada.deploy.protocol import LocalTransport
 from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
-from perada.server.rules import SVD, FedAdam, Median
+from perada.server.rules import SVD, FedAdam, LoRAFair, Median
 
 from ..algorithms.problems import ADAPTER_OF, OF_LORA
 from .parties import Parties
@@ -58,6 +59,12 @@ def test_a_deployed_run_equals_its_simulation(algorithm, tiny, tmp_path):
             assert math.isclose(float(row[name]), expected[name], rel_tol=1e-6), name
 
 
+def vit():
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    return VisionTransformer(**sizes, num_classes=3)
+
+
 OTHERS = sorted(set(ALGORITHMS) - {"fedavg", "ditto", "perada", "fedalt_adapter", "fedsim_adapter", "fedbn"})
 VARIANTS = {
     "sampled": ("perada", {"loop": {"clients_per_round": 2, "seed": 5}}),
@@ -72,6 +79,9 @@ VARIANTS = {
     "ensemble of ffa": (FFALoRA(FedBE(distill=False)), {"module": {"adapter": "lora"}}),
     "ranks": (HetLoRA(Ditto(), [3, 1]), {"module": {"adapter": "lora"}}),
     "ranks, tuned": (HetLoRA(FedAvgFT(), [3, 1]), {"module": {"adapter": "lora"}}),
+    "lora_fair": ("perada", {"loop": {"server_rule": LoRAFair()}, "module": {"adapter": "lora"}}),
+    "prompts": ("perada", {"net": vit, "module": {"adapter": "prompt"}}),
+    "private prompts": ("lg_fedavg", {"net": vit, "module": {"adapter": "prompt"}}),
     "rates": ("ditto", {"module": {"lr_schedule": "cosine", "optimizer": "adam", "momentum": 0.0}}),
     "held out": ("fedrep", {"loop": {"local_epochs": None, "local_steps": 3}}),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,6 +30,15 @@ DISTILS = {"distill_steps": 3, "distill_batch_size": 4}
 COUNTED = {"noise_multiplier": 0.5, "clipping": "adaptive", "max_norm": 0.05, "count_noise": 2.0, "delta": 0.01}
 DUAL = DualLoraConfig(r=2, target_modules=["conv"])
 LORA = LoraConfig(r=2, target_modules=["conv"])
+
+
+def vit(norm: bool, dtype: torch.dtype) -> nn.Module:
+    """A small ViT."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    return VisionTransformer(**sizes, num_classes=CLASSES).to(dtype)
+
+
 CASES = {
     "perada": {"algorithm": "perada", **DISTILS},
     "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4},
@@ -92,6 +102,7 @@ CASES = {
     "het_lora": {"algorithm": HetLoRA(PerAda(), [2, 1]), "adapter": LORA, **DISTILS},
     "fedex_lora": {"algorithm": "fedex_lora", "adapter": LORA, "weighting": "samples", "diagnostics": True},
     "flora": {"algorithm": "flora", "adapter": LORA, "engine": "loop"},
+    "prompts": {"algorithm": "perada", "adapter": "prompt", "net": vit, **DISTILS},
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},
@@ -166,14 +177,14 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     """Run a case."""
     options = {"adapter": "full", "norm": True, "dtype": torch.float32, "clients_per_round": 3, "distill_steps": 0}
     options |= CASES.get(case, SECURE) | extra
-    norm, dtype = options.pop("norm"), options.pop("dtype")
+    norm, dtype, net = options.pop("norm"), options.pop("dtype"), options.pop("net", network)
     data = federation(dtype)
     if options.pop("augmented", False):
         data = perada.FederatedDataModule(data, batch_size=4, crop_padding=2, flip=True)
     if options.pop("shifted", False):
         data = shifted()
     return perada.finetune(
-        network(norm, dtype),
+        net(norm, dtype),
         data,
         batch_size=4,
         lr_personal=0.05,
