@@ -220,7 +220,7 @@ class RestOfWorld(Algorithm):
     a round's clients; weights do not count. A client makes its RoW branch v̄ + (v̄ − own) / (M − 1) of it, so that the
     server sends the same to all. It predicts with the RoW branch of the last round that it took part in, for which its
     mixer was trained. A client that was not drawn counts as it last was. The paper has all clients in every round.
-    A server rule that turns factors, such as ``svd``, would leave no mean that a client could take its own part out of.
+    Server rules on products, such as ``svd``, are refused: they would leave no mean to take one's own part out of.
     """
 
     inference = "personal"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perada.algorithms import Algorithm, Slot
 from perada.algorithms.base import Stacks
+from perada.algorithms.branches import RestOfWorld
 from perada.core.checks import check_choice
 from perada.core.rounds import AnyBatch, Phase, RoundPlan
 from perada.core.states import State
@@ -152,7 +153,9 @@ def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> 
             f"{slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose adapter='lora', without DoRA"
         )
     both = any(pair.down in sent and pair.up in sent for pair in slot.factors)
-    name = type(algorithm).__name__
+    name, base = type(algorithm).__name__, getattr(algorithm, "base", algorithm)
+    if isinstance(base, RestOfWorld):
+        return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
     return "" if both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
 
 

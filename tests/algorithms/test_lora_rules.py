@@ -150,6 +150,12 @@ def test_images_are_private_and_clients_are_not():
         (FFALoRA(), "net-adapter", {"server_rule": "svd"}, "clients of FFALoRA do not send both A and B of a layer"),
         ("standalone", "net-adapter", {"server_rule": "svd"}, "clients of Standalone do not send both A and B"),
         (
+            "fedalt_row",
+            "net-branches",
+            {"server_rule": "svd"},
+            "clients of RestOfWorld send means of factors that they moved",
+        ),
+        (
             "fedavg",
             "net-full",
             {"diagnostics": ["lora_residual"]},
