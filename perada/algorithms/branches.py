@@ -93,7 +93,7 @@ def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
 
 
 class FedDPA(_Weighted):
-    """A global LoRA and a client's own one, trained in every round (FedDPA-T: Yang et al., NeurIPS 2024, Section 4).
+    """A global LoRA and a client's own one, trained in every round (FedDPA-T: Yang et al., NeurIPS 2024).
 
     A client trains the global branch alone, from what it received, and sends it; the server takes the mean. It trains
     its own branch in the network with both, (1 − α)·global + α·own, where the global one stays as it was received. Both
@@ -136,7 +136,7 @@ class FedDPA(_Weighted):
 
 
 class FedDPAF(FedAvg):
-    """A global LoRA first, then a client's own one (FedDPA-F: Yang et al., NeurIPS 2024, Section 4).
+    """A global LoRA first, then a client's own one (FedDPA-F: Yang et al., NeurIPS 2024).
 
     The rounds are FedAvg of the global branch and the head. After the last one every client trains a branch of its own,
     alone, that starts as a copy of the global one. It predicts with (1 − α)·global + α·own, with the same α for all

@@ -56,7 +56,7 @@ class HeadAlone(Standalone):
 class FedBABU(FedAvgFT):
     """FedAvg of the body under a head that stays as it began, and which every client fine-tunes after the last round.
 
-    Oh et al. (ICLR 2022), Algorithm 1. The global model is the averaged body with the initial head. That head is the
+    Oh et al. (ICLR 2022). The global model is the averaged body with the initial head. That head is the
     same for all and is never sent back.
 
     Args:

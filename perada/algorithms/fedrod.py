@@ -10,7 +10,7 @@ from perada.server.aggregate import double
 
 
 class FedROD(Algorithm):
-    """Federated robust decoupling, with linear personal heads (their Algorithm 1).
+    """Federated robust decoupling, with linear personal heads.
 
     A client trains the received model θ_m on the balanced softmax (Ren et al., NeurIPS 2020),
     −log( n_y^γ exp g_y / Σ_c n_c^γ exp g_c ), where g are its logits and n_c the client's number of training images of

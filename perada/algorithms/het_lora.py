@@ -25,7 +25,7 @@ RANK = "lora/rank"
 
 
 class HetLoRA(Around):
-    """Any algorithm, whose clients m have LoRA of rank r_m (HetLoRA: Cho et al., EMNLP 2024, Section 3).
+    """Any algorithm, whose clients m have LoRA of rank r_m (HetLoRA: Cho et al., EMNLP 2024).
 
     The server's B and A have the adapter's rank r. A client receives the first r_m columns of B and rows of A
     (truncation), and the server takes what it sends as zero beyond them (zero-padding). Each layer's B and A are
@@ -40,7 +40,8 @@ class HetLoRA(Around):
     to each client, and their average none. A client predicts with its rank too, in a base without personal models
     with the global one, cut. All clients have tensors of rank r, of which nothing beyond r_m is ever other than zero,
     under noise of differential privacy as well. With privacy of whole clients, of whom the server sees the noisy mean
-    alone, the weights are equal. Ranks are not pruned as training goes on (the paper's self-pruning).
+    alone, the weights are equal. The paper's self-pruning, a loss on the last columns of B and
+    rows of A that lowers r_m as they shrink, is left out.
 
     Args:
         base: What clients do. Default: FedAvg, as in the paper.

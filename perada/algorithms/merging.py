@@ -42,10 +42,10 @@ class _Merging(Algorithm):
 
 
 class FedExLoRA(_Merging):
-    """Means of A and of B, and W takes what their product lacks (FedEx-LoRA: Singhal et al., arXiv 2410.09432).
+    """Means of A and of B, and W takes what their product lacks (FedEx-LoRA: Singhal et al., ACL 2025).
 
     Of the round's clients, W ← W + s (mean(B·A) − mean(B)·mean(A)), where means have the aggregation weights; the
-    paper's are uniform.
+    paper's are uniform (arXiv 2410.09432).
     """
 
     def server_step(self, server: ServerStep) -> State:

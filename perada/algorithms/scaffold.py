@@ -15,7 +15,7 @@ CONTROL = "control/"
 
 
 class Scaffold(Algorithm):
-    """FedAvg with control variates, c_i of a client and c of the server (their Algorithm 1, option II for c_i).
+    """FedAvg with control variates, c_i of a client and c of the server (with their option II for c_i).
 
     A client takes y ← y − η_l (g(y) − c_i + c) in K steps from y = x, then c_i ← c_i − c + (x − y) / (K η_l). The
     server takes x ← x + η_g · mean(y − x) and c ← c + |S|/N · mean(c_i⁺ − c_i), over the clients S of a round. All c_i

@@ -187,12 +187,13 @@ class SVD(_OnProducts):
 class LoRAFair(_OnProducts):
     """The means of LoRA's factors, of which that of B is corrected towards the mean of their products (LoRA-FAIR).
 
-    Bian et al., ICCV 2025 (arXiv 2411.14961), equation 8: of B' = mean(B) + ΔB they minimise a dissimilarity of
-    mean(B·A) and B'·mean(A), plus λ ‖ΔB‖, by steps of SGD. Here both norms are Frobenius's, squared, so that the
-    minimum is a ridge regression, which is solved exactly. A is the mean of the clients' A.
+    Bian et al., ICCV 2025 (arXiv 2411.14961), equation 8: B' = mean(B) + ΔB is to make B'·mean(A) like mean(B·A),
+    by cosine similarity, at a price of λ ‖ΔB‖; it is found by steps of SGD. Here ‖mean(B·A) − B'·mean(A)‖² + λ ‖ΔB‖²
+    is minimised, in Frobenius's norm: a ridge regression, which is solved exactly. So the same λ may pull more or less
+    than theirs. A is the mean of the clients' A.
 
     Args:
-        strength: λ, the pull of B' towards mean(B); the paper's is 0.01. A large one gives the means.
+        strength: λ, the pull of B' towards mean(B); the paper's is 0.01, of its own objective. A large one gives the means.
         aggregate: What is done with all other tensors, such as the head. Default: the mean.
     """
 
