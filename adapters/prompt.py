@@ -18,9 +18,9 @@ from .added import AddedLayer, AddingModel, check_last_blocks, own_modules, reac
 class PromptConfig(PeftConfig):
     """Tokens (T, D) before those of the patches, behind the class token: the same for all images, and trained.
 
-    With ``deep`` each block has tokens of its own, whose outputs are left out. Otherwise those of the
-    first block go through all blocks. The head never sees them. They start uniform in ±√(6 / (I + D)), I
-    being the numbers of a patch, which is Xavier's rule for the patch embedding.
+    With ``deep`` each block has tokens of its own, whose outputs are left out. Otherwise those of the first block go
+    through all blocks. The head never sees them. They start uniform in ±√(6 / (I + D)), I being the numbers of a patch,
+    which is Xavier's rule for the patch embedding.
 
     Source: Jia et al., Visual Prompt Tuning (ECCV 2022, arXiv 2203.12119). Tokens enter behind timm's
     ``norm_pre`` and register tokens, of which the paper's networks have none. Means over tokens are over the patches'.

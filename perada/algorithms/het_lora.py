@@ -40,8 +40,8 @@ class HetLoRA(Around):
     to each client, and their average none. A client predicts with its rank too, in a base without personal models
     with the global one, cut. All clients have tensors of rank r, of which nothing beyond r_m is ever other than zero,
     under noise of differential privacy as well. With privacy of whole clients, of whom the server sees the noisy mean
-    alone, the weights are equal. The paper's self-pruning, a loss on the last columns of B and
-    rows of A that lowers r_m as they shrink, is left out.
+    alone, the weights are equal. The paper's self-pruning, a loss on the last columns of B and rows of A that lowers
+    r_m as they shrink, is left out.
 
     Args:
         base: What clients do. Default: FedAvg, as in the paper.

@@ -193,7 +193,7 @@ class LoRAFair(_OnProducts):
     than theirs. A is the mean of the clients' A.
 
     Args:
-        strength: λ, the pull of B' towards mean(B); the paper's is 0.01, of its own objective. A large one gives the means.
+        strength: λ, the pull of B' towards mean(B); the paper's is 0.01. A large one gives the means.
         aggregate: What is done with all other tensors, such as the head. Default: the mean.
     """
 
