@@ -30,7 +30,7 @@ from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of
 from perada.results.restore import plain_data
 from perada.results.run import Run
-from perada.server import Distillation, ServerRule, make_rule
+from perada.server import Distillation, SecureSums, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerOptimizer
 
@@ -88,6 +88,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     engine: EngineName = "auto",
     privacy: Privacy | dict[str, Any] | None = None,
     client_privacy: ClientPrivacy | dict[str, Any] | None = None,
+    secure_sums: SecureSums | dict[str, Any] | None = None,
     client_store: StoreKind = "auto",
     diagnostics: bool | list[Diagnostic] = False,
     seed: int = 0,
@@ -120,6 +121,8 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
             or a dictionary of its fields.
         client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
             or a dictionary of its fields.
+        secure_sums: Let the server see sums over clients alone (:class:`perada.server.SecureSums`), or a dictionary of
+            its fields.
         eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
         trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
@@ -144,6 +147,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     arguments["distillation"] = _distillation(distillation, shorthands, chosen, bool(data.public_size))
     arguments["privacy"] = options_of(Privacy, "privacy", privacy)
     arguments["client_privacy"] = options_of(ClientPrivacy, "client_privacy", client_privacy)
+    arguments["secure_sums"] = options_of(SecureSums, "secure_sums", secure_sums)
     model, server = (
         {name: arguments[name] for name in inspect.signature(kind).parameters if name in arguments}
         for kind in (FederatedClassifier, FederatedLoop)

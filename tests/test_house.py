@@ -197,7 +197,7 @@ def distribution(requirement: str) -> str:
 
 def test_dependencies_are_what_is_imported():
     import_names = {"scikit-learn": "sklearn", "pyyaml": "yaml", "pillow": "PIL", "opencv-python": "cv2"}
-    import_names["imagecorruptions-imaug"] = "imagecorruptions"
+    import_names |= {"imagecorruptions-imaug": "imagecorruptions", "pycryptodome": "Crypto"}
 
     def names(requirements):
         found = map(distribution, requirements)

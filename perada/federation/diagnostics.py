@@ -54,9 +54,11 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
     if not (algorithm.sends and algorithm.global_model) or algorithm.is_ensemble:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
         found: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
-        if algorithm.sends and not algorithm.is_ensemble and settings.client_privacy is None:
+        if algorithm.sends and not algorithm.is_ensemble and not (settings.client_privacy or settings.secure_sums):
             del found["lora_residual"]  # needs no whole model
         return found | lack
+    if settings.secure_sums is not None:
+        return dict.fromkeys(ALL, "with secure_sums nobody may see a client's models; leave diagnostics out")
     if settings.client_privacy is not None:
         reason = "with client_privacy nobody may see a client's models, and no ledger counts it; leave diagnostics out"
         return dict.fromkeys(ALL, reason)

@@ -117,8 +117,12 @@ class Server:
         Returns:
             What counted, and what was distilled into as it was before, or None; nothing if none are good.
         """
-        settings, round = self.settings, plan.round
-        if level is not None:  # all are counted, since who broke depends on their images
+        settings, round, secure = self.settings, plan.round, self.settings.secure_sums
+        shares = [1.0 if settings.weighting == "uniform" else float(sizes[client]) for client in plan.clients]
+        if secure is not None:
+            good = secure.summable(updates, shares, good)
+            good = good if len(good) >= secure.least(len(plan.clients)) else []
+        elif level is not None:  # all are counted, since who broke depends on their images
             updates = self.privatized(level, updates, received.own, plan)
             good = list(range(len(plan.clients)))
         elif good:
@@ -130,6 +134,9 @@ class Server:
         if settings.refuse_far:
             good = [place for place in good if plan.clients[place] not in report.far]
         updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
+        hidden = None if secure is None else (secure, updates)
+        if secure is not None:  # nothing after this gets to see a row
+            updates = secure.rows(updates, [shares[place] for place in good])
         distiller = Distiller(
             self.engine,
             settings.distillation,
@@ -141,6 +148,7 @@ class Server:
             self.ranks,
             self.scales,
             progress,
+            hidden,
         )
         step = ServerStep(
             round,

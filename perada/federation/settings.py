@@ -22,6 +22,7 @@ from perada.privacy.options import ClientPrivacy, Privacy, test_mode
 from perada.server import Distillation, Mean, ServerRule
 from perada.server.aggregate import Weighting
 from perada.server.distill import ServerData
+from perada.server.sums import SecureSums
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 StoreKind = Literal["auto", "device", "host", "disk"]
@@ -119,6 +120,7 @@ class Settings:
     rule: ServerRule = field(default_factory=Mean)
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
+    secure_sums: SecureSums | None = None
     storage: Storage = field(default_factory=Storage)
     loss_scaling: torch.amp.GradScaler | None = None  # in float16, its options
     refuse_far: bool = False  # leave out updates much longer than the others

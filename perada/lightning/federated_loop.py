@@ -33,6 +33,7 @@ from perada.results.restore import CHECKPOINT_KEY, LAST, contents, find_clients,
 from perada.results.run import Run
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
+from perada.server.sums import SecureSums
 
 ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
 """Metrics of a round that the progress bar shows."""
@@ -60,6 +61,7 @@ class FederatedLoop(pl.Callback):
         distillation: How the server distils, where the algorithm does.
         privacy: Differential privacy of the clients' images in all that they train; none by default.
         client_privacy: Differential privacy of whole clients in what they send; none by default.
+        secure_sums: Let the server see sums over clients alone (docs/secure_sums.md); it sees each update by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measures of PerAda's theorems in each round, or true for all (docs/diagnostics.md).
         resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more.
@@ -88,6 +90,7 @@ class FederatedLoop(pl.Callback):
         distillation: Distillation | None = None,
         privacy: Privacy | None = None,
         client_privacy: ClientPrivacy | None = None,
+        secure_sums: SecureSums | None = None,
         client_store: StoreKind = "auto",
         diagnostics: bool | list[Diagnostic] = False,
         resume_allow: list[str] | None = None,
@@ -98,7 +101,7 @@ class FederatedLoop(pl.Callback):
         self.algorithm, self.server_rule = algorithm or PerAda(), server_rule or Mean()
         self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
         self.distillation = distillation or Distillation()
-        self.privacy, self.client_privacy = privacy, client_privacy
+        self.privacy, self.client_privacy, self.secure_sums = privacy, client_privacy, secure_sums
         self.client_store = Storage(client_store)
         self.diagnostics, self.resume_allow = diagnostics, [] if resume_allow is None else resume_allow
         self.max_failures, self.refuse_far = max_failures, refuse_far
@@ -150,8 +153,9 @@ class FederatedLoop(pl.Callback):
 
     def settings_of(self, module: FederatedClassifier, **others: Any) -> Settings:
         """How the rounds go with a network that is built; ``others`` are fields in place of the loop's own options."""
-        names = "algorithm distillation weighting phases seed clients_per_round privacy client_privacy refuse_far"
-        options = {name: getattr(self, name) for name in names.split()} | {"rule": self.server_rule}
+        names = "algorithm distillation weighting phases seed clients_per_round privacy client_privacy secure_sums"
+        options = {name: getattr(self, name) for name in names.split()}
+        options |= {"rule": self.server_rule, "refuse_far": self.refuse_far}
         options |= {"training": module.training_options, "clients_per_chunk": module.clients_per_chunk}
         return Settings(**options | others)
 

@@ -15,6 +15,7 @@ from perada.core.states import State, expand, get_state
 from perada.data import Phase
 from perada.data.batches.features import FeatureStore
 from perada.federation.diagnostics import ON_PUBLIC
+from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_factors, check_merging, check_server_images
 from perada.lightning.checks import (
     check_batch_norm,
@@ -50,6 +51,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     if settings.rule.needs_factors:
         check_factors(settings, parts.module.slot, names_sent(parts.module, settings.algorithm))
     check_merging(settings)
+    check_secure_sums(settings, parts.module.slot, settings.algorithm.initial(parts.module.initial_state), clients)
     try_own(parts)
     fresh = protection is None or stage == "fit"  # an evaluation before may have planned other rounds
     if fresh or protection is None:

@@ -16,6 +16,7 @@ from perada.server.rules import (
     TrimmedMean,
     make_rule,
 )
+from perada.server.sums import SecureSums
 
 __all__ = [
     "SERVER_RULES",
@@ -35,6 +36,7 @@ __all__ = [
     "Median",
     "ModifiedLocalGD",
     "NormClipping",
+    "SecureSums",
     "ServerRule",
     "TrimmedMean",
     "Updates",

@@ -17,6 +17,7 @@ from perada.core.states import State, expand, is_finite, send
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
+from perada.server.sums import SecureSums
 
 ServerOptimizer = Literal["adam", "sgd"]
 ONLY = slice(0, 1)
@@ -140,6 +141,8 @@ class Distiller:
         parameters: Names of the tensors to train.
         seed: Of the student's dropout.
         progress: Wraps the steps in a progress bar.
+        secure: How the teachers' logits are added up where the server sees sums alone, and who they are: the clients,
+            whatever states it is called with.
         student: What was last distilled into, as it was before.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.
     """
@@ -154,6 +157,7 @@ class Distiller:
     ranks: Ranks = field(default_factory=Ranks)
     scales: KeptScales = field(default_factory=lambda: KeptScales(None))
     progress: Callable[[Tensor], Iterable[Tensor]] = iter
+    secure: tuple[SecureSums, Updates] | None = None
     student: State | None = None
     diverged: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -169,6 +173,7 @@ class Distiller:
         self.student, device = student, next(iter(student.values())).device
         scales, refined = self.scales.open("student", 1, device), student
         sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
+        sent = sent if self.secure is None else self.secure[1]
         # Its own only teacher: Adam would turn rounding errors into steps of full length.
         alone = sent.clients == 1 and all(torch.equal(sent[key][0], student[key]) for key in student if key in sent)
         if self.options.active(self.round) and not alone:
@@ -192,20 +197,28 @@ class Distiller:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
         used, positions = torch.unique(indices, return_inverse=True)
-        parts = [self._own_sum(sent.own, student, self.data.public_images(part, device)) for part in used.split(256)]
+        parts = [self._own_sum(sent, student, self.data.public_images(part, device)) for part in used.split(256)]
         total = torch.cat([part for part, _ in parts])
         self.ranks.sum_([total])
+        if self.secure is not None:
+            total = self.secure[0].real(total)
         logits = (total / sent.clients).to(parts[0][1])
         own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
         for step, rows in enumerate(self.progress(indices)):
             yield self.data.public_images(rows[own], device), logits[send(positions[step, own], device)]
 
-    def _own_sum(self, teachers: State, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Sum (B, K) of the logits of this rank's teachers, if any, in double precision, and the logits' dtype."""
-        some = len(next(iter(teachers.values())))
-        whole = expand(student, max(1, some)) | (teachers if some else {})
+    def _own_sum(self, teachers: Updates, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Sum (B, K) of the logits of this rank's teachers, if any, and the logits' dtype.
+
+        It is in double precision, or in whole numbers where it is a secure one.
+        """
+        some = len(teachers.places)
+        whole = expand(student, max(1, some)) | (teachers.own if some else {})
         logits = self.engine.shared_logits(whole, x)
-        return double(logits if some else torch.zeros_like(logits)).sum(0), logits.dtype
+        values = double(logits if some else torch.zeros_like(logits))
+        if self.secure is not None:
+            values = self.secure[0].whole(values, teachers.clients)
+        return values.sum(0), logits.dtype
 
     def _accuracy(self, state: State) -> float:
         """Share of the server's validation labels that a state gets right."""

@@ -103,6 +103,13 @@ CASES = {
     "fedex_lora": {"algorithm": "fedex_lora", "adapter": LORA, "weighting": "samples", "diagnostics": True},
     "flora": {"algorithm": "flora", "adapter": LORA, "engine": "loop"},
     "prompts": {"algorithm": "perada", "adapter": "prompt", "net": vit, **DISTILS},
+    "secure sums": {
+        "algorithm": "perada",
+        "secure_sums": {},
+        "weighting": "samples",
+        "clients_per_round": 4,
+        **DISTILS,
+    },
     "apfl": {"algorithm": "apfl", "algorithm_options": {"lr_alpha": 0.1}},
     "modes": {"algorithm": FedEnsemble(PerAda(), modes=2), "clients_per_round": 4, **DISTILS},
     "compared modes": {"algorithm": FedEnsemble(modes=2, assignment="loss", keeps="best")},

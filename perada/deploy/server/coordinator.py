@@ -96,6 +96,11 @@ class Coordinator:
             raise ValueError(f"min_sites={terms.min_sites}: {error}") from None
         if settings.privacy is not None and settings.weighting == "samples":
             raise ValueError("privacy: weighting='samples' shows the sites' numbers of images; choose 'uniform'")
+        if settings.secure_sums is not None:
+            raise ValueError(
+                "secure_sums: a deployed server still reads single updates; leave secure_sums out, and deploy only "
+                "where it may read them (docs/secure_sums.md)"
+            )
         if settings.client_privacy is not None:
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 

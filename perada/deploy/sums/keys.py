@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the masks are made of: keys of one round, the streams that follow from them, and shares of secrets.
+
+All of it is put together from primitives of ``cryptography`` (X25519, Ed25519, HKDF, ChaCha20, Poly1305) and of
+PyCryptodome (Shamir's sharing of 128 bits).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from perada.server.sums import SecureSums
+
+Whole = NDArray[np.uint64]
+"""A vector of numbers modulo 2⁶⁴."""
+SECRET = 16
+"""Bytes of a secret that is shared: Shamir's sharing is over a field of 2¹²⁸ elements."""
+_LABEL = b"perada sums 1 "
+_BLOCK = 2**20
+
+
+def canonical(content: Any) -> bytes:  # noqa: ANN401  # any JSON
+    """The bytes of a JSON value that are signed and hashed."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(content: Any) -> str:  # noqa: ANN401  # any JSON
+    """SHA-256 of a JSON value, in hexadecimal digits."""
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def derived(secret: bytes, purpose: str, about: Any = None) -> bytes:  # noqa: ANN401  # any JSON
+    """A key of 32 bytes for one purpose (HKDF-SHA256)."""
+    key: bytes = HKDF(SHA256(), 32, None, _LABEL + canonical([purpose, about])).derive(secret)
+    return key
+
+
+def stream(key: bytes, count: int) -> Whole:
+    """So many uniform numbers modulo 2⁶⁴: the key stream of ChaCha20. A key must never mask two vectors."""
+    cipher = Cipher(ChaCha20(key, bytes(16)), None).encryptor()
+    found = np.empty(count, "<u8")
+    for start in range(0, count, _BLOCK):
+        part = found[start : start + _BLOCK]
+        part[:] = np.frombuffer(cipher.update(bytes(part.nbytes)), "<u8")
+    return found.astype(np.uint64, copy=False)
+
+
+def exchange_key(seed: bytes) -> X25519PrivateKey:
+    """The private key that follows from a secret, which is what is shared of it."""
+    return X25519PrivateKey.from_private_bytes(derived(seed, "mask key"))
+
+
+def agreed(own: X25519PrivateKey, other: str, purpose: str, about: Any) -> bytes:  # noqa: ANN401  # any JSON
+    """The key that two sites have in common, for one purpose; a ValueError if the other's public key is none."""
+    try:
+        return derived(own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other))), purpose, about)
+    except ValueError as error:
+        raise ValueError(f"a public key cannot be used ({error})") from None
+
+
+def sign(key: Ed25519PrivateKey, what: str, content: Any) -> str:  # noqa: ANN401  # any JSON
+    """A signature of a statement of a certain sort."""
+    return str(key.sign(_LABEL + canonical([what, content])).hex())
+
+
+def is_signed(key: Ed25519PublicKey, signature: str, what: str, content: Any) -> bool:  # noqa: ANN401  # any JSON
+    """Whether a statement was signed with the private half of a key."""
+    try:
+        key.verify(bytes.fromhex(signature), _LABEL + canonical([what, content]))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def seal(key: bytes, text: bytes, about: Any) -> bytes:  # noqa: ANN401  # any JSON
+    """Encrypt one message with a key that is used for no other."""
+    return bytes(ChaCha20Poly1305(key).encrypt(bytes(12), text, canonical(about)))
+
+
+def unseal(key: bytes, sealed: bytes, about: Any) -> bytes:  # noqa: ANN401  # any JSON
+    """The text of a sealed message; a ValueError if it is another's, or was changed."""
+    try:
+        return bytes(ChaCha20Poly1305(key).decrypt(bytes(12), sealed, canonical(about)))
+    except InvalidTag:
+        raise ValueError("a sealed message was changed, or is for another round or site") from None
+
+
+def split(secret: bytes, least: int, sites: int) -> list[bytes]:
+    """Shares of a secret by place, any ``least`` of which give it back, and fewer say nothing about it."""
+    return [share for _, share in Shamir.split(least, sites, secret)]
+
+
+def combined(shares: Mapping[int, bytes], least: int) -> bytes:
+    """The secret of which these are shares, by place from 0; a ValueError if they are too few."""
+    if len(shares) < least:
+        raise ValueError(f"{len(shares)} shares of a secret are there, and {least} are needed")
+    found: bytes = Shamir.combine([(place + 1, shares[place]) for place in sorted(shares)[:least]])
+    return found
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all sites of a sum agree on; each has it from its approved recipe and the order.
+
+    Args:
+        run: Id of the federation's run.
+        round: Counted from 0.
+        recipe: Digest of the recipe.
+        options: Those of the recipe.
+    """
+
+    run: str
+    round: int
+    recipe: str
+    options: SecureSums
+
+
+@dataclass(frozen=True)
+class Advert:
+    """A site's public keys of one round, signed with its identity.
+
+    Attributes:
+        name: Of the site.
+        terms: Digest of the :class:`Terms`.
+        shares: Public key by which shares are sealed for it, in hexadecimal digits.
+        masks: Public key of its masks towards other sites.
+        own: SHA-256 of the secret of its own mask, by which it is recognised when it is put together.
+        signature: Of all of these.
+    """
+
+    name: str
+    terms: str
+    shares: str
+    masks: str
+    own: str
+    signature: str = ""
+
+    def statement(self) -> dict[str, str]:
+        """What is signed."""
+        return {name: value for name, value in asdict(self).items() if name != "signature"}
+
+
+def order_of(adverts: Sequence[Advert]) -> list[str]:
+    """The names of a round's sites, whose places are those of their shares."""
+    return sorted(advert.name for advert in adverts)
+
+
+def own_key(secret: bytes) -> bytes:
+    """The key of a site's own mask."""
+    return derived(secret, "own mask")
+
+
+def pair_key(own: X25519PrivateKey, other: str, about: str, names: Sequence[str]) -> bytes:
+    """The key of the mask of two sites, which the first of them by name adds and the other subtracts."""
+    return agreed(own, other, "pair mask", [about, *sorted(names)])

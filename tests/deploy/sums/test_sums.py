@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secure sums among sites in this process: right sums, what a server that lies is refused, and what it can read."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cryptography")
+pytest.importorskip("Crypto")
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from perada.deploy.protocol import Refused
+from perada.deploy.sums import keys, site
+from perada.deploy.sums.keys import Terms
+from perada.deploy.sums.server import ServerRound
+from perada.deploy.sums.site import SiteRound
+from perada.server.sums import SecureSums
+
+NAMES = [f"site{number}" for number in range(7)]
+TERMS = Terms("a" * 32, 4, "b" * 64, SecureSums())
+IDENTITIES = {name: Ed25519PrivateKey.generate() for name in [*NAMES, "stranger"]}
+RECEIVED = "c" * 64
+
+
+def peers(name, known=NAMES):
+    return {other: IDENTITIES[other].public_key() for other in known if other != name}
+
+
+def sites(names=NAMES, terms=TERMS, known=NAMES):
+    return {name: SiteRound(name, IDENTITIES[name], peers(name, known), terms) for name in names}
+
+
+def vectors(names=NAMES, count=50):
+    return {
+        name: np.random.default_rng([7, place]).integers(0, 2**64, count, np.uint64) for place, name in enumerate(names)
+    }
+
+
+def rows(found, *gone):
+    return {name: value for name, value in found.items() if name not in gone}
+
+
+class Round:
+    """Runs the steps one after another; ``gone`` are those that are no longer there from a step on."""
+
+    def __init__(self, parties, given, terms=TERMS):
+        self.parties, self.given, self.terms = parties, given, terms
+        self.seen = []
+
+    def run(self, share=(), mask=(), confirm=(), reveal=()):
+        self.adverts = [party.advertise() for party in self.parties.values()]
+        there = rows(self.parties, *share)
+        self.server = ServerRound(self.terms, self.adverts)
+        self.boxes = self.server.deliver({name: party.share(self.adverts) for name, party in there.items()})
+        there = rows(there, *mask)
+        masked = {name: party.mask(self.boxes[name], self.given[name], RECEIVED) for name, party in there.items()}
+        self.seen.append(masked)
+        alive = self.server.take(masked)
+        there = rows(there, *confirm)
+        signatures = {name: party.confirm(alive) for name, party in there.items()}
+        there = rows(there, *reveal)
+        return self.server.total({name: party.reveal(signatures) for name, party in there.items()})
+
+
+def plain(given, *gone):
+    total = np.zeros(50, np.uint64)
+    for vector in rows(given, *gone).values():
+        total = total + vector
+    return total
+
+
+def test_the_sum_is_that_of_the_vectors():
+    given = vectors()
+    assert np.array_equal(Round(sites(), given).run(), plain(given))
+
+
+@pytest.mark.parametrize("gone", [("site0",), ("site6",), ("site2", "site5")])
+@pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
+def test_whoever_goes_the_sum_is_of_those_that_sent_their_part(step, gone):
+    given = vectors()
+    total = Round(sites(), given).run(**{step: gone})
+    assert np.array_equal(total, plain(given, *(gone if step in ("share", "mask") else ())))
+
+
+def test_sites_that_go_at_each_step():
+    given = vectors()
+    total = Round(sites(), given, TERMS).run(mask=["site1"], confirm=["site3"], reveal=[])
+    assert np.array_equal(total, plain(given, "site1"))
+
+
+@pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
+def test_a_round_with_too_few_is_void(step):
+    with pytest.raises(Refused, match=r"secure sum: .*4 .* (5|too few)|are too few"):
+        Round(sites(), vectors()).run(**{step: NAMES[:3]})
+
+
+def test_each_key_masks_one_vector_and_pairs_have_one_in_common(monkeypatch):
+    used = Counter()
+
+    def noted(key, count):
+        used[key] += 1
+        return keys.stream(key, count)
+
+    monkeypatch.setattr(site, "stream", noted)
+    Round(sites(), vectors()).run()
+    Round(sites(), vectors()).run()  # the same run, round and sites
+    assert sorted(used.values()) == [1] * 2 * len(NAMES) + [2] * 2 * len([*combinations(NAMES, 2)])
+
+
+def test_what_the_server_receives_is_uniform_whatever_is_sent():
+    """Bytes of all masked vectors are counted; of a mask left out zeros would be half of them."""
+    given = dict.fromkeys(NAMES, np.zeros(20_000, np.uint64))
+    one = Round(sites(), given)
+    one.run(mask=["site1"])
+    for vector in one.seen[0].values():
+        counts = np.bincount(vector.view(np.uint8), minlength=256)
+        chi = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+        assert 160 < chi < 370  # 255 ± 5 standard deviations
+    whole = np.stack([*one.seen[0].values()])
+    for size in range(1, len(whole)):  # sums of some of them hide as well
+        part = np.add.reduce(whole[:size])
+        assert abs(np.bincount(part.view(np.uint8), minlength=256).std() - np.sqrt(20_000 * 8 / 256)) < 6
+
+
+def test_masks_are_taken_away_by_nothing_but_the_sum():
+    """With the keys revealed for a sum, the vector of one site of it stays under the masks with the others."""
+    given = vectors()
+    one = Round(sites(), given)
+    one.run()
+    known = keys.stream(keys.own_key(one.parties["site0"]._seeds["own"]), 50)
+    assert not np.array_equal(one.seen[0]["site0"] - known, given["site0"])
+
+
+def begun(names=NAMES, terms=TERMS):
+    parties = sites(names, terms)
+    return parties, [party.advertise() for party in parties.values()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda adverts, other: [*adverts, adverts[1]], "stands in the list twice"),
+        (lambda adverts, other: adverts[:2], "2 sites are too few to hide among"),
+        (lambda adverts, other: adverts[1:], "other keys of this site, or none"),
+        (lambda adverts, other: [other[0], *adverts[1:]], "other keys of this site, or none"),
+        (lambda adverts, other: [*adverts, other[-1]], "'stranger' is not among the sites"),
+        (lambda adverts, other: [replace(adverts[1], masks=adverts[2].masks), *adverts[::2]], "'site1' are not signed"),
+        (lambda adverts, other: [replace(adverts[1], name="site3"), *adverts[::2]], "'site3' are not signed"),
+        (lambda adverts, other: [adverts[0], *adverts[2:], other[1]], "'site1' are for another sum"),
+    ],
+)
+def test_lists_of_keys_that_a_server_made_up_are_refused(change, message):
+    parties, adverts = begun()
+    _, other = begun([*NAMES[:2], "stranger"], replace(TERMS, round=3))
+    with pytest.raises(Refused, match=message):
+        parties["site0"].share(change(adverts, other))
+
+
+def shared(names=NAMES):
+    parties, adverts = begun(names)
+    return parties, ServerRound(TERMS, adverts).deliver({name: one.share(adverts) for name, one in parties.items()})
+
+
+def test_shares_of_others_or_of_another_round_are_refused():
+    _, before = shared()
+    for change, message in (
+        (lambda box: rows(box, *NAMES[1:4]), "4 of 7 sites sent shares, too few"),
+        (lambda box: {**box, "stranger": box["site1"]}, "unknown site"),
+        (lambda box: {**box, "site1": box["site2"]}, "'site1': a sealed message was changed"),
+        (lambda box: {**box, "site1": before["site0"]["site1"]}, "'site1': a sealed message was changed"),
+    ):
+        parties, boxes = shared()
+        with pytest.raises(Refused, match=message):
+            parties["site0"].mask(change(boxes["site0"]), vectors()["site0"], RECEIVED)
+        with pytest.raises(Refused, match="is not what comes next"):  # nor with what it should have been
+            parties["site0"].mask(boxes["site0"], vectors()["site0"], RECEIVED)
+
+
+def masked(received=None):
+    parties, boxes = shared()
+    for name, party in parties.items():
+        party.mask(boxes[name], vectors()[name], (received or {}).get(name, RECEIVED))
+    return parties
+
+
+@pytest.mark.parametrize(
+    ("alive", "message"),
+    [
+        ([*NAMES, "site1"], "stands in the list of the sum twice"),
+        ([*NAMES, "stranger"], "that sent no shares"),
+        (NAMES[1:], "this site is said to have gone"),
+        (NAMES[:4], "4 of 7 sites are too few for a sum"),
+    ],
+)
+def test_lists_of_the_living_that_a_server_made_up_are_refused(alive, message):
+    with pytest.raises(Refused, match=message):
+        masked()["site0"].confirm(alive)
+
+
+def test_two_lists_of_the_living_reveal_nothing():
+    """Three sites are told that site6 is gone, three that it is not: it would lose both halves."""
+    parties, without = masked(), NAMES[:6]
+    signatures = {name: parties[name].confirm(without if place < 3 else NAMES) for place, name in enumerate(NAMES)}
+    for name in NAMES:
+        with pytest.raises(Refused, match=r"[34] sites signed the same list, and 5 must"):
+            parties[name].reveal(signatures)
+
+
+def test_a_site_reveals_once_and_of_each_site_one_half():
+    parties, without = masked(), NAMES[:6]
+    signatures = {name: parties[name].confirm(without) for name in without}
+    for name in without:
+        found = parties[name].reveal(signatures)
+        assert {*found["own"]} == {*without} and {*found["gone"]} == {"site6"}
+        for again in (lambda party: party.reveal(signatures), lambda party: party.confirm(NAMES)):
+            with pytest.raises(Refused, match="is not what comes next"):
+                again(parties[name])
+
+
+def test_signatures_count_once_and_by_those_in_the_sum():
+    parties = masked()
+    mine = parties["site0"].confirm(NAMES)
+    with pytest.raises(Refused, match="1 sites signed the same list"):
+        parties["site0"].reveal({name: mine for name in NAMES})
+
+
+def test_sites_that_were_sent_different_models_reveal_nothing():
+    parties = masked({"site0": "d" * 64, "site1": "d" * 64, "site2": "d" * 64})
+    signatures = {name: party.confirm(NAMES) for name, party in parties.items()}
+    for party in parties.values():
+        with pytest.raises(Refused, match=r"[34] sites signed the same list"):
+            party.reveal(signatures)
+
+
+def test_shares_that_somebody_changed_are_seen():
+    one = Round(sites(), vectors())
+    parties = one.parties
+    one.adverts = [party.advertise() for party in parties.values()]
+    one.server = ServerRound(TERMS, one.adverts)
+    boxes = one.server.deliver({name: party.share(one.adverts) for name, party in parties.items()})
+    there = rows(parties, "site6")
+    alive = one.server.take({name: party.mask(boxes[name], one.given[name], RECEIVED) for name, party in there.items()})
+    signatures = {name: party.confirm(alive) for name, party in there.items()}
+    revealed = {name: party.reveal(signatures) for name, party in there.items()}
+    for kind, name in (("own", "site3"), ("gone", "site6")):
+        wrong = {**revealed, "site0": {**revealed["site0"], kind: {**revealed["site0"][kind], name: bytes(16)}}}
+        with pytest.raises(Refused, match=f"{name!r} are not of its"):
+            one.server.total(wrong)
+    total = one.server.total(revealed)
+    assert np.array_equal(total, plain(one.given, "site6"))

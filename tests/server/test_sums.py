@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums in whole numbers against Python's."""
+
+import math
+
+import pytest
+import torch
+
+from perada.server import Updates
+from perada.server.sums import SecureSums
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"threshold": 0.4}, "threshold=0.4"),
+        ({"threshold": 1.0}, r"threshold=1\.0"),
+        ({"min_sites": 2}, "min_sites=2 .*each knows the other's part"),
+        ({"fraction_bits": 41}, "fraction_bits=41"),
+    ],
+)
+def test_options_by_which_nothing_is_hidden_are_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        SecureSums(**option)
+
+
+@pytest.mark.parametrize("bits", [8, 24, 32])
+@pytest.mark.parametrize("shares", [[1.0] * 4, [3.0, 1.0, 20.0, 7.0]])
+def test_means_are_those_of_pythons_whole_numbers(bits, shares):
+    updates = {"w": torch.randn(4, 2, 3), "norm.count": torch.tensor([3, 4, 4, 9])}
+    found = SecureSums(fraction_bits=bits).mean(Updates(updates), shares)
+    for i in range(2):
+        for j in range(3):
+            terms = [round(float(updates["w"][c, i, j]) * shares[c] * 2**bits) for c in range(4)]  # halves to even too
+            assert found["w"][i, j] == torch.tensor(sum(terms) / 2**bits / sum(shares), dtype=torch.float64).float()
+    assert found["norm.count"] == round(sum(n * p for n, p in zip([3, 4, 4, 9], shares, strict=True)) / sum(shares))
+    exact = (updates["w"].double() * torch.tensor(shares).view(-1, 1, 1)).sum(0) / sum(shares)
+    assert (found["w"].double() - exact).abs().max() <= 2.0 ** -(bits + 1) * 4 / sum(shares) + 1e-7
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**38, -(2.0**38)])
+def test_what_does_not_fit_is_refused(value):
+    with pytest.raises(ValueError, match=r"cannot be added up by 3 sites .* below 9\.1626e\+10"):
+        SecureSums().whole(torch.tensor([0.0, value]), 3)
+    state = {"w": torch.tensor([[1.0, 2.0], [0.0, 2 * value]]), "none": torch.zeros(2, 0)}
+    assert SecureSums().summable(Updates(state), [1.0, 1.0], [0, 1]) == [0]
+
+
+def test_the_largest_numbers_do_not_wrap_around():
+    sums = SecureSums()
+    near = math.nextafter(sums.limit(5), 0)
+    total = sum(sums.whole(torch.tensor([near, -near], dtype=torch.float64), 5) for _ in range(5))
+    assert sums.real(total).tolist() == pytest.approx([5 * near, -5 * near], rel=1e-12)
