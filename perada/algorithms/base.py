@@ -110,8 +110,15 @@ class ClientStep(Protocol):
     def class_counts(self, classes: int) -> Tensor:
         """How many training images of each of K ``classes`` a client has, (C, K); see :attr:`Algorithm.counts`."""
 
+    @property
+    def labels(self) -> Tensor:
+        """Labels of the step's images: classes (C, B), or (C, B, K) of several labels an image. Some rows are padding.
+
+        :meth:`loss` and :meth:`mean` leave padding out.
+        """
+
     def mean(self, values: Tensor) -> Tensor:
-        """Mean (C,) of values (C, B), one for each row of the logits, over a client's images; others are padding."""
+        """Mean (C, ...) of values (C, B, ...), one for each row of the logits, over a client's images."""
 
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (C, ...), and clear the state of its optimiser."""

@@ -38,6 +38,7 @@ def try_rounds(
     num_clients: int,
     clients: int,
     num_classes: int,
+    multilabel: bool = False,
 ) -> None:
     """Go through two rounds of ``clients`` on made-up gradients, and look at all states that come out.
 
@@ -79,7 +80,8 @@ def try_rounds(
         rule.check(len(some))
     except ValueError:
         rule = Mean()
-    turns = rounds_of(algorithm, _TriedRule(rule), slot, initial, phases, num_clients, some, range(2), ask, num_classes)
+    given = slot, initial, phases, num_clients, some, range(2), ask, num_classes
+    turns = rounds_of(algorithm, _TriedRule(rule), *given, multilabel=multilabel)
     _, kept, global_state = list(turns)[-1]
     if algorithm.inference == "personal":
         ask("personal", algorithm.personal, kept, global_state)
@@ -97,18 +99,21 @@ def rounds_of(
     ask: Callable[..., Any] = lambda _, call, *given: call(*given),
     classes: int | None = None,
     changed: str = "",
+    multilabel: bool = False,
 ) -> Iterator[tuple[State, Stacks, State]]:
     """What ``clients`` send and keep in each of ``rounds`` on made-up gradients, and the global state after it.
 
-    ``ask`` calls the algorithm's methods. See :class:`Rehearsal` for ``classes`` and ``changed``.
+    ``ask`` calls the algorithm's methods. See :class:`Rehearsal` for what follows it.
     """
+    head = initial.get(f"{slot.head_module}.weight")
+    width = None if head is None else head.shape[1]
     global_state, server_state = initial, dict[str, State]()
     kept = {role: expand(state, len(clients)) for role, state in ask("kept", algorithm.kept, initial, slot).items()}
     for round in rounds:
         given = Broadcast(global_state, slot, round, clients, num_clients, 0, state=server_state)
         received = ask("broadcast", algorithm.broadcast, given)
         opened = ask("open", algorithm.open, kept, received, slot)
-        step = Rehearsal(algorithm, opened, kept, received, round, changed, classes)
+        step = Rehearsal(algorithm, opened, kept, received, round, changed, classes, width, multilabel)
         for phase in phases:
             ask("trained", step.begin, phase.name, slot)
             ask("client_step", algorithm.client_step, step)
@@ -182,7 +187,12 @@ def _check_state(who: str, found: object, expected: State, clients: int | None =
         raise _Refused(f"{who} gives {type(found).__name__}; give tensors by name, {{name: tensor}}")
     for name, value in found.items():
         if name not in expected:
-            raise _Refused(f"{who} gives {name!r}, and there is no trained tensor of that name")
+            raise _Refused(
+                f"{who} gives {name!r}, and there is no trained tensor of that name; what else clients send goes into "
+                "server.state (server.updates.part leaves names out of the mean)"
+                if who.endswith("server_step")
+                else f"{who} gives {name!r}, and there is no trained tensor of that name"
+            )
         shape = (() if clients is None else (clients,)) + tuple(expected[name].shape)
         if tuple(value.shape) != shape or value.dtype != expected[name].dtype:
             wanted = f"{shape} of {expected[name].dtype}"
@@ -196,7 +206,7 @@ class Rehearsal:
     """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
 
     It counts by stream the ``queries``, gradients that were asked for; those of ``changed`` are others than usual.
-    There are logits of so many ``classes``; without a number they are refused.
+    There are logits of so many ``classes``; without a number they are refused. Representations are ``width`` wide.
     """
 
     def __init__(
@@ -208,7 +218,10 @@ class Rehearsal:
         round: int = 0,
         changed: str = "",
         classes: int | None = None,
+        width: int | None = None,
+        multilabel: bool = False,
     ) -> None:
+        self._width, self._multilabel = width, multilabel
         self.algorithm, self.kept, self.received, self.round = algorithm, kept, received, round
         self._changed, self._classes, self.phase, self.slot = changed, classes, "", Slot((), ())
         self.states: Stacks = {role: clone(state) for role, state in opened.items()}
@@ -235,13 +248,22 @@ class Rehearsal:
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         """Made-up logits and representations of two images."""
         logits = self.logits(states, stream)
-        return logits, 1 + logits
+        return logits, 1 + logits[..., :1].expand(-1, -1, self._width or logits.shape[-1])
 
     def class_counts(self, classes: int) -> Tensor:
         """An image of each class."""
         if self._classes is None:
             raise no_logits(self.algorithm)
         return torch.ones(len(next(iter(self.received.values()))), classes)
+
+    @property
+    def labels(self) -> Tensor:
+        """Both are of class 0, or have no label."""
+        if self._classes is None:
+            raise no_logits(self.algorithm)
+        some = next(iter(self.received.values()))
+        shape = (len(some), 2, self._classes) if self._multilabel else (len(some), 2)
+        return torch.zeros(shape, dtype=torch.float32 if self._multilabel else torch.int64, device=some.device)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over both."""
@@ -287,7 +309,12 @@ class Rehearsal:
         clients = len(next(iter(self.received.values())))
         if loss is not None and loss.shape != (clients,):
             raise ValueError(f"the loss has shape {tuple(loss.shape)} instead of ({clients},), one value a client")
-        if loss is not None and loss.requires_grad:
+        if loss is not None:
+            if not loss.requires_grad:
+                raise ValueError(
+                    f"the loss of step.descend({role!r}) depends on nothing that phase {self.phase!r} trains "
+                    f"({type(self.algorithm).__name__}.trained); choose an adapter that trains it, or skip the step"
+                )
             loss.sum().backward()
         with torch.no_grad():
             for key, leaf in leaves:
@@ -301,8 +328,8 @@ def no_logits(algorithm: Algorithm) -> ValueError:
     """What is wrong with an algorithm that looks at outputs or labels themselves, where training is private."""
     return ValueError(
         f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
-        "images (step.logits, step.outputs), or their labels (step.class_counts), which no noise covers; use "
-        "step.loss, whose gradient is private"
+        "images (step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; "
+        "use step.loss, whose gradient is private"
     )
 
 

@@ -222,11 +222,12 @@ def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: 
 
 
 def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each client's mean (C,) of ``values`` (C, B) over its first ``counts`` rows, the real ones."""
+    """Each client's mean (C, ...) of ``values`` (C, B, ...) over its first ``counts`` rows, the real ones."""
     if all(count == values.shape[1] for count in counts):
         return values.mean(1)
-    real = real_rows(counts, values.shape[1], values.device)
-    return values.where(real, 0).sum(1) / send(torch.tensor(counts), values.device)
+    more = [1] * (values.dim() - 2)
+    real = real_rows(counts, values.shape[1], values.device).view(*values.shape[:2], *more)
+    return values.where(real, 0).sum(1) / send(torch.tensor(counts), values.device).view(-1, *more)
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:

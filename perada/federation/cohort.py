@@ -123,6 +123,12 @@ class _Chunk:
             raise no_counts(self._cohort.algorithm)
         return F.pad(found[self._rows], (0, classes - found.shape[1]))
 
+    @property
+    def labels(self) -> Tensor:
+        if self._cohort.private is not None:
+            raise no_logits(self._cohort.algorithm)
+        return self._y
+
     def mean(self, values: Tensor) -> Tensor:
         return client_means(values, self._counts)
 

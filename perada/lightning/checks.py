@@ -162,7 +162,7 @@ def try_own(parts: Parts) -> None:
     if is_own(algorithm) or is_own(rule):
         tried = Algorithm() if algorithm.is_ensemble else algorithm
         clients = settings.clients_per_round or data.num_clients
-        sizes = settings.phases, data.num_clients, clients, data.num_classes
+        sizes = settings.phases, data.num_clients, clients, data.num_classes, settings.training.multilabel
         try_rounds(tried, rule, module.slot, module.initial_state(0), *sizes)
 
 

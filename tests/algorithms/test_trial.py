@@ -4,8 +4,9 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 
-from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, make_algorithm
+from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, FedROD, make_algorithm
 from perada.algorithms.trial import is_own
 from perada.server import Mean, ServerRule
 from perada.server.rules import FedAvgM
@@ -88,6 +89,47 @@ def test_only_classes_from_elsewhere_are_tried():
     assert is_own(FedAvgM(aggregate=Rule()))
 
 
+class Prototypes(Algorithm):
+    """Sends each class's sum of representations, made with labels; its loss is made by hand."""
+
+    def open(self, kept, received, slot):
+        return {"local": received, "sums": {"seen": torch.zeros_like(received["fc.weight"])}}  # (C, K, F)
+
+    def trained(self, role, phase, slot, round):
+        return slot.parameters if role == "local" else ()
+
+    def client_step(self, step):
+        logits, z = step.outputs("local")
+        hot = F.one_hot(step.labels, logits.shape[-1]).to(z)
+        step.states["sums"]["seen"] += step.mean(hot.unsqueeze(-1) * z.detach().unsqueeze(-2))
+        step.descend("local", step.mean(-(logits.log_softmax(-1) * hot).sum(-1)))
+
+    def close(self, trained, kept, received, slot):
+        return {}, trained["local"] | {"own/seen": trained["sums"]["seen"]}
+
+    def server_step(self, server):
+        server.state["own"] = {"seen": server.updates["own/seen"].mean(0)}
+        rest = server.updates.part(range(len(server.clients)), without={"own/seen"})
+        return server.mean(rest, server.weights)
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+def test_a_loss_made_of_labels_is_the_tasks(engine):
+    """Also of clients whose images do not fill a batch: those have padding."""
+    run, plain = (finetune(one, engine=engine) for one in (Prototypes(), "fedavg"))
+    for key, value in run.state("global").items():
+        torch.testing.assert_close(value, plain.state("global")[key], rtol=1e-9, atol=1e-11)
+
+
+def test_representations_in_a_trial_are_as_wide_as_the_heads_input():
+    class Mine(FedROD):
+        pass
+
+    run, plain = (finetune(one, rounds=1) for one in (Mine(), FedROD()))  # 4 features, 3 classes
+    for key, value in run.state("global").items():
+        assert torch.equal(value, plain.state("global")[key])
+
+
 def changed(**methods):
     return type("Changed", (Own,), methods)()
 
@@ -158,6 +200,10 @@ def keep(change):
             "Changed.server_step gives 'c', and there is no",
         ),
         (changed(personal=lambda self, kept, w: w), "Changed.personal gives 'conv.weight' of shape (4, 1, 3, 3)"),
+        (
+            changed(client_step=lambda self, step: step.descend("local", step.mean(step.labels.double()))),
+            "depends on nothing that phase 'train' trains (Changed.trained)",
+        ),
     ],
 )
 def test_an_algorithm_that_does_not_fit_is_refused_before_the_first_round(algorithm, says):

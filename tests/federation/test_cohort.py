@@ -13,7 +13,7 @@ from perada.algorithms import Ditto, FedAvg, PerAda, Standalone
 from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
-from perada.engine.engine import client_losses
+from perada.engine.engine import client_losses, client_means
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import make_slot
@@ -213,6 +213,16 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
     for row, module in enumerate(alone):
         for key, value in get_state(module).items():
             torch.testing.assert_close(updates[key][row], value, rtol=1e-8, atol=1e-10)
+
+
+def test_means_over_real_rows_of_values_of_any_shape():
+    values = torch.randn(2, 4, 3, 5)
+    values[1, 2:] = torch.nan  # padding
+    for counts in ((4, 2), (4, 1)):
+        found = client_means(values[..., 0, 0], counts), client_means(values, counts)
+        for m, count in enumerate(counts):
+            assert found[0][m] == pytest.approx(float(values[m, :count, 0, 0].mean()))
+            torch.testing.assert_close(found[1][m], values[m, :count].mean(0))
 
 
 def test_losses_are_means_over_real_rows():

@@ -198,6 +198,13 @@ class Counts(Algorithm):
         step.descend("local", step.loss("local") * step.class_counts(3)[:, 0])
 
 
+class Labels(Algorithm):
+    """Looks at the labels of the step."""
+
+    def client_step(self, step):
+        step.descend("local", step.loss("local") * step.labels.float().mean(1))
+
+
 class Growing(Algorithm):
     """Asks for one gradient in the first round, and for another in the second."""
 
@@ -224,7 +231,7 @@ class Fewer(Algorithm):
 
 
 def test_an_algorithm_that_reads_logits():
-    for one in (Reads(), Counts(), Moon(), FedROD()):
+    for one in (Reads(), Counts(), Labels(), Moon(), FedROD()):
         refused(rf"privacy cannot be used with {type(one).__name__}: .*step\.logits.* use step\.loss", one)
 
 
