@@ -49,6 +49,9 @@ def try_rounds(
     """
     name, algorithm, rule = type(algorithm).__name__, copy.deepcopy(algorithm), copy.deepcopy(rule)
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
+    for phase in phases:
+        if not isinstance(phase, Phase):
+            raise _Refused(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps) for each phase")
     some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
     first: Stacks = {}
 
