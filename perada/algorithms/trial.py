@@ -51,7 +51,7 @@ def try_rounds(
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
     for phase in phases:
         if not isinstance(phase, Phase):
-            raise _Refused(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps) for each phase")
+            raise _Refused(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps)")
     some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
     first: Stacks = {}
 

@@ -200,7 +200,10 @@ def keep(change):
             "Changed.server_step gives 'c', and there is no",
         ),
         (changed(personal=lambda self, kept, w: w), "Changed.personal gives 'conv.weight' of shape (4, 1, 3, 3)"),
-        (changed(phases=lambda self, epochs, steps: ("train",)), "Changed.phases gives 'train'; give perada.data.Phase("),
+        (
+            changed(phases=lambda self, epochs, steps: ("train",)),
+            "Changed.phases gives 'train'; give perada.data.Phase(",
+        ),
         (
             changed(client_step=lambda self, step: step.descend("local", step.mean(step.labels.double()))),
             "depends on nothing that phase 'train' trains (Changed.trained)",
