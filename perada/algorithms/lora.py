@@ -22,7 +22,7 @@ def check_factors(name: str, slot: Slot) -> None:
         raise ValueError(
             f"algorithm {name} is about LoRA's factors A and B, and there are none in what is trained, "
             f"{len(slot.parameters)} tensors from {slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose "
-            "adapter='lora', without DoRA"
+            "adapter='lora', without DoRA, on linear layers and convolutions"
         )
 
 

@@ -152,7 +152,8 @@ def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> 
     if not slot.factors:
         return (
             f"the adapter has none of LoRA's factors A and B: what is trained are {len(slot.parameters)} tensors from "
-            f"{slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose adapter='lora', without DoRA"
+            f"{slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose adapter='lora', without DoRA, on linear layers "
+            "and convolutions"
         )
     both = any(pair.down in sent and pair.up in sent for pair in slot.factors)
     name, base = type(algorithm).__name__, getattr(algorithm, "base", algorithm)

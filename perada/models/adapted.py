@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import peft
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
-from torch import nn
+from torch import Tensor, nn
 
 from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, PromptConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
@@ -20,7 +20,7 @@ from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
-from perada.models.factors import branches, lora_factors
+from perada.models.factors import branches, check_lora, lora_factors
 from perada.models.merging import Trained, let_merge
 
 ATTENTION = re.compile(
@@ -275,6 +275,7 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             "AdaLoraConfig cannot be used: it moves ranks between layers by a count of one optimiser's steps, which "
             "clients do not share; choose 'lora'"
         )
+    check_lora(config)
     tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
     placed = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)  # by the method itself
     if getattr(config, "target_modules", "unset") is None and not placed:
@@ -333,10 +334,16 @@ def _check_head_name(backbone: Backbone) -> None:
             )
 
 
+def saved_tensors(adapted: AdaptedModel) -> dict[str, Tensor]:
+    """What PEFT saves, by its own names."""
+    with warnings.catch_warnings():  # PEFT 0.21 takes the biases of lora_bias for broken matrices
+        warnings.filterwarnings("ignore", "Adapter .* have invalid shape", UserWarning)
+        return cast(dict[str, Tensor], peft.get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False))
+
+
 def _not_saved(adapted: AdaptedModel) -> tuple[str, ...]:
     """Names of trained tensors, and of buffers of modules that own one, that PEFT would not save."""
-    saved = peft.get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
-    pointers = {tensor.data_ptr() for tensor in saved.values()}
+    pointers = {tensor.data_ptr() for tensor in saved_tensors(adapted).values()}
     state = adapted.model.state_dict()
     return tuple(key for key in trained_keys(adapted.model) if state[key].data_ptr() not in pointers)
 

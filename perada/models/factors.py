@@ -3,24 +3,51 @@
 
 from collections.abc import Iterator
 
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig, PeftConfig
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
 
 from perada.adapters.dual_lora import DualLoraLayer
 from perada.core.states import Factors
 
+DRAWN = (True, False, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` that draw the factors, and look at nothing else."""
+
+
+def check_lora(config: PeftConfig) -> None:
+    """Refuse, by a ValueError, options of PEFT's LoRA by which a client's network is not the backbone and a state."""
+    if not isinstance(config, LoraConfig):
+        return
+    if (start := config.init_lora_weights) not in DRAWN:
+        raise ValueError(
+            f"init_lora_weights={start!r} cannot be used: it takes the factors from the backbone's weights or from "
+            "data, and moves or freezes what saved adapters do not hold; choose True, 'gaussian' or 'orthogonal'"
+        )
+    for name in ("velora_config", "monteclora_config"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} cannot be used: a step then depends on earlier ones and on draws "
+                "that no state holds; leave it out"
+            )
+
 
 def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
-    """The factors of PEFT's LoRA layers, but for those of DoRA, whose magnitudes scale the sum, and of branches.
+    """The factors of PEFT's LoRA layers, or none where one of these adds anything but s·B·A; and those of branches.
 
+    Others are DoRA, whose magnitudes scale the sum, and further variants, embeddings, and parameters that no layer has.
     The gate of branches is not in their scale.
     """
-    plain = (
-        Factors(f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight", float(layer.scaling[name]))
+    layers = [
+        (path, layer, name)
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer)
         for name in layer.active_adapters
-        if name in layer.lora_A and name not in layer.lora_magnitude_vector
+        if name in layer.scaling
+    ]
+    plain = (
+        Factors(f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight", float(layer.scaling[name]))
+        for path, layer, name in layers
+        if all(_is_plain(other, own) for _, other, own in layers)
     )
     dual = (
         Factors(f"{path}.{branch}_A.weight", f"{path}.{branch}_B.weight", scale)
@@ -28,6 +55,10 @@ def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
         for branch in ("shared", "private")
     )
     return (*plain, *dual)
+
+
+def _is_plain(layer: LoraLayer, name: str) -> bool:
+    return name in layer.lora_A and name not in layer.lora_variant and not isinstance(layer, ParamWrapper)
 
 
 def branches(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -19,7 +19,7 @@ def let_merge(model: nn.Module) -> None:
     embeddings, of weights that are stored transposed, and with DoRA.
     """
     for layer in model.modules():
-        if isinstance(layer, LoraLayer) and not layer.lora_magnitude_vector:
+        if isinstance(layer, LoraLayer) and not layer.lora_variant:
             base = layer.get_base_layer()
             convolves = isinstance(base, nn.modules.conv._ConvNd) and base.groups == 1
             if (convolves or isinstance(base, nn.Linear)) and not getattr(layer, "fan_in_fan_out", False):

@@ -5,20 +5,20 @@ import copy
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
-from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from perada.core.files import Scratch, check_sums
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
-from perada.models.adapted import AdaptedModel, is_adapter_key, make_slot, plain_names
+from perada.models.adapted import AdaptedModel, is_adapter_key, make_slot, plain_names, saved_tensors
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import of_nobody, of_one
 from perada.results.run_file import RunFile
@@ -42,7 +42,7 @@ class PeftFolders:
 
     def __init__(self, adapted: AdaptedModel, base: str | None = None) -> None:
         self._adapted, self._base = adapted, base
-        self._tensors = get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False)
+        self._tensors = saved_tensors(adapted)
         full = adapted.model.state_dict()
         own = {full[key].data_ptr(): key for key in trained_keys(adapted.model)}
         named = self._tensors.items()  # fixed projections and the like are in no state
@@ -53,7 +53,9 @@ class PeftFolders:
         self._adapted.peft_model.peft_config["default"].base_model_name_or_path = self._base
         with Scratch() as folder:
             (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")  # else a template is compiled
-            self._adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+            with warnings.catch_warnings():  # as in saved_tensors
+                warnings.filterwarnings("ignore", "Adapter .* have invalid shape", UserWarning)
+                self._adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
             return (folder / CONFIG_FILE).read_text(encoding="utf-8")
 
     @cached_property
@@ -73,8 +75,13 @@ class PeftFolders:
             alpha = pair.scale * (math.sqrt(own) if getattr(self._adapted.config, "use_rslora", False) else own)
             layers[pair.down.partition(".lora_A.")[0]] = own, int(alpha) if alpha.is_integer() else alpha
         several, (rank, alpha) = len({*layers.values()}) > 1, next(iter(layers.values()))
-        patterns = {name: {layer: own[place] for layer, own in layers.items()} for place, name in enumerate(_PATTERNS)}
-        return {"r": rank, "lora_alpha": alpha} | (patterns if several else {name: {} for name in _PATTERNS})
+        # "^": PEFT compares the ends of names, and a layer's may be the end of another's.
+        named = {f"^{layer}": own for layer, own in layers.items()}
+        patterns = {name: {layer: own[place] for layer, own in named.items()} for place, name in enumerate(_PATTERNS)}
+        options = {"r": rank, "lora_alpha": alpha} | (patterns if several else {name: {} for name in _PATTERNS})
+        if hasattr(self._adapted.config, "init_lora_weights"):
+            options["init_lora_weights"] = True  # PEFT draws by "orthogonal" of even ranks alone
+        return options
 
     def save(self, state: State, folder: Path, classes: Sequence[str] | None = None, rank: int | None = None) -> None:
         """Write one state as a folder, which ``peft.PeftModel.from_pretrained`` reads; with a ``rank``, cut to that.

@@ -90,17 +90,25 @@ def lora_residual(factors: Iterable[Factors], updates: Mapping[str, Tensor], wei
     return math.sqrt(off / whole) if whole else 0.0
 
 
-def truncated(pair: Pair, rank: int) -> Pair:
+def truncated(pair: Pair, rank: int, before: Tensor) -> Pair:
     """The best approximation of a product by one of rank at most ``rank``, by its singular value decomposition U·S·Vᵀ.
 
     It is B = U·S and A = Vᵀ, cut off behind the largest ``rank`` singular values, of which the largest come first; so
     the first q columns of B and rows of A are the best approximation of rank q. In each row of A, the number that is
     largest in magnitude is positive. Where there are fewer singular values, the rest of both is zero.
+
+    Rows of A whose singular value is 0, but for rounding, may be any that are orthogonal to the others. They are those
+    of A ``before`` (..., rank, in), made orthogonal: otherwise rounding would choose what is trained next.
     """
     (left, up), (right, down) = torch.linalg.qr(pair[0]), torch.linalg.qr(pair[1].mT)
     u, s, vt = torch.linalg.svd(up @ down.mT, full_matrices=False)
     kept = min(rank, s.shape[-1])
-    new_up, new_down = left @ (u * s.unsqueeze(-2))[..., :kept], vt[..., :kept, :] @ right.mT
+    noise = max(*left.shape, *right.shape) * torch.finfo(s.dtype).eps
+    size = torch.linalg.matrix_norm(up) * torch.linalg.matrix_norm(down)
+    free = (s <= noise * size.unsqueeze(-1)).unsqueeze(-1)[..., :kept, :]
+    new_up = left @ (u * s.unsqueeze(-2))[..., :kept].where(~free.mT, 0)
+    new_down = vt[..., :kept, :] @ right.mT
+    new_down = torch.linalg.qr(before[..., :kept, :].where(free, new_down).mT)[0].mT.where(free, new_down)
     signs = new_down.gather(-1, new_down.abs().argmax(-1, keepdim=True)).sign()
     more = rank - kept
     return (
@@ -150,7 +158,8 @@ class _OnProducts(ComposedRule):
         for down, up, scale in factors:
             sent = {key: given.updates[key] for key in (up, down)}
             pairs = pairs_of(sent[up], sent[down])
-            found = self._merged(pairs, weights)
+            ((_, before),) = pairs_of(given.previous[up][None], given.previous[down][None])
+            found = self._merged(pairs, weights, before)
             for key, value in zip((up, down), found, strict=True):
                 # Laid out as it was: the last bits of a convolution depend on that.
                 row = torch.empty_like(given.previous[key], dtype=sent[key].dtype, device=sent[key].device)
@@ -161,8 +170,8 @@ class _OnProducts(ComposedRule):
         return {key: result[key] for key in given.updates}
 
     @abstractmethod
-    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
-        """The layer's next pair, given those of the clients."""
+    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:
+        """The layer's next pair, given those of the clients, and its A before the round."""
 
 
 class SVD(_OnProducts):
@@ -171,7 +180,8 @@ class SVD(_OnProducts):
     Bai et al., NeurIPS 2024 (arXiv 2402.11505), whose server forms and decomposes the whole weight. Here C clients'
     factors are stacked, and a matrix of at most C·r × C·r is decomposed. The result is the matrix of rank r that is
     closest to the mean, and the mean itself where that has no larger rank. Of U·S·Vᵀ, B gets U·S and A gets Vᵀ, largest
-    singular values first: A has rows of length 1, so that B is trained however small it is.
+    singular values first: A has rows of length 1, so that B is trained however small it is. Where the mean has a lower
+    rank, as of clients of low ranks, the rest of A is w's, made orthogonal.
 
     Args:
         aggregate: What is done with all other tensors, such as the head. Default: the mean.
@@ -180,8 +190,8 @@ class SVD(_OnProducts):
     def __init__(self, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
 
-    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
-        return truncated(stacked(pairs, weights), pairs[0][1].shape[-2])
+    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:
+        return truncated(stacked(pairs, weights), before.shape[-2], before)
 
 
 class LoRAFair(_OnProducts):
@@ -202,5 +212,5 @@ class LoRAFair(_OnProducts):
         check_number("strength", strength, above=0)
         self.strength = strength
 
-    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
+    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:
         return corrected(pairs, weights, self.strength)

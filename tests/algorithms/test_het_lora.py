@@ -305,7 +305,7 @@ def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path)
     again = perada.Run.load(tmp_path, backbone=Net())
     for m in CLIENTS:
         config = json.loads((tmp_path / f"client_{m}" / "adapter_config.json").read_text())
-        own = [config["rank_pattern"].get(name, config["r"]) for name in WIDTHS]
+        own = [config["rank_pattern"].get(f"^{name}", config["r"]) for name in WIDTHS]
         assert own == [min(RANKS[m], 3), min(RANKS[m], 2 if adapter == "patterns" else 3)]
         model = PeftModel.from_pretrained(Net(), str(tmp_path / f"client_{m}")).eval()
         assert [model.get_submodule(f"base_model.model.{name}").r["default"] for name in WIDTHS] == own

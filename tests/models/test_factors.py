@@ -3,12 +3,13 @@
 
 import pytest
 import torch
+from peft import BdLoraConfig, KasaConfig, LoraConfig, MontecloraConfig, VeloraConfig
 
 from perada.lightning.module import FederatedClassifier
 
 
-def slot_of(backbone, **options):
-    module = FederatedClassifier(backbone, "lora", options, False)
+def slot_of(backbone, adapter="lora", **options):
+    module = FederatedClassifier(backbone, adapter, options, False)
     module.build(4, False, 0)
     return module
 
@@ -28,5 +29,39 @@ def test_factors_and_their_scale_are_what_peft_merges(backbone):
         assert scale == 3
 
 
-def test_dora_has_no_factors():
-    assert slot_of("test_vit", r=2, use_dora=True).slot.factors == ()
+class Texts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.look, self.layer, self.fc = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(self.layer(self.look(x).mean(1)))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "options"),
+    [
+        ("test_vit", {"use_dora": True}),
+        ("test_vit", {"target_modules": ["qkv"], "use_bdlora": BdLoraConfig(["qkv"], nblocks=2)}),
+        ("test_vit", {"target_modules": ["qkv"], "kasa_config": KasaConfig()}),
+        ("test_vit", {"target_modules": ["proj"], "target_parameters": ["mlp.fc1.weight"]}),
+        (Texts(), {"target_modules": ["look", "layer"]}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:engine='auto' takes the loop:UserWarning")
+def test_what_is_not_a_product_alone_has_no_factors(backbone, options):
+    """Also where other layers have plain ones: a method about factors would then treat some of them otherwise."""
+    assert slot_of(backbone, LoraConfig(r=2, **options)).slot.factors == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        *(({"init_lora_weights": one}, f"'{one}'.*'gaussian'") for one in ("pissa", "pissa_niter_4", "olora", "mica")),
+        ({"velora_config": VeloraConfig()}, "velora_config=Velora.*leave it out"),
+        ({"monteclora_config": MontecloraConfig()}, "monteclora_config=Monte.*leave it out"),
+    ],
+)
+def test_what_no_state_holds_is_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        slot_of("test_vit", LoraConfig(r=2, **option))

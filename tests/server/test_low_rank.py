@@ -45,7 +45,8 @@ def best(matrix, rank):
 def test_products_are_averaged_and_cut_off_as_the_dense_mean_is(ranks, rank, out, into):
     """Without a cut where the ranks sum to at most r; the stack may be wider than the layer."""
     pairs, weights = drawn(ranks, out, into), shares(len(ranks))
-    whole, (up, down) = dense(pairs, weights), truncated(stacked(pairs, weights), rank)
+    ((_, before),) = drawn([rank], out, into, seed=1)
+    whole, (up, down) = dense(pairs, weights), truncated(stacked(pairs, weights), rank, before)
     assert up.shape == (out, rank)
     assert down.shape == (rank, into)
     torch.testing.assert_close(up @ down, whole if sum(ranks) <= rank else best(whole, rank), **EXACT)
@@ -62,7 +63,7 @@ def test_two_clients_by_hand():
     """B = (1, 0)ᵀ and (0, 1)ᵀ, A = (2, 0) and (0, 4): the mean is diag(1, 2), of which rank 1 keeps the 2."""
     pairs = [(torch.tensor([[1.0], [0.0]]).double(), torch.tensor([[2.0, 0.0]]).double())]
     pairs.append((torch.tensor([[0.0], [1.0]]).double(), torch.tensor([[0.0, 4.0]]).double()))
-    up, down = truncated(stacked(pairs, [0.5, 0.5]), 1)
+    up, down = truncated(stacked(pairs, [0.5, 0.5]), 1, torch.ones(1, 2).double())
     torch.testing.assert_close(up, torch.tensor([[0.0], [2.0]]).double(), **EXACT)
     torch.testing.assert_close(down, torch.tensor([[0.0, 1.0]]).double(), **EXACT)
     # By name: B = (1/2, 1/2)ᵀ, A = (1, 2), whose product is (1/2, 1; 1/2, 1); the difference is (1/2, -1; -1/2, 1).
@@ -73,6 +74,35 @@ def test_two_clients_by_hand():
     up, down = corrected(pairs, [0.5, 0.5], 1.0)
     torch.testing.assert_close(up, torch.tensor([[0.25], [0.75]]).double(), **EXACT)
     torch.testing.assert_close(down, torch.tensor([[1.0, 2.0]]).double(), **EXACT)
+
+
+def orthogonal(rows):
+    """By Gram and Schmidt, with the largest number of each row positive."""
+    found = []
+    for row in rows:
+        for other in found * 2:
+            row = row - (other @ row) * other
+        found.append(row / row.norm() * row[row.abs().argmax()].sign())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("nudge", [0.0, 1e-15, -3e-15])
+def test_rounding_does_not_choose_the_rows_that_the_mean_leaves_free(nudge):
+    """Clients of ranks 1 and 2 in factors of rank 5: two rows of A are those before, made orthogonal."""
+    random = torch.Generator().manual_seed(7)
+    ((_, before),) = drawn([5], seed=1)
+    pairs = [(nn.functional.pad(up, (0, 5 - up.shape[1])), down) for up, down in drawn([1, 2])]
+    pairs = [(up, nn.functional.pad(down, (0, 0, 0, 5 - len(down)))) for up, down in pairs]
+    moved = [tuple(x * (1 + nudge * torch.rand(x.shape, generator=random).double()) for x in pair) for pair in pairs]
+    up, down = truncated(stacked(moved, [0.3, 0.7]), 5, before)
+    _, _, vt = torch.linalg.svd(dense(pairs, [0.3, 0.7]))
+    torch.testing.assert_close(down, orthogonal([*vt[:3], *before[3:]]), rtol=1e-9, atol=1e-12)
+    assert not up[:, 3:].any()
+    torch.testing.assert_close(up @ down, dense(pairs, [0.3, 0.7]), **EXACT)
+    nothing = [(0 * up, down) for up, down in pairs]
+    up, down = truncated(stacked(nothing, [0.3, 0.7]), 5, before)
+    torch.testing.assert_close(down, orthogonal(before), **EXACT)
+    assert not up.any()
 
 
 @pytest.mark.parametrize("strength", [1e-3, 0.01, 2.0])
